@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .switches import NOTHING, Switches
+from .switches import NOTHING, Switches, Switching
 
 # Attributes of a module that hold the function to call: torch's, and accelerate's original one
 # below a hook.
@@ -62,39 +62,36 @@ def replaced_forward(module: nn.Module) -> Any:
     return None if is_of_class else function
 
 
-def _save(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """By attribute, the value that the module holds, or `_UNSET`, and the one that runs its own
-    code."""
-    saved = {}
+def _switching(module: nn.Module) -> Switching:
+    held = vars(module)
+    # by attribute, the value that the module holds, or `_UNSET`, and the one that runs its own code
+    saved: dict[str, tuple[Any, Any]] = {}
     for name in FUNCTIONS:
         function = getattr(module, name, None)
         original = uncompiled(function)
         if original is not function:
-            saved[name] = vars(module).get(name, _UNSET), original
-    return saved
+            saved[name] = held.get(name, _UNSET), original
+
+    def switch() -> None:
+        for name, (before, original) in saved.items():
+            if held.get(name, _UNSET) is before:
+                # else switched already, or set by a caller's code since
+                held[name] = original
+
+    def restore() -> None:
+        for before, original in saved.values():
+            # none if a caller's code has set another one; another name if accelerate's hook was
+            # added or removed meanwhile
+            for name in [name for name in FUNCTIONS if held.get(name) is original]:
+                if before is not _UNSET:
+                    held[name] = before
+                elif name in saved:
+                    del held[name]
+
+    return switch, restore
 
 
-def _switch(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    held = vars(module)
-    for name, (before, original) in saved.items():
-        if held.get(name, _UNSET) is before:
-            # else switched already, or set by a caller's code since
-            held[name] = original
-
-
-def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    held = vars(module)
-    for before, original in saved.values():
-        # none if a caller's code has set another one; another name if accelerate's hook was added
-        # or removed meanwhile
-        for name in [name for name in FUNCTIONS if held.get(name) is original]:
-            if before is not _UNSET:
-                held[name] = before
-            elif name in saved:
-                del held[name]
-
-
-_switches: Switches[nn.Module] = Switches(_save, _switch, _restore)
+_switches: Switches[nn.Module] = Switches(_switching)
 
 
 def running_eagerly(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:

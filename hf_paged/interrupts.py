@@ -91,9 +91,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         depth = len(_contexts.open)
-        has_gradients = torch.is_grad_enabled()
-        modes = num_modes()
-        casts = _autocast()
+        restore_torch = _torch_state()
         _contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
@@ -101,7 +99,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
                 surely(_end_calls)
             return result
         except BaseException as error:
-            surely(lambda: _put_back(depth, has_gradients, modes, casts))
+            surely(lambda: _put_back(depth, restore_torch))
             if is_interrupt(error):
                 _let_go(error)
             raise
@@ -129,35 +127,36 @@ def end_modes(before: tuple[int, int]) -> None:
             torch._C._pop_torch_dispatch_stack(None)
 
 
-def _autocast() -> tuple[int, bool, list[tuple[bool, torch.dtype]]]:
-    """The state of autocast: its depth, whether it caches, and of each device."""
+def _torch_state() -> Callable[[], None]:
+    """Returns what puts back torch's gradient mode, modes and autocast as they are now."""
+    has_gradients = torch.is_grad_enabled()
+    modes = num_modes()
     # one step of Python's: an interrupt between the two functions would leave it one deeper
     starts, ends = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     _, depth = map(next, (iter(starts, None), iter(ends, None)))
-    devices = []
+    caches = torch.is_autocast_cache_enabled()
+    casts = []
     for device in _CASTING:
-        devices.append((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
-    return depth, torch.is_autocast_cache_enabled(), devices
+        is_enabled = torch.is_autocast_enabled(device)
+        casts.append((device, is_enabled, torch.get_autocast_dtype(device)))
+
+    def restore() -> None:
+        torch._C._set_grad_enabled(has_gradients)
+        end_modes(modes)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > depth:
+            pass
+        if depth == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(caches)
+        for device, is_enabled, dtype in casts:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+    return restore
 
 
-def _set_autocast(depth: int, caches: bool, devices: list[tuple[bool, torch.dtype]]) -> None:
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > depth:
-        pass
-    if depth == 0:
-        torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(caches)
-    for device, (is_enabled, dtype) in zip(_CASTING, devices):
-        torch.set_autocast_enabled(device, is_enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _put_back(
-    depth: int,
-    has_gradients: bool,
-    modes: tuple[int, int],
-    casts: tuple[int, bool, list[tuple[bool, torch.dtype]]],
-) -> None:
+def _put_back(depth: int, restore_torch: Callable[[], None]) -> None:
     try:
         while len(_contexts.open) > depth:
             _contexts.open[-1].close()
@@ -167,9 +166,7 @@ def _put_back(
         else:  # its caller may go on
             _contexts.is_ending_due = True
     finally:
-        torch._C._set_grad_enabled(has_gradients)
-        end_modes(modes)
-        _set_autocast(*casts)
+        restore_torch()
 
 
 def _end_calls() -> None:

@@ -274,17 +274,9 @@ class Storage(Protocol):
         """Frees all memory. No table may hold a block."""
 
 
-class StorageFactory(Protocol):
-    """Makes the storage of a layer group, with an empty pool."""
-
-    def __call__(
-        self,
-        config: PagedConfig,
-        spec: GroupSpec,
-        block_size: int,
-        before_move: Callable[[], None],
-    ) -> Storage:
-        """`before_move`: for a storage to call before blocks get other addresses."""
+StorageFactory = Callable[["PagedConfig", "GroupSpec", int, Callable[[], None]], Storage]
+"""Makes the storage of a layer group, with an empty pool, for blocks of so many tokens. It calls
+the function before blocks get other addresses."""
 
 
 class MappedRows(Protocol):
@@ -356,17 +348,12 @@ class Tier(Protocol):
     def counts(self) -> TierCounts: ...
 
 
-class MakeTier(Protocol):
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        memory: PagedMemory,
-        blocks: BlockManager,
-        config: PagedConfig,
-        layout: Layout,
-    ) -> tuple[Tier | None, str | None]:
-        """Returns the tier for a new loop on these blocks, perhaps an earlier one, or `None` and
-        why they have none."""
+MakeTier = Callable[
+    ["PreTrainedModel", "PagedMemory", "BlockManager", "PagedConfig", "Layout"],
+    tuple[Tier | None, str | None],
+]
+"""Returns the tier for a new loop of a model on these blocks, perhaps an earlier one, or `None` and
+why they have none."""
 
 
 # Several processes

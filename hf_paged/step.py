@@ -163,12 +163,8 @@ class StepMetadata:
     ) -> StepMetadata:
         """Makes a step with `query_len` tokens in each row; `starts` default to 0."""
         seq_lens = tuple(seq_lens)
-        num_starts = block_tables.shape[0] + 1
-        query_start: tuple[int, ...]
-        if query_len:
-            query_start = tuple(range(0, num_starts * query_len, query_len))
-        else:
-            query_start = (0,) * num_starts
+        query_lens = [query_len] * block_tables.shape[0]
+        query_start = tuple(itertools.accumulate(query_lens, initial=0))
         if starts is None:
             starts = (0,) * len(seq_lens)
         return cls(

@@ -11,6 +11,8 @@ from . import forks
 from .interrupts import ends_with_calls
 
 T = TypeVar("T")
+Switching = tuple[Callable[[], None], Callable[[], None]]
+"""What switches an object, and what restores it as it was before."""
 
 
 class _Nothing:
@@ -26,18 +28,13 @@ NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[ass
 
 
 class Switches(Generic[T]):
-    """Objects that calls have switched, each with what `save` returned and the threads of its
-    calls, which may overlap: the first call saves, each switches, the last restores."""
+    """Objects that calls have switched, each with what `switching` returned and the threads of its
+    calls, which may overlap: each call switches, the last restores what the first found."""
 
-    def __init__(
-        self,
-        save: Callable[[T], Any],
-        switch: Callable[[T, Any], None],
-        restore: Callable[[T, Any], None],
-    ) -> None:
+    def __init__(self, switching: Callable[[T], Switching]) -> None:
         self._lock = forks.lock()
-        self._save, self._switch, self._restore = save, switch, restore
-        self.held: dict[int, tuple[T, Any, list[int]]] = {}
+        self._switching = switching
+        self.held: dict[int, tuple[T, Switching, list[int]]] = {}
         self.after: Callable[[], None] | None = None  # called when the last item has been restored
         forks.in_child(self)
         ends_with_calls(self)
@@ -50,10 +47,10 @@ class Switches(Generic[T]):
     def enter(self, item: T) -> None:
         with self._lock:
             if id(item) not in self.held:
-                self.held[id(item)] = item, self._save(item), []
-            _, saved, threads = self.held[id(item)]
+                self.held[id(item)] = item, self._switching(item), []
+            _, (switch, _), threads = self.held[id(item)]
             threads.append(threading.get_ident())
-            self._switch(item, saved)
+            switch()
 
     def leave(self, item: T) -> None:
         with self._lock:
@@ -63,23 +60,24 @@ class Switches(Generic[T]):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: ends the calls of other threads, which do not exist there."""
-        for item, _, threads in list(self.held.values()):
-            threads[:] = [thread for thread in threads if thread == threading.get_ident()]
-            self._end(item, threads)
+        me = threading.get_ident()
+        self._keep(lambda thread: thread == me)
 
     def end_calls(self) -> None:
         """Ends the calls of this thread."""
         me = threading.get_ident()
         with self._lock:
-            for item, _, threads in list(self.held.values()):
-                if me in threads:
-                    threads[:] = [thread for thread in threads if thread != me]
-                    self._end(item, threads)
+            self._keep(lambda thread: thread != me)
+
+    def _keep(self, stays: Callable[[int], bool]) -> None:
+        for item, _, threads in list(self.held.values()):
+            threads[:] = filter(stays, threads)
+            self._end(item, threads)
 
     def _end(self, item: T, threads: list[int]) -> None:
         if not threads:
-            _, saved, _ = self.held.pop(id(item))
-            self._restore(item, saved)
+            _, (_, restore), _ = self.held.pop(id(item))
+            restore()
             if self.after is not None and not self.held:
                 self.after()
 

@@ -293,7 +293,13 @@ def test_contexts_of_torch_that_an_interrupt_kept_from_ending_are_ended(
     context: Any, function: Any, number: int
 ) -> None:
     def state() -> tuple[Any, ...]:
-        return interrupts._autocast(), interrupts.num_modes(), torch.is_inference_mode_enabled()
+        torch.autocast_increment_nesting()
+        autocast = (
+            torch.autocast_decrement_nesting(),
+            torch.is_autocast_cache_enabled(),
+            [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in ("cpu", "cuda")],
+        )
+        return autocast, interrupts.num_modes(), torch.is_inference_mode_enabled()
 
     model, prompt, kept = models.build("llama"), models.token_ids(1, 9), []
     count = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,10 @@ from hf_paged.switches import Switches
 def test_any_number_of_items_is_switched_back() -> None:
     state: dict[int, str] = {}
     switches: Switches[list[int]] = Switches(
-        lambda item: "before",
-        lambda item, saved: state.update({item[0]: "switched"}),
-        lambda item, saved: state.update({item[0]: saved}),
+        lambda item: (
+            lambda: state.update({item[0]: "switched"}),
+            lambda: state.update({item[0]: "before"}),
+        )
     )
     items = [[number] for number in range(2 * sys.getrecursionlimit())]
     with switches.switched(items):
@@ -26,13 +26,13 @@ def test_any_number_of_items_is_switched_back() -> None:
 def test_all_others_are_switched_back_if_one_raises() -> None:
     state: dict[int, str] = {}
 
-    def restore(item: list[int], saved: Any) -> None:
-        state[item[0]] = saved
+    def restore(item: list[int]) -> None:
+        state[item[0]] = "before"
         if item[0] == 1:
             raise MemoryError
 
     switches: Switches[list[int]] = Switches(
-        lambda item: "before", lambda item, saved: state.update({item[0]: "switched"}), restore
+        lambda item: (lambda: state.update({item[0]: "switched"}), lambda: restore(item))
     )
     with pytest.raises(MemoryError), switches.switched([[0], [1], [2]]):
         pass

@@ -24,7 +24,7 @@ from ..cache.free_memory import is_out_of_memory
 from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
 from ..kernels.lora import LoraWeights
-from ..model import capability
+from ..model.capability import Capability
 from ..model.layout import Layout
 from ..model.trial import MakeRunner
 from ..plan import StepPlan
@@ -317,7 +317,8 @@ class LoopAdapters:
             return blocks, SimpleNamespace(run=run)
 
         try:
-            return capability.reason_against_mixing(self._model, self._cache, make, names)
+            capability = Capability(self._model, self._cache, make)
+            return capability.reason_against_mixing(names)
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise

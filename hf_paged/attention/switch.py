@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
 from ..compiled import is_compiled, is_switched
-from ..switches import Switches
+from ..switches import Switches, Switching
 from ..topics import Topic
 
 NAME = "hf_paged"
@@ -47,11 +47,6 @@ class _Switched(str):
         return str, (self.named,)
 
 
-def _save(config: PreTrainedConfig) -> str:
-    named = compat.attention_of(config)  # already switched in a shallow copy made during a call
-    return getattr(named, "named", named)
-
-
 @functools.cache
 def _switched(named: str) -> _Switched:
     """One object for each name: between two steps the config does not change."""
@@ -65,13 +60,20 @@ _register: Callable[[], None] | None = None
 before."""
 
 
-def _switch(config: PreTrainedConfig, named: str) -> None:
-    if _register is not None:
-        _register()
-    compat.set_attention(config, _switched(named))
+def _switching(config: PreTrainedConfig) -> Switching:
+    implementation = compat.attention_of(config)
+    # already switched in a shallow copy made during a call
+    named = getattr(implementation, "named", implementation)
+
+    def switch() -> None:
+        if _register is not None:
+            _register()
+        compat.set_attention(config, _switched(named))
+
+    return switch, functools.partial(compat.set_attention, config, named)
 
 
-_switches: Switches[PreTrainedConfig] = Switches(_save, _switch, compat.set_attention)
+_switches: Switches[PreTrainedConfig] = Switches(_switching)
 
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:

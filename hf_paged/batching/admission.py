@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..model.capability import Capability
 from ..model.layout import Layout
 from ..rooms import SpeculationRoom, room
 from ..seams import EngineParts
 from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
 from .execution.prompts import Prompts
-from .factory import (
-    check_prompts,
-    how_prompts_merge,
-    how_rows_join,
-    max_positions,
-    not_invariant,
-    reason_against_rows,
-)
+from .factory import make_runner, not_invariant
 from .generation import RequestState
 
 
@@ -36,8 +27,7 @@ class Admission:
         self._model = model
         self._config = config
         self._parts = parts
-        self._empty = empty
-        self._verdicts: dict[Hashable, Any] = {}  # of checks of prompts with inputs
+        self._capability = Capability(model, empty, make_runner, known={})
 
     def take_inputs(self, state: RequestState, layout: Layout) -> bool:
         """Prepares a prompt with inputs for the loop's forwards; returns whether its rows join
@@ -56,12 +46,10 @@ class Admission:
     def _take_packed(self, state: RequestState, prompts: Prompts, layout: Layout) -> None:
         model = self._model
         prompts.find_positions(model)
-        reason, can_reuse, begins_behind_text = check_prompts(
-            model, self._empty, prompts, known=self._verdicts
-        )
+        reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.merges = how_prompts_merge(model, self._empty, prompts, known=self._verdicts)
+        prompts.merges = self._capability.how_prompts_merge(prompts)
         keys = None
         if can_reuse and self._config.prefix_caching:
             keys = prompts.keys(model.config)
@@ -72,11 +60,11 @@ class Admission:
         model = self._model
         if not model.config.is_encoder_decoder:
             state.encode_media(model)
-        reason = reason_against_rows(model, self._empty, prompts, known=self._verdicts)
+        reason = self._capability.reason_against_rows(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.set_joins(how_rows_join(model, self._empty, prompts, known=self._verdicts))
-        count = max_positions(model, self._empty, prompts, known=self._verdicts)
+        prompts.set_joins(self._capability.how_rows_join(prompts))
+        count = self._capability.max_positions(prompts)
         state.request.limit_positions(count, prompts.shift(0))
         prompts.give(state.request, 0, None, False)
 

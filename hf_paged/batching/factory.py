@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from ..cache.block_manager import BlockManager
 from ..cache.groups import StateSpec
@@ -17,10 +16,11 @@ from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..config import PagedConfig
-from ..model import capability
+from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import is_sharded
+from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
 from ..rooms import OnDemand, TapeRoom, is_installed, room
 from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
@@ -41,10 +41,9 @@ CPU_CHUNK_TOKENS = 256
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """Returns the cache that `generate` would build for the model, empty."""
-    config = model.config.get_text_config(decoder=True)
-    cache = PagedCache.from_empty(DynamicCache(config=config), memory)
+    cache = PagedCache.from_empty(stock_cache(model), memory)
     if model.config.is_encoder_decoder:
-        cache.cross = PagedCache.from_empty(DynamicCache(config=config), memory, "cross")
+        cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
     return cache
 
 
@@ -129,15 +128,15 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """`capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
+    """`Capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
     cannot be."""
-    layout = capability.choose_layout(model, cache, make_runner)
+    layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")  # computes rows in a fixed order
         make = functools.partial(make_runner, is_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
-            reason = capability.reason_against_invariance(model, cache, make)
+            reason = Capability(model, cache, make).reason_against_invariance()
         if reason is not None:
             raise not_invariant(model, reason)
     return layout
@@ -180,10 +179,3 @@ def make_runner(
     blocks = cache.memory.manager([*cache.groups, states])
     slots: Any = cache.memory.group(states).storage
     return blocks, RectangleRunner(model, cache, slots, layout)
-
-
-reason_against_rows = functools.partial(capability.reason_against_rows, make=make_runner)
-how_rows_join = functools.partial(capability.how_rows_join, make=make_runner)
-how_prompts_merge = functools.partial(capability.how_prompts_merge, make=make_runner)
-max_positions = functools.partial(capability.max_positions, make=make_runner)
-check_prompts = functools.partial(capability.check_prompts, make=make_runner)

@@ -20,7 +20,7 @@ from .. import compat
 from ..cache.sequence_blocks import UNCACHED, SequenceBlocks
 from ..config import check_cache_salt
 from ..interrupts import is_interrupt
-from ..model.own_loop import select_rows, tensors_of
+from ..model.own_loop import first_row, tensors_of
 from ..model.wrappers import resolve_adapter, use_adapter
 from ..seams import Drafter
 from ..step import to_device
@@ -458,11 +458,8 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
         given = tensors_of((prompts.input_ids, prompts.model_kwargs))
         if any(len(x) == count and bool((x != x[:1]).any()) for x in given):
             raise ValueError(f"`inputs` make {count} prompts: pass those of one")
-        row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+        prompts.model_kwargs = first_row(prompts)
         prompts.input_ids = prompts.input_ids[:1]
-        prompts.model_kwargs = {
-            name: select_rows(name, x, row, count) for name, x in prompts.model_kwargs.items()
-        }
         prompts.position_ids = prompts.model_kwargs.get("position_ids")
     prompts.paddings = [0]
     return prompts

@@ -13,15 +13,10 @@ from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
 from ..batching.execution.prompt_inputs import is_unset
 from ..batching.execution.prompts import Prompts, prompts_of
-from ..batching.factory import (
-    check_prompts,
-    choose_layout,
-    how_rows_join,
-    max_positions,
-    reason_against_rows,
-)
+from ..batching.factory import choose_layout, make_runner
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
+from ..model.capability import Capability
 from ..model.layout import TOGETHER, Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
@@ -167,7 +162,8 @@ class Candidate:
                 yield others
             elif reason is None:
                 prompts.find_positions(model)
-                self.verdict = check_prompts(model, self.cache, prompts)
+                capability = Capability(model, self.cache, make_runner)
+                self.verdict = capability.check_prompts(prompts)
                 reason = self.verdict.unsupported_reason
             if reason is not None:
                 yield f"{others}, and {reason}"
@@ -316,13 +312,14 @@ class Candidate:
                 ),
             }
         )
-        why = reason_against_rows(model, self.cache, prompts)
+        capability = Capability(model, self.cache, make_runner)
+        why = capability.reason_against_rows(prompts)
         if why and any(prompts.paddings):  # a model may attend to padding
             prompts.paddings = [0] * len(prompts.paddings)
-            why = reason_against_rows(model, self.cache, prompts)
+            why = capability.reason_against_rows(prompts)
         if why:
             yield why if why in reason else f"{reason}, and {why}"
-        prompts.set_joins(how_rows_join(model, self.cache, prompts))
-        count = max_positions(model, self.cache, prompts)
+        prompts.set_joins(capability.how_rows_join(prompts))
+        count = capability.max_positions(prompts)
         self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

@@ -3,7 +3,6 @@ of model names."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 import weakref
@@ -11,7 +10,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
@@ -28,6 +26,7 @@ from ..topics import Topic
 from .checks import (
     invariance_check,
     join_check,
+    judge_writes,
     merge_check,
     mixing_check,
     positions_check,
@@ -40,8 +39,8 @@ from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .sharding import processes_of
 from .structure import KV_LAYERS, Modules, reasons
-from .trial import ForwardFailedError, MakeRunner, Trial, product_precision, sample_tokens
-from .writes import Key, Writes, copied, is_same, judge, unread_names
+from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
+from .writes import notes_of
 
 _lock = forks.lock()
 _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
@@ -49,7 +48,6 @@ _REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, 
 # replaces the class's.
 _TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
-_FIRST = 8  # prompt tokens of a forward that shows which writes matter
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -59,20 +57,160 @@ Known = dict[Hashable, Any]
 modules `_look` takes 1 ms, `_glance` 0.15 ms."""
 
 
-def choose_layout(model: PreTrainedModel, cache: PagedCache, make: MakeRunner) -> Layout:
-    """The best layout in which each sequence gets the results that it gets alone; `cache`, built
-    for the model, stays empty."""
-    with step_lock(model):  # steps of other threads with several adapters have hooks on the model
-        packed = _find(self_check, "packed", Trial(model, cache, make))
-        if isinstance(packed, Layout):
-            return packed
-        layout = _find(side_check, "side by side", Trial(model, cache, make))
-        if not isinstance(layout, Layout):
-            layout = TOGETHER
-        if layout is TOGETHER and not model.config.is_encoder_decoder:
-            num_positions = max_positions(model, cache, None, make)
-            layout = layout._replace(max_positions=num_positions)
-    return layout._replace(unsupported_reason=packed)
+class Capability:
+    """How the rows of a model may go through its forwards, decided by checks. `cache`, built for
+    the model, stays empty; `make` gives the runners of the checks. `known`: verdicts that a caller
+    keeps."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        make: MakeRunner,
+        known: Known | None = None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._make = make
+        self._known = known
+
+    def choose_layout(self) -> Layout:
+        """The best layout in which each sequence gets the results that it gets alone."""
+        model = self._model
+        with step_lock(model):  # steps of other threads with several adapters have hooks on it
+            packed = self._find(self_check, "packed")
+            if isinstance(packed, Layout):
+                return packed
+            layout = self._find(side_check, "side by side")
+            if not isinstance(layout, Layout):
+                layout = TOGETHER
+            if layout is TOGETHER and not model.config.is_encoder_decoder:
+                layout = layout._replace(max_positions=self.max_positions())
+        return layout._replace(unsupported_reason=packed)
+
+    def reason_against_invariance(self) -> str | None:
+        """Why a packed model cannot serve `batch_invariant`; the runners compute each row as if
+        alone."""
+        device = compute_device(self._model)
+        if device.type != "cpu":
+            return Topic.BATCH_INVARIANT(f"it is on {device}")
+        uses_cpp = cpp.is_available() and forced() in (None, "cpp")
+        if not uses_cpp:
+            return Topic.BATCH_INVARIANT("the C++ kernels are not used")
+        return self._find(invariance_check, "packed")
+
+    def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
+        """Why rows with different adapters of these modules cannot share a forward of a packed
+        model; the runners are of three rows with different adapters."""
+        return self._find(mixing_check, "packed", kind=modules)
+
+    def check_prompts(self, prompts: Any) -> PromptsVerdict:
+        """Checks `prompts` (`execution.prompts.Prompts`) of a packed model; the verdict holds for
+        all prompts with inputs of the same names."""
+        has_text = prompts.num_text(self._model.config) > 0
+        kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
+        verdict = self._find(prompts_check, "packed", prompts, kind)
+        if isinstance(verdict, PromptsVerdict):
+            return verdict
+        return PromptsVerdict(verdict)
+
+    def how_prompts_merge(self, prompts: Any) -> Hashable | None:
+        """A key: prompts of several requests with equal keys may be prefilled in one forward;
+        `None`: only alone."""
+        likeness = prompts.likeness(self._model.config)
+        if likeness is None:
+            return None
+        kind = prompts.names, prompts.axis_counts
+        verdict = self._find(merge_check, "packed", prompts, kind)
+        return likeness if verdict is True else None
+
+    def reason_against_rows(self, prompts: Any) -> str | None:
+        """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout
+        `TOGETHER`."""
+        kind = (
+            tuple((name, str(type(prompts.model_kwargs[name]))) for name in _given(prompts)),
+            len(prompts.paddings) > 1,
+            any(prompts.paddings),
+            prompts.length > 1,
+            prompts.hides_tokens,
+        )
+        return self._find(rows_check, "together", prompts, kind)
+
+    def max_positions(self, prompts: Any = None) -> int | None:
+        """`Layout.max_positions` in the layout `TOGETHER`; `prompts`: for a model with an encoder,
+        `Prompts` with its outputs."""
+        kind = _given(prompts) if self._model.config.is_encoder_decoder else ()
+        count = self._find(positions_check, "together", prompts, kind)
+        return None if isinstance(count, str) else count
+
+    def how_rows_join(self, prompts: Any) -> tuple[bool, bool] | None:
+        """The result of `join_check` for these `Prompts`; `None` also for caches or inputs that
+        cannot be joined."""
+        cache = self._cache
+        if cache.cross is None:
+            return None
+        given = _given(prompts)
+        foreign = {type(layer) for layer in (*cache.layers, *cache.cross.layers)} - KV_LAYERS
+        if foreign or not {"decoder_attention_mask", "decoder_position_ids"}.isdisjoint(given):
+            return None
+        kind = given, prompts.length > 1, prompts.num_encoder_tokens > 1
+        verdict = self._find(join_check, "together", prompts, kind)
+        return None if isinstance(verdict, str) else verdict
+
+    def _find(
+        self,
+        check: Callable[[Trial], Any],
+        layout: str,
+        prompts: Any = None,
+        kind: Any = None,
+    ) -> Any:
+        """The `known` verdict, the first of `structure.reasons`, or the result of `check`, which
+        runs several short forwards once per state of the model and `kind` of call."""
+        known = self._known
+        if known is None:
+            return self._look(check, layout, prompts, kind)
+        glance = _glance(self._model)
+        before, verdict = known.get((check, kind), (None, None))
+        if before != glance:
+            verdict = self._look(check, layout, prompts, kind)
+            if not isinstance(verdict, str):  # a reason may be temporary
+                known[check, kind] = glance, verdict
+        return verdict
+
+    def _look(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+        model = self._model
+        cache = self._cache
+        modules = list(model.modules())
+        processes = processes_of(model)
+        reason = next(reasons(model, cache, modules, layout), None)
+        if reason is not None and processes is None:
+            return reason
+        key = _key(check, kind, model, cache, modules)
+        with _lock:
+            verdicts = _verdicts.setdefault(model, {})
+            state = _KNOWN if key in verdicts else _OPEN
+        if processes is not None:
+            # modules may differ between processes: all processes run the check, or none
+            if reason is not None:
+                state = _REFUSED
+            state = processes.least(state)
+            if state == _REFUSED:
+                return reason or Topic.RANKS("another rank cannot use this layout")
+        if state == _KNOWN:
+            return verdicts[key]
+        try:
+            with step_lock(model), timed("self_check"):
+                trial = Trial(model, cache, self._make, prompts)
+                verdict = check(trial)
+                # whether it allows that prefixes are shared
+                if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
+                    judge_writes(trial)
+        except ForwardFailedError as error:
+            verdict = Topic.SELF_CHECK(str(error))
+            if not error.lasts:  # the cause may be temporary: the next call checks again
+                return verdict
+        _note(model, _key(check, kind, model, cache, modules), verdict)
+        return verdict
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
@@ -82,142 +220,10 @@ def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> N
     _note(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
-def reason_against_invariance(
-    model: PreTrainedModel, cache: PagedCache, make: MakeRunner
-) -> str | None:
-    """Why a packed model cannot serve `batch_invariant`; `make` gives runners that compute each row
-    as if alone."""
-    device = compute_device(model)
-    if device.type != "cpu":
-        return Topic.BATCH_INVARIANT(f"it is on {device}")
-    uses_cpp = cpp.is_available() and forced() in (None, "cpp")
-    if not uses_cpp:
-        return Topic.BATCH_INVARIANT("the C++ kernels are not used")
-    return _find(invariance_check, "packed", Trial(model, cache, make))
-
-
-def reason_against_mixing(
-    model: PreTrainedModel, cache: PagedCache, make: MakeRunner, modules: tuple[str, ...]
-) -> str | None:
-    """Why rows with different adapters of these modules cannot share a forward of a packed model;
-    `make` gives runners of three rows with different adapters."""
-    return _find(mixing_check, "packed", Trial(model, cache, make), modules)
-
-
-def check_prompts(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    prompts: Any,
-    make: MakeRunner,
-    known: Known | None = None,
-) -> PromptsVerdict:
-    """Checks `prompts` (`execution.prompts.Prompts`) of a packed model; the verdict holds for all
-    prompts with inputs of the same names."""
-    has_text = prompts.num_text(model.config) > 0
-    kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
-    trial = Trial(model, cache, make, prompts)
-    verdict = _find(prompts_check, "packed", trial, kind, known)
-    if isinstance(verdict, PromptsVerdict):
-        return verdict
-    return PromptsVerdict(verdict)
-
-
-def how_prompts_merge(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    prompts: Any,
-    make: MakeRunner,
-    known: Known | None = None,
-) -> Hashable | None:
-    """A key: prompts of several requests with equal keys may be prefilled in one forward; `None`:
-    only alone."""
-    likeness = prompts.likeness(model.config)
-    if likeness is None:
-        return None
-    kind = prompts.names, prompts.axis_counts
-    trial = Trial(model, cache, make, prompts)
-    verdict = _find(merge_check, "packed", trial, kind, known)
-    return likeness if verdict is True else None
-
-
-def reason_against_rows(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    prompts: Any,
-    make: MakeRunner,
-    known: Known | None = None,
-) -> str | None:
-    """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`."""
-    kind = (
-        tuple((name, str(type(prompts.model_kwargs[name]))) for name in _given(prompts)),
-        len(prompts.paddings) > 1,
-        any(prompts.paddings),
-        prompts.length > 1,
-        prompts.hides_tokens,
-    )
-    return _find(rows_check, "together", Trial(model, cache, make, prompts), kind, known)
-
-
-def max_positions(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    prompts: Any,
-    make: MakeRunner,
-    known: Known | None = None,
-) -> int | None:
-    """`Layout.max_positions` in the layout `TOGETHER`; `prompts`: for a model with an encoder,
-    `Prompts` with its outputs."""
-    kind = _given(prompts) if model.config.is_encoder_decoder else ()
-    trial = Trial(model, cache, make, prompts)
-    count = _find(positions_check, "together", trial, kind, known)
-    return None if isinstance(count, str) else count
-
-
-def how_rows_join(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    prompts: Any,
-    make: MakeRunner,
-    known: Known | None = None,
-) -> tuple[bool, bool] | None:
-    """The result of `join_check` for these `Prompts`; `None` also for caches or inputs that cannot
-    be joined."""
-    if cache.cross is None:
-        return None
-    given = _given(prompts)
-    foreign = {type(layer) for layer in (*cache.layers, *cache.cross.layers)} - KV_LAYERS
-    if foreign or not {"decoder_attention_mask", "decoder_position_ids"}.isdisjoint(given):
-        return None
-    kind = given, prompts.length > 1, prompts.num_encoder_tokens > 1
-    trial = Trial(model, cache, make, prompts)
-    verdict = _find(join_check, "together", trial, kind, known)
-    return None if isinstance(verdict, str) else verdict
-
-
 def _given(prompts: Any) -> tuple[str, ...]:
     """The sorted names of the inputs of `Prompts`."""
     inputs = prompts.model_kwargs.items()
     return tuple(sorted(name for name, value in inputs if value is not None))
-
-
-def _find(
-    check: Callable[[Trial], Any],
-    layout: str,
-    trial: Trial,
-    kind: Any = None,
-    known: Known | None = None,
-) -> Any:
-    """The `known` verdict, the first of `structure.reasons`, or the result of `check`, which runs
-    several short forwards once per state of the model and `kind` of call."""
-    if known is None:
-        return _look(check, layout, trial, kind)
-    glance = _glance(trial.model)
-    before, verdict = known.get((check, kind), (None, None))
-    if before != glance:
-        verdict = _look(check, layout, trial, kind)
-        if not isinstance(verdict, str):  # a reason may be temporary
-            known[check, kind] = glance, verdict
-    return verdict
 
 
 def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -232,72 +238,11 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
             type(module).forward,
             module.training,
             replaced_forward(module),
-            vars(module).get("_hf_hook"),
-            tuple(module._forward_hooks),  # torch never reuses their keys
-            tuple(module._forward_pre_hooks),
+            tuple(hooks_of(module)),
         )
         for module in model.modules()
     ]
     return are_global, modules
-
-
-def _look(check: Callable[[Trial], Any], layout: str, trial: Trial, kind: Any) -> Any:
-    model = trial.model
-    modules = list(model.modules())
-    processes = processes_of(model)
-    reason = next(reasons(model, trial.cache, modules, layout), None)
-    if reason is not None and processes is None:
-        return reason
-    key = _key(check, kind, model, trial.cache, modules)
-    with _lock:
-        verdicts = _verdicts.setdefault(model, {})
-        state = _KNOWN if key in verdicts else _OPEN
-    if processes is not None:
-        # modules may differ between processes: all processes run the check, or none
-        if reason is not None:
-            state = _REFUSED
-        state = processes.least(state)
-        if state == _REFUSED:
-            return reason or Topic.RANKS("another rank cannot use this layout")
-    if state == _KNOWN:
-        return verdicts[key]
-    try:
-        with step_lock(model), timed("self_check"):
-            verdict = check(trial)
-            _judge_writes(trial, verdict)
-    except ForwardFailedError as error:
-        verdict = Topic.SELF_CHECK(str(error))
-        if not error.lasts:  # the cause may be temporary: the next call checks again
-            return verdict
-    _note(model, _key(check, kind, model, trial.cache, modules), verdict)
-    return verdict
-
-
-def _judge_writes(trial: Trial, verdict: Any) -> None:
-    """If a check allows that prefixes are shared, finds out whether what its forwards wrote into
-    the model matters to later ones (`writes.judge`)."""
-    shares = isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False)
-    if not shares or not trial.writes:
-        return
-
-    def compute(given: Writes) -> tuple[Tensor | None, set[Key]]:
-        with contextlib.suppress(ForwardFailedError), trial.forwards():
-            row = sample_tokens(trial.model)[:1, : _FIRST + 1]
-            for write in given.values():
-                write.table[write.name] = copied(write.after)
-            prompts = trial.prompts
-            if prompts is None:
-                logits = trial.plain(row, _FIRST)
-            else:
-                logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
-            overwritten = set[Key]()
-            for key, write in given.items():
-                if not is_same(write.table.get(write.name), write.after):
-                    overwritten.add(key)
-            return logits, overwritten
-        return None, set()
-
-    judge(trial.model, trial.writes, compute)
 
 
 def _key(
@@ -325,8 +270,9 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     kinds = tuple((type(module), module.training) for module in modules)
     held: list[Any] = []
     shapes: list[torch.Size] = []  # a longer table allows more positions
+    unread = notes_of(model).unread
     for module in modules:
-        skipped = unread_names(module).union(FUNCTIONS)
+        skipped = {*FUNCTIONS, *unread.get(module, ())}
         for name, value in vars(module).items():
             if type(value) in _TOLD and name not in skipped:
                 held.append(value)

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from .. import compat
 from ..cache.free_memory import is_out_of_memory
-from ..cache.memory import PagedMemory, autocast_dtype
+from ..cache.memory import PagedMemory
 from ..cache.storage import storage_of
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
-from .forwards import compute_device
 from .layout import TOGETHER, Layout, PromptsVerdict
-from .own_loop import map_tensors, next_logits, pad_token_id, select_rows, tensors_of, with_cross
+from .own_loop import first_row, map_tensors, next_logits, pad_token_id, tensors_of, with_cross
 from .positions import num_positions
 from .trial import (
     CONFIG,
@@ -34,7 +33,7 @@ from .trial import (
     sample_tokens,
     scratch_memory,
 )
-from .writes import is_same
+from .writes import Write, changed, copied, is_same, note_write
 
 # prompt tokens of the first two sequences
 _FIRST = 8
@@ -77,7 +76,6 @@ def self_check(trial: Trial) -> Layout | str:
     `Layout`, or why they differ. Raises `ForwardFailedError` if a plain forward fails;
     out-of-memory errors pass through."""
     model = trial.model
-    trial.dtypes.add(model.dtype)
     with trial.forwards():
         rows = sample_tokens(model)
         whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
@@ -167,7 +165,6 @@ def invariance_check(trial: Trial) -> str | None:
 def mixing_check(trial: Trial) -> str | None:
     """Why rows in a step have other logits than alone; `None` if they agree. Raises as
     `self_check`."""
-    trial.dtypes.add(trial.model.dtype)
     together, alone = _together_and_alone(trial, sample_tokens(trial.model))
     return trial.difference(alone, together, how="with several adapters in a forward")
 
@@ -189,7 +186,6 @@ def side_check(trial: Trial) -> Layout:
     """Compares rows side by side, joining and leaving, with plain forwards. Raises as
     `self_check`."""
     model = trial.model
-    trial.dtypes.add(model.dtype)
     prompts = _FIRST, _SECOND, _THIRD
     in_steps = []
     at_once = []
@@ -202,7 +198,6 @@ def side_check(trial: Trial) -> Layout:
     replays = trial.difference(decoded, torch.stack(at_once)) is not None
     logits_of_row = list(map(iter, in_steps))
     expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
-    can_continue = not replays and compat.supports_dynamic_cache(model)
     for mixed_lengths in (True, False):
         layout = Layout("not packed", mixed_lengths, replays=replays)
         memory = scratch_memory()
@@ -210,7 +205,7 @@ def side_check(trial: Trial) -> Layout:
             computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
-                    continues=can_continue and _continues(trial, layout, rows, at_once),
+                    continues=not replays and _continues(trial, layout, rows, at_once),
                     max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )
@@ -253,7 +248,7 @@ def rows_check(trial: Trial) -> str | None:
     before = tensors_of(prompts.model_kwargs)
     if not all(map(is_same, after, before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
-    runner = TrialRunner(trial, TOGETHER._replace(unsupported_reason="rows leave"), memory)
+    runner = TrialRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
     a, b = order[-1], order[0]  # rows with the most padding and with the least
@@ -270,7 +265,6 @@ def rows_check(trial: Trial) -> str | None:
     computed = torch.cat([all_rows, forked, alone, fork_alone])
     at_first, at_second, at_third = plain
     expected = torch.cat([at_first, at_second[[b, b, a]], at_third[[b]]])
-    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
     trial.dtypes |= {getattr(layer, "dtype", None) for layer in twin.layers}
     return trial.difference(expected, computed, how="without all rows of its batch")
 
@@ -285,7 +279,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     like = _single(trial.prompts, width, -1)
     shorter = _single(trial.prompts, max(1, width - 3), -1)
     new = sample_tokens(model)[:1, :3]
-    layout = TOGETHER._replace(unsupported_reason="rows join")
 
     def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
         """Logits of both rows, which begin together; then one gets a token more unless lengths must
@@ -293,7 +286,7 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         for single in (first, second):
             single.joins = None
             single.set_joins(verdict if joins else None)
-        runner = TrialRunner(trial, layout)
+        runner = TrialRunner(trial, TOGETHER)
         (a,) = runner.add_prompts(first, new)
         (b,) = runner.add_prompts(second, new.flip(1))
         logits = [runner.advance_apart(a, b)]
@@ -303,7 +296,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         logits.append(runner.advance_apart(a, b))
         return torch.cat(logits)
 
-    trial.dtypes |= {model.dtype, autocast_dtype(compute_device(model))}
     encoders_must_be_equal = (False, True) if width > 1 else (True,)
     for verdict in itertools.product((False, True), encoders_must_be_equal):
         second = like if verdict[1] else shorter
@@ -332,14 +324,6 @@ def _single(prompts: Any, width: int, sign: int) -> Any:
     single.input_ids = single.input_ids[:1]
     single.paddings = single.paddings[:1]
     return single
-
-
-def first_row(prompts: Any) -> dict[str, Any]:
-    """The inputs of the first row of `Prompts`."""
-    row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
-    num_rows = len(prompts.paddings)
-    inputs = prompts.model_kwargs.items()
-    return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
 
 
 def positions_check(trial: Trial) -> int | None:
@@ -436,3 +420,59 @@ def merge_check(trial: Trial) -> bool:
         if not _is_expected(error):
             raise
         return False
+
+
+Key = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
+Writes = dict[Key, Write]
+
+
+def judge_writes(trial: Trial) -> None:
+    """Notes which attributes that forwards of the trial wrote every forward writes and none reads,
+    and which a forward reads although one of the engine wrote them."""
+    last: Writes = {}
+    by_engine = set[Key]()
+    for write in trial.writes:
+        key = id(write.table), write.name
+        last[key] = write
+        if write.by_engine:
+            by_engine.add(key)
+    if not last:
+        return
+    expected, _ = _logits_behind(trial, last)
+    if expected is None:
+        return
+    groups: dict[tuple[type, str], list[Key]] = {}
+    for key, write in last.items():
+        attribute = type(write.module), write.name
+        groups.setdefault(attribute, []).append(key)
+    for keys in groups.values():
+        given = dict(last)
+        for key in keys:
+            given[key] = last[key]._replace(after=changed(last[key].after))
+        if all(is_same(given[key].after, last[key].after) for key in keys):
+            continue  # there is no other value of this type
+        logits, overwritten = _logits_behind(trial, given)
+        is_read = logits is None or not torch.equal(logits, expected)
+        for key in overwritten.intersection(keys):
+            if not is_read or key in by_engine:
+                note_write(trial.model, last[key], is_read)
+
+
+def _logits_behind(trial: Trial, given: Writes) -> tuple[Tensor | None, set[Key]]:
+    """The logits of a forward that begins with the values `after`, `None` if it fails, and which of
+    these values it overwrites."""
+    overwritten = set[Key]()
+    with contextlib.suppress(ForwardFailedError), trial.forwards():
+        row = sample_tokens(trial.model)[:1, : _FIRST + 1]
+        for write in given.values():
+            write.table[write.name] = copied(write.after)
+        prompts = trial.prompts
+        if prompts is None:
+            logits = trial.plain(row, _FIRST)
+        else:
+            logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
+        for key, write in given.items():
+            if not is_same(write.table.get(write.name), write.after):
+                overwritten.add(key)
+        return logits, overwritten
+    return None, set()

@@ -4,6 +4,7 @@ compiled code."""
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -76,14 +77,12 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
     parts: Iterable[Any] = ()
     if kind is types.FunctionType:
         head = function.__code__
-        cells = map(_content, function.__closure__ or ())
+        cells = gc.get_referents(*(function.__closure__ or ()))  # what they hold, if anything
         parts = (*cells, *(function.__defaults__ or ()))
     elif kind is types.MethodType:
         parts = function.__func__, getattr(function.__self__, "__dict__", {})
     elif kind is functools.partial:
         parts = function.func, *function.args, *function.keywords.values()
-    elif kind is torch.autocast:
-        parts = function.device, function.fast_dtype, function._enabled
     elif kind is types.BuiltinFunctionType:
         parts = (function.__qualname__,)
     elif kind is dict:
@@ -92,13 +91,6 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
     elif callable(function) and not isinstance(function, (nn.Module, type)):
         parts = (getattr(function, "__dict__", {}),)
     return head, *(code_of(part, seen) for part in parts)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
 
 
 def compute_device(model: Any) -> torch.device:

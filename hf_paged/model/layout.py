@@ -57,4 +57,4 @@ class PromptsVerdict(NamedTuple):
     begins_behind_text: bool = False  # whether the model's own forward may begin behind cached text
 
 
-TOGETHER = Layout(mixed_lengths=False, side_by_side=False, replays=True)
+TOGETHER = Layout("rows stay together", mixed_lengths=False, side_by_side=False, replays=True)

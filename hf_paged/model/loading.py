@@ -31,9 +31,9 @@ def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
     """Loads a model of the class that its config names, else a causal language model; for the
     folder of a PEFT adapter the base model with it. `loading` and errors are those of
     `from_pretrained` (`dtype`, `device_map`, ...)."""
-    source = {name: loading[name] for name in _SOURCE if name in loading}
     try:
-        architectures = AutoConfig.from_pretrained(name_or_path, **source).architectures
+        config = AutoConfig.from_pretrained(name_or_path, **_source_of(loading))
+        architectures = config.architectures
     except (OSError, ValueError):
         # an adapter without a config, or nothing: `from_pretrained` raises then
         architectures = None
@@ -42,10 +42,14 @@ def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
     return model_class.from_pretrained(name_or_path, **loading)
 
 
+def _source_of(loading: dict[str, Any]) -> dict[str, Any]:
+    return {name: loading[name] for name in _SOURCE if name in loading}
+
+
 def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: Any) -> Any:
     """Loads the tokenizer of the model or, for an adapter without one, of its base model; `None` if
     there is none."""
-    source = {name: loading[name] for name in _SOURCE if name in loading}
+    source = _source_of(loading)
     error: Exception | None = None
     for name in dict.fromkeys((str(name_or_path), model.name_or_path)):
         try:

@@ -4,7 +4,7 @@ step to step."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in an input of a model, or in several."""
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, (dict, list, tuple)):
+        return []
+    parts = value.values() if isinstance(value, dict) else value
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
 # inputs whose rows are their first dimension in every model, but for positions with axes in front
 ROW_INPUTS = {
     "attention_mask",
@@ -114,6 +124,14 @@ def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
     return map_tensors(select, value)
 
 
+def first_row(prompts: Any) -> dict[str, Any]:
+    """The inputs of the first row of `Prompts`."""
+    row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
+    num_rows = len(prompts.paddings)
+    inputs = prompts.model_kwargs.items()
+    return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
+
+
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. Tensors whose number of columns equals
     their batch's entry in `widths` are padded with zeros on the left, or cut there, to `width`
@@ -143,17 +161,8 @@ def _aligned(x: Tensor, width: int) -> Tensor:
     return torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yields all tensors in the inputs of a model."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from tensors_of(part)
-
-
 def cache_parts(cache: Any) -> list[Any]:
     """The caches of an `EncoderDecoderCache`, or the cache itself."""
     if isinstance(cache, EncoderDecoderCache):
-        return [*cache_parts(cache.self_attention_cache), *cache_parts(cache.cross_attention_cache)]
+        return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]

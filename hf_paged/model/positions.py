@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import EncoderDecoderCache
 
-from .. import compat
-from .forwards import tensors_of_module
-from .own_loop import first_inputs, next_logits
-from .trial import ForwardFailedError, Trial, sample_tokens, stock_cache
+from .own_loop import first_inputs
+from .trial import ForwardFailedError, Trial, sample_tokens
+from .values import addresses_of, kept_tensors
 
 _aten = torch.ops.aten
 # tokens of a prompt, and of steps behind it, that show which tables are read
@@ -40,11 +38,7 @@ class PositionReads(TorchDispatchMode):
         super().__init__()
         self.position = position
         self.tables = set[Table]()
-        self._addresses = set[int]()
-        for module in model.modules():
-            for x in (*tensors_of_module(module), *vars(module).values()):
-                if _is_plain(x):
-                    self._addresses.add(x.untyped_storage().data_ptr())
+        self._addresses = addresses_of(kept_tensors(model))
 
     def __torch_dispatch__(
         self,
@@ -53,12 +47,7 @@ class PositionReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        reads = _reads(func.overloadpacket, args)
-        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
-        # end of one (MPT)
-        if func is _aten.slice.Tensor and not (self._is_of_model(args[0]) or _takes_end(args)):
-            reads = []
-        for size, places in reads:
+        for size, places in self._reads(func.overloadpacket, args):
             if places and max(places) >= size:
                 raise IndexError(f"place {max(places)} is read of {size}")
             if len(places) == 1:
@@ -67,44 +56,35 @@ class PositionReads(TorchDispatchMode):
                 )
         return func(*args, **(kwargs or {}))
 
-    def _is_of_model(self, tensor: Tensor) -> bool:
-        return _is_plain(tensor) and tensor.untyped_storage().data_ptr() in self._addresses
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
-
-
-def _takes_end(args: tuple[Any, ...]) -> bool:
-    """Whether a slice is `x[start:]`."""
-    _, axis, start, end = (*args, 0, None, None)[:4]
-    return bool(start) and start > 0 and (end is None or end >= args[0].shape[axis])
-
-
-def _reads(kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
-    """Returns the size of each axis that an operation reads in part, and which places it reads; of
-    a slice one end."""
-    if kind is _aten.embedding:
-        return [(len(args[0]), _values(args[1]))]
-    if kind in (_aten.gather, _aten.index_select) and args[0].dim():
-        return [(args[0].shape[args[1]], _values(args[2]))]
-    if kind is _aten.index:
-        indices = zip(args[0].shape, args[1])
-        return [(size, _values(index)) for size, index in indices if _counts(index)]
-    if kind is _aten.slice:
-        axis, start, end = (*args[1:], 0, None, None)[:3] if len(args) > 3 else (0, 0, None)
+    def _reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
+        """Returns the size of each axis that an operation reads in part, and which places it reads;
+        of a slice one end."""
+        if kind is _aten.embedding:
+            return [(len(args[0]), _values(args[1]))]
+        if kind in (_aten.gather, _aten.index_select) and args[0].dim():
+            return [(args[0].shape[args[1]], _values(args[2]))]
+        if kind is _aten.index:
+            reads = []
+            for size, index in zip(args[0].shape, args[1]):
+                if index is not None and index.dtype in (torch.int64, torch.int32):
+                    reads.append((size, _values(index)))
+            return reads
+        if kind is not _aten.slice or len(args) < 4:
+            return []
+        _, axis, start, end = args[:4]
         size = args[0].shape[axis]
-        if not start or start < 0:  # `x[:end]`
+        takes_start = not start or start < 0  # `x[:end]`
+        takes_end = not takes_start and (end is None or end >= size)
+        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
+        # end of one (MPT)
+        if not takes_end and self._addresses.isdisjoint(addresses_of(args[:1])):
+            return []
+        if takes_start:
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table that is read from its end
             # nothing is left, which is no error
             return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
-    return []
-
-
-def _counts(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.int64, torch.int32)
 
 
 def _values(index: Tensor) -> set[int]:
@@ -139,13 +119,12 @@ def num_positions(
         tables = _tables(trial, given)
     except ForwardFailedError:
         return None, None
-    growing = {table for table in tables if _grows(trial, given, table)}
-    return _least(tables - growing), _least(growing)
-
-
-def _least(tables: set[Table]) -> int | None:
-    """How many positions all of these tables hold."""
-    return min((table.size - table.offset for table in tables), default=None)
+    ending: list[int] = []
+    growing: list[int] = []
+    for table in tables:
+        counts = growing if _grows(trial, given, table) else ending
+        counts.append(table.size - table.offset)
+    return min(ending, default=None), min(growing, default=None)
 
 
 def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
@@ -167,21 +146,17 @@ def _tables(
             raise IndexError("the table is no buffer")
         columns = [0] * (_NUM_PROBED + _NUM_STEPS)
         ids = sample_tokens(model)[:1, columns]
-        cache: Any = None
-        if compat.supports_dynamic_cache(model):
-            cache = stock_cache(model)
-            if given:
-                cache = EncoderDecoderCache(cache, stock_cache(model))
         prompt = ids[:, :_NUM_PROBED]
-        inputs = first_inputs(model, prompt, torch.ones_like(prompt), cache)
+        inputs = first_inputs(model, prompt, torch.ones_like(prompt), None)
         if given:
             del inputs["attention_mask"]  # it would be the encoder's
             inputs |= given
         tables_by_step: list[set[Table]] = []
-        for end in range(_NUM_PROBED, ids.shape[1] + 1):
-            # a slice of the model's own code would be read as a table
-            tokens = ids[:, :end].clone()
-            with PositionReads(end - 1, model) as reads:
-                _, inputs = next_logits(model, tokens, inputs, begins=end == _NUM_PROBED)
+
+        def reading(length: int) -> PositionReads:
+            reads = PositionReads(length - 1, model)
             tables_by_step.append(reads.tables)
+            return reads
+
+        trial.decode(prompt, inputs, ids[:, _NUM_PROBED:], reading)
         return set.intersection(*tables_by_step[1:])

@@ -42,7 +42,7 @@ from .values import (
     is_users,
     package_of,
 )
-from .writes import unread_modes, unread_values
+from .writes import notes_of
 
 _NAMED = (type, types.ModuleType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -87,10 +87,9 @@ _DATA: tuple[type, ...] = (
     *_CONTAINERS,
     types.SimpleNamespace,
     Tensor,
-    np.generic,
     *_ARRAYS,
     enum.Enum,
-    *_TORCH_SCALARS,
+    *_REPRESENTED,
     *_SHOWN,
     *_UNSEEN,
 )
@@ -124,16 +123,14 @@ class Reading:
         self._closed = list[Any]()  # what closures hold, which a hook may collect
         # modules' parameters, buffers and modules, where they have some
         self._tables = list[dict[str, Any]]()
-        self._num_parts = 0  # in `_tables`, and the places of those that no forward reads
-        self._unread_places = list[int]()
+        # those with some that no forward reads, which the other dict names
+        self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
         # modules, dicts, lists, functions of user code, cells: what they refer to
         self._owners = list[Any]()
         self._iterated = list[Iterable[Any]]()  # dicts whose keys count, values behind proxies
-        # with the names at the same places of `_global_names`
-        self._globals = list[dict[str, Any]]()
-        self._global_names = list[str]()
+        self._globals = list[tuple[dict[str, Any], str]]()  # with the name that code reads there
         self._arrays = list[Any]()
-        self._training = unread_modes(model)
+        self._unread = notes_of(model).unread
         self._number(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
@@ -203,7 +200,7 @@ class Reading:
         return described
 
     def _module(self, module: nn.Module) -> list[Any]:
-        unread = unread_values(module, self._training)
+        unread = self._unread.get(module, {})
         described: list[Any] = []
         for name, value in vars(module).items():
             if name in _IGNORED:
@@ -232,15 +229,15 @@ class Reading:
 
     def _table(self, held: dict[str, Any], unread: dict[str, Any]) -> list[tuple[str, Any]]:
         """The parameters, buffers or modules that a module has."""
-        is_dict = isinstance(held, dict)  # not in traced modules
-        watched = self._tables if is_dict else self._owners
-        watched.append(held)
+        if not isinstance(held, dict):  # in traced modules
+            self._owners.append(held)
+        elif unread.keys().isdisjoint(held):
+            self._tables.append(held)
+        else:
+            self._partly_read.append((held, unread))
         described = []
         for name, part in held.items():
-            if name in unread:
-                self._unread_places.append(self._num_parts)
-                part = unread[name]
-            self._num_parts += is_dict
+            part = unread.get(name, part)
             if part is not ABSENT:
                 described.append((name, self._value(part)))
         return described
@@ -316,9 +313,9 @@ class Reading:
         if isinstance(value, _UNSEEN):
             self.unseen = f"its code reads a {kind.__qualname__}, which may change between steps"
             return "object", kind.__qualname__
-        is_numbered = id(value) in self._object_numbers
-        if package_of(kind.__module__) in STANDARD and not is_numbered:
+        if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
+        is_numbered = id(value) in self._object_numbers
         is_read = is_users(kind.__module__) and self._num_plain < _MAX_PLAIN_OBJECTS
         if is_read or is_numbered:
             self._num_plain += not is_numbered
@@ -404,8 +401,7 @@ class Reading:
         value = space[name]
         kind = type(value)
         is_module = isinstance(value, types.ModuleType)
-        self._globals.append(space)
-        self._global_names.append(name)
+        self._globals.append((space, name))
         owner = type(getattr(value, "__self__", None))  # of a method, as `random.random`
         if is_module:
             home = value.__name__

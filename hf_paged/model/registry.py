@@ -202,8 +202,13 @@ def _modules(owner: Any) -> Iterator[Any]:
     return model.modules()
 
 
-def _owners(model: Any) -> list[Any]:
-    return [module for module in _modules(model) if module in _memories]
+def _memories_of(owner: Any) -> list[PagedMemory]:
+    """The pools of a model, or of what has one as `.model`."""
+    memory = getattr(owner, "memory", None)
+    if isinstance(memory, PagedMemory):  # of an engine, which has a pool of its own
+        return [memory]
+    with _lock:
+        return [_memories[module][1] for module in _modules(owner) if module in _memories]
 
 
 def free(model: Any) -> None:
@@ -212,7 +217,8 @@ def free(model: Any) -> None:
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine, which has a pool of its own
     with _lock:
-        memories = [_memories.pop(module)[1] for module in _owners(model)]
+        owners = [module for module in _modules(model) if module in _memories]
+        memories = [_memories.pop(module)[1] for module in owners]
     for memory in memories:
         memory.give_up_cached()
         memory.drop_recorders()
@@ -233,12 +239,10 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     Args:
         reset (`bool`, defaults to `False`): Reset the peaks after reading them.
     """
-    with _lock:
-        memory = next((_memories[module][1] for module in _owners(model)), None)
-    if isinstance(getattr(model, "memory", None), PagedMemory):
-        memory = model.memory  # of an engine, which has a pool of its own
-    if memory is None:
+    memories = _memories_of(model)
+    if not memories:
         return MemoryStats(budget_bytes=limit())
+    memory = memories[0]
     stats = memory.stats()
     if reset:
         memory.reset_peak()
@@ -247,7 +251,5 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
 
 def check_integrity(model: Any) -> None:
     """Raises `AssertionError` unless the model's pool agrees with all live block tables."""
-    with _lock:
-        memories = [_memories[module][1] for module in _owners(model)]
-    for memory in memories:
+    for memory in _memories_of(model):
         memory.check_integrity()

@@ -4,6 +4,7 @@ LongRoPE)."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -72,12 +73,7 @@ class LengthRope:
         places: dict[int, list[int]] = {}
         for place, kind in enumerate(factors):
             places.setdefault(kind, []).append(place)
-
-        def rotate(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> Any:
-            return self._rotate(module, places, args, kwargs)
-
+        rotate = functools.partial(_rotate, places)
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 for held in (vars(module), module._buffers):
@@ -89,36 +85,37 @@ class LengthRope:
                     stack.callback(module.register_forward_hook(rotate, with_kwargs=True).remove)
             yield
 
-    def _rotate(
-        self,
-        module: Any,
-        places: dict[int, list[int]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls the module once for the tokens of each kind of factors, followed by a position that
-        selects them."""
-        kwargs = dict(kwargs)
-        x, positions, *others = (
-            *args,
-            *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
-        )
-        outputs: list[Any] = []
-        order: list[int] = []
-        for kind in sorted(places):
-            # as after a short sequence
-            module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
-            chosen = positions[..., torch.tensor(places[kind], device=positions.device)]
-            longest = torch.full_like(chosen[..., :1], max(kind - 1, 0))
-            ending = torch.cat([chosen, longest], dim=-1)
-            outputs.append(module.forward(x, ending, *others, **kwargs))
-            order += places[kind]
-        back = torch.tensor(order, device=positions.device).argsort()
 
-        def join(*tables: Tensor) -> Tensor:
-            return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., back, :]
+def _rotate(
+    places: dict[int, list[int]],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    """A forward hook: calls the module once for the tokens of each kind of factors, followed by a
+    position that selects them. `places`: of these tokens, by kind."""
+    kwargs = dict(kwargs)
+    x, positions, *others = (
+        *args,
+        *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
+    )
+    outputs: list[Any] = []
+    order: list[int] = []
+    for kind in sorted(places):
+        # as after a short sequence
+        module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
+        chosen = positions[..., torch.tensor(places[kind], device=positions.device)]
+        longest = torch.full_like(chosen[..., :1], max(kind - 1, 0))
+        ending = torch.cat([chosen, longest], dim=-1)
+        outputs.append(module.forward(x, ending, *others, **kwargs))
+        order += places[kind]
+    back = torch.tensor(order, device=positions.device).argsort()
 
-        return tree_map(join, *outputs)
+    def join(*tables: Tensor) -> Tensor:
+        return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., back, :]
+
+    return tree_map(join, *outputs)
 
 
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:

@@ -22,7 +22,7 @@ from ..interrupts import is_interrupt
 from ..kernels.hashing import hash_tensors
 from ..topics import Topic
 from .reading import MARSHAL_VERSION, Reading
-from .writes import carried_name
+from .writes import notes_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards read what earlier ones wrote, so that a prefix depends on what ran before;
     logged once."""
-    name = carried_name(model)
+    name = notes_of(model).carried
     if name is None:
         return False
     _tell(model, f"its forward reads `{name}`, which earlier forwards wrote")
@@ -190,12 +190,9 @@ class ModelState(Reading):
         return self._content is None or self._read_content() == self._content
 
     def _read_parts(self) -> tuple[Any, ...]:
-        if not self._unread_places:
-            return tuple(gc.get_referents(*self._tables))
-        tables = map(dict.values, self._tables)
-        parts = list(itertools.chain.from_iterable(tables))
-        for place in self._unread_places:
-            parts[place : place + 1] = [None]
+        parts = gc.get_referents(*self._tables)
+        for table, unread in self._partly_read:
+            parts += [part for name, part in table.items() if name not in unread]
         return tuple(parts)
 
     def _read_values(self) -> _Values | None:
@@ -205,9 +202,10 @@ class ModelState(Reading):
             values = (
                 *gc.get_referents(*self._owners),
                 *itertools.chain.from_iterable(self._iterated),
-                *map(operator.getitem, self._globals, self._global_names),
+                *itertools.starmap(operator.getitem, self._globals),
             )
-            arrays = list(map(_content_of, self._arrays))
+            plain = map(np.asarray, self._arrays)
+            arrays = list(map(operator.methodcaller("tobytes"), plain))
             return values, _pointers(values), arrays
         except Exception:
             return None
@@ -227,10 +225,6 @@ def _pointers(values: tuple[Any, ...]) -> bytes:
     start = id(values) + tuple.__basicsize__
     items = (ctypes.c_void_p * len(values)).from_address(start)
     return bytes(items)
-
-
-def _content_of(array: Any) -> bytes:
-    return np.asarray(array).tobytes()
 
 
 def _line(tensor: Tensor, chance: random.Random) -> memoryview:

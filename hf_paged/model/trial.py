@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .. import compat
 from ..attention.latent import wrap_expansions
@@ -29,7 +30,7 @@ from ..switches import NOTHING
 from ..topics import Topic
 from .forwards import compute_device
 from .layout import Layout
-from .own_loop import first_inputs, next_logits
+from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
 
 # `execution.executor.Runner`
@@ -81,9 +82,12 @@ class Trial:
     cache: PagedCache  # built for the model; stays empty
     make: MakeRunner
     prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
-    # in which the compared logits were computed: a model may turn on autocast by itself
-    dtypes: set[torch.dtype | None] = dataclasses.field(default_factory=set)
     writes: list[Write] = dataclasses.field(default_factory=list)  # of its forwards
+
+    def __post_init__(self) -> None:
+        dtype = autocast_dtype(compute_device(self.model))
+        # in which the compared logits were computed: a model may turn on autocast by itself
+        self.dtypes = {self.model.dtype, dtype}
 
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
@@ -127,18 +131,31 @@ class Trial:
                     f"its forward writes to {num_bytes} bytes of buffers, too many to copy"
                 )
 
-    def decode(self, ids: Tensor, inputs: dict[str, Any], new: Tensor) -> Tensor:
+    def decode(
+        self,
+        ids: Tensor,
+        inputs: dict[str, Any],
+        new: Tensor,
+        around: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
+    ) -> Tensor:
         """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
-        `(rows or 1, n)` behind them. Adds to `dtypes`."""
+        `(rows or 1, n)` behind them. `around`: makes the context of the forward whose tokens end at
+        a length. Adds to `dtypes`."""
         model = self.model
-        config = model.config.get_text_config(decoder=True)
-        inputs = {**inputs, compat.cache_name(model): _ObservedCache(config, self.dtypes)}
+        cache: Any = stock_cache(model)
+        if model.config.is_encoder_decoder:
+            cache = EncoderDecoderCache(cache, stock_cache(model))
+        if compat.supports_dynamic_cache(model):
+            inputs = {**inputs, compat.cache_name(model): cache}
         new = new.expand(len(ids), -1)
         logits = []
         for count in range(new.shape[1] + 1):
             tokens = torch.cat([ids, new[:, :count]], dim=1)
-            step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
+            with around(tokens.shape[1]):
+                step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
             logits.append(step_logits)
+        held = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
+        self.dtypes |= {x.dtype for x in tensors_of(held) if x.is_floating_point()}
         return torch.stack(logits)
 
     def plain(self, rows: Tensor, prompt: int, padding: int = 0) -> Tensor:
@@ -177,12 +194,10 @@ class Trial:
         NaN and infinities must be at the same places."""
         dtypes = self.dtypes - {None}
         stored = {spec.storage_dtype(dtype) for spec in self.cache.groups for dtype in dtypes}
-        worst = gap_above_tolerance(plain, computed, dtypes | stored)
-        if worst is None:
+        excess = excess_of(plain, computed, dtypes | stored)
+        if excess is None:
             return None
-        return Topic.SELF_CHECK(
-            f"{how}, its {what} are {worst:.1e} standard deviations from those of a sequence alone"
-        )
+        return Topic.SELF_CHECK(f"{how}, its {what} are {excess} from those of a sequence alone")
 
 
 @dataclasses.dataclass(eq=False)
@@ -257,8 +272,9 @@ class TrialRunner:
         or one more token."""
         logits = []
         for _ in range(num_steps):
-            left = [row.num_prompt_tokens - row.num_computed_tokens for row in rows]
-            step = [(row, max(1, count)) for row, count in zip(rows, left)]
+            step = []
+            for row in rows:
+                step.append((row, max(1, row.num_prompt_tokens - row.num_computed_tokens)))
             logits.append(self.compute(step))
         return torch.cat(logits)
 
@@ -275,27 +291,6 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
         device_module = torch.get_device_module(device)
         states.append(device_module.get_rng_state(device))
     return states
-
-
-class _ObservedCache(DynamicCache):
-    """Collects in `dtypes` the dtypes that a forward computes in when it caches."""
-
-    def __init__(self, config: PreTrainedConfig, dtypes: set[torch.dtype | None]) -> None:
-        super().__init__(config=config)
-        self.dtypes = dtypes
-
-    def _observed(name: str) -> Callable[..., Any]:
-        def method(self: _ObservedCache, *args: Any, **kwargs: Any) -> Any:
-            for x in (*args, *kwargs.values()):
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    self.dtypes |= {x.dtype, autocast_dtype(x.device)}
-            return getattr(DynamicCache, name)(self, *args, **kwargs)
-
-        return method
-
-    update = _observed("update")
-    update_conv_state = _observed("update_conv_state")
-    update_recurrent_state = _observed("update_recurrent_state")
 
 
 def stock_cache(model: PreTrainedModel) -> DynamicCache:
@@ -334,12 +329,11 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
     return of_float32, sums_in_half
 
 
-def gap_above_tolerance(
-    plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
-) -> float | None:
-    """How far logits `(n, vocab_size)` are apart that were computed in `dtypes`, in standard
-    deviations: of all rows the worst, in half precision the median; `None` if that is within the
-    tolerance. NaN and infinities must be at the same places."""
+def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
+    """Says how far logits `(n, vocab_size)` that were computed in `dtypes` differ, in standard
+    deviations: of all rows the worst, in half precision the median, where a router may choose
+    another expert for a row; `None` if that is tolerated. NaN and infinities must be at the same
+    places."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()
@@ -356,7 +350,7 @@ def gap_above_tolerance(
         worst = float(gap.sort().values[len(gap) // 2])
     if worst <= (half or TOLERANCE):  # not so for NaN
         return None
-    return worst
+    return f"{worst:.1e} standard deviations"
 
 
 def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -> float | None:

@@ -4,12 +4,14 @@ them."""
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
@@ -67,6 +69,19 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     names = tensor.__tensor_flatten__()[0]
     for name in names:
         yield from plain_tensors(getattr(tensor, name))
+
+
+def kept_tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model, and the tensors that are attributes of modules."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    attributes = (value for value in values if isinstance(value, Tensor))
+    return [*model.parameters(), *model.buffers(), *attributes]
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the memory of tensors."""
+    parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
+    return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
 
 
 def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,7 @@ class WeightsGuard:
         that move to it later are known to be of these weights in any process."""
         is_known = self._epochs.are_vouched_for or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_known:
-            with self._memory.lock:
-                self._epochs.begin_window()  # the model may have changed since the last step
+            self.open()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False
 

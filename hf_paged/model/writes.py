@@ -3,6 +3,7 @@ check; which of it a forward reads decides whether the prefix cache serves the m
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,62 +32,46 @@ class Write(NamedTuple):
     by_engine: bool  # whether a forward as the engine runs it wrote it, and not only plain ones
 
 
-Key = tuple[int, str]  # the id of a table, and a name in it
-Writes = dict[Key, Write]
 Modes = tuple[bool, ...]  # of a model's modules
 
-_unread: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, Modes], Any]]
-_unread = weakref.WeakKeyDictionary()
-"""Of modules: attributes that each forward writes and none reads, with the modes of the model's
-modules in which this holds, and what a [`ModelState`] reads in their place."""
-_carried: weakref.WeakKeyDictionary[nn.Module, dict[Modes, str]]
-_carried = weakref.WeakKeyDictionary()
-"""Of models: an attribute that forwards read and earlier ones wrote, by the modes of the
-modules."""
+
+class Notes:
+    """What the forwards of a model write into it, in some modes of its modules."""
+
+    def __init__(self) -> None:
+        # an attribute that forwards read and earlier ones wrote: no prefix of the model is cached
+        self.carried: str | None = None
+        # by module, attributes that each forward writes and none reads, so that they are not part
+        # of the model's state, and what a `ModelState` reads in their place
+        self.unread: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
+        self.unread = weakref.WeakKeyDictionary()
+
+
+_NONE = Notes()
+_notes: weakref.WeakKeyDictionary[nn.Module, dict[Modes, Notes]] = weakref.WeakKeyDictionary()
 
 
 def _modes(model: nn.Module) -> Modes:
     return tuple(module.training for module in model.modules())
 
 
+def notes_of(model: nn.Module) -> Notes:
+    """The notes on a model in its modules' present modes, not to be changed."""
+    known = _notes.get(model)
+    return _NONE if known is None else known.get(_modes(model), _NONE)
+
+
 def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
-    """Notes that in the present modes each forward of `model` makes this write. If no forward reads
-    what another wrote, the attribute is not part of the model's state; else no prefix of the model
-    is cached."""
-    modes = _modes(model)
+    """Notes that in the present modes each forward of `model` makes this write, and whether a
+    forward reads what another wrote."""
+    notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
-        _carried.setdefault(model, {})[modes] = f"{type(write.module).__name__}.{write.name}"
+        notes.carried = f"{type(write.module).__name__}.{write.name}"
         return
     told = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
         told = write.before  # from before the first forward, it is the same in every process
-    _unread.setdefault(write.module, {}).setdefault((write.name, modes), told)
-
-
-def unread_names(module: nn.Module) -> set[str]:
-    """Attributes that each forward writes and none reads, in some modes."""
-    return {name for name, _ in _unread.get(module, ())}
-
-
-def unread_modes(model: nn.Module) -> Modes:
-    """The present modes, for `unread_values`; empty if there are none of any model."""
-    return _modes(model) if _unread else ()
-
-
-def unread_values(module: nn.Module, modes: Modes) -> dict[str, Any]:
-    """What a [`ModelState`] reads in place of attributes that in these modes each forward writes
-    and none reads."""
-    if not modes:
-        return {}
-    notes = _unread.get(module, {})
-    return {name: value for (name, noted), value in notes.items() if noted == modes}
-
-
-def carried_name(model: nn.Module) -> str | None:
-    """An attribute that forwards read and earlier ones wrote, in the present modes."""
-    if model not in _carried:
-        return None
-    return _carried[model].get(_modes(model))
+    notes.unread.setdefault(write.module, {}).setdefault(write.name, told)
 
 
 class Snapshot:
@@ -108,8 +93,8 @@ class Snapshot:
             for name, value in known.items():
                 if name not in PLUMBING:
                     parts += self._reached(value)
-        generators = {id(part): part for part in parts if isinstance(part, torch.Generator)}
-        self._generators = [(x, x.get_state()) for x in generators.values()]
+        generators = {part for part in parts if isinstance(part, torch.Generator)}
+        self._generators = [(x, x.get_state()) for x in generators]
         tensors: dict[int, Tensor] = {}
         for part in parts:
             if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
@@ -145,10 +130,7 @@ class Snapshot:
             if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value
             elif id(value) not in self._containers and len(self._containers) < limit:
-                try:
-                    listed = _elements(value)
-                except Exception:  # user code
-                    continue
+                listed = _elements(value)
                 self._containers[id(value)] = value, listed
                 if not SCALARS.issuperset(map(type, listed)):  # a vocabulary may have millions
                     pending += listed
@@ -163,7 +145,7 @@ class Snapshot:
         """Bytes of the tensors that were not copied, and were written to."""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
-    def restore(self, by_engine: bool, writes: list[Write] | None = None) -> None:
+    def restore(self, by_engine: bool, writes: list[Write]) -> None:
         """Puts everything back but transformers' notes to itself; adds the differences to
         `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
@@ -172,10 +154,7 @@ class Snapshot:
             for value, listed in self._containers.values()
             if not _is_listed(value, listed)
         ]
-        if writes is not None:
-            changed_ids = {id(x) for x, _ in changed}
-            refilled_ids = {id(value) for value, _ in refilled}
-            writes += self._writes(changed_ids, refilled_ids, by_engine)
+        writes += self._writes({id(x) for x, _ in (*changed, *refilled)}, by_engine)
         for generator, state in self._generators:
             generator.set_state(state)
         for value, listed in refilled:
@@ -190,14 +169,17 @@ class Snapshot:
             notes = {name: x for name, x in now.items() if name in NOTES}
             restore_attributes(now, {**known, **notes})
 
-    def _writes(self, changed: set[int], refilled: set[int], by_engine: bool) -> Iterator[Write]:
+    def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
+        """The differences; `changed`: ids of tensors and containers with other content."""
         for module, now, known in self._tables:
             for name, after in now.items():
                 before = known.get(name, ABSENT)
                 is_other = after is not before and (type(after) not in SCALARS or after != before)
-                is_written = is_other or id(after) in refilled
+                is_written = is_other or id(after) in changed
                 if not is_written and changed:
-                    is_written = any(_is_among(part, changed) for part in _parts(after))
+                    tensors = (part for part in _parts(after) if isinstance(part, Tensor))
+                    parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
+                    is_written = not changed.isdisjoint(map(id, parts))
                 if is_written and name not in PLUMBING:
                     yield Write(module, now, name, before, copied(after), by_engine)
 
@@ -216,43 +198,7 @@ def taken_back(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        snapshot.restore(by_engine=True)
-
-
-def judge(
-    model: nn.Module,
-    writes: Sequence[Write],
-    compute: Callable[[Writes], tuple[Tensor | None, set[Key]]],
-) -> None:
-    """Notes which attributes of `writes` every forward writes and none reads, and which a forward
-    reads although one of the engine wrote them. `compute` returns the logits of a forward that
-    begins with the values `after`, `None` if it fails, and which of these values it overwrote."""
-    last: Writes = {}
-    by_engine = set[Key]()
-    for write in writes:
-        key = id(write.table), write.name
-        last[key] = write
-        if write.by_engine:
-            by_engine.add(key)
-    expected, _ = compute(last)
-    if expected is None:
-        return
-    groups: dict[tuple[type, str], list[Key]] = {}
-    for key, write in last.items():
-        attribute = type(write.module), write.name
-        groups.setdefault(attribute, []).append(key)
-    for keys in groups.values():
-        given = dict(last)
-        for key in keys:
-            other = _mapped(_other, last[key].after)
-            given[key] = last[key]._replace(after=other)
-        if all(is_same(given[key].after, last[key].after) for key in keys):
-            continue  # there is no other value of this type
-        logits, overwritten = compute(given)
-        is_read = logits is None or not torch.equal(logits, expected)
-        for key in keys:
-            if key in overwritten and (not is_read or key in by_engine):
-                note_write(model, last[key], is_read)
+        snapshot.restore(by_engine=True, writes=[])
 
 
 def _parts(value: Any) -> Sequence[Any]:
@@ -263,9 +209,13 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _elements(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return [*value]
+    """The elements of a container; none of one that cannot be iterated."""
+    try:
+        if isinstance(value, dict):
+            return [*value, *value.values()]
+        return [*value]
+    except Exception:  # user code
+        return []
 
 
 def _is_listed(value: Any, listed: list[Any]) -> bool:
@@ -284,12 +234,6 @@ def _refill(value: Any, listed: list[Any]) -> None:
         value.extend(listed)
 
 
-def _is_among(part: Any, ids: set[int]) -> bool:
-    if not isinstance(part, Tensor):
-        return False
-    return any(id(tensor) in ids for tensor in plain_tensors(part))
-
-
 def is_same(a: Any, b: Any) -> bool:
     """Whether two values are equal; for containers, whether their elements are. NaN is equal to
     itself."""
@@ -304,11 +248,7 @@ def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
             return False
-        if torch.equal(a, b):
-            return True
-        are_equal = a == b
-        are_nan = (a != a) & (b != b)
-        return bool((are_equal | are_nan).all())
+        return torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
     kind = type(a)
     return kind is type(b) and kind in SCALARS and a == b
 
@@ -335,14 +275,18 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _other(value: Any) -> Any:
+def changed(value: Any) -> Any:
     """Another value of the same type and shape, or the value itself."""
-    if isinstance(value, Tensor):
-        if value.dtype is torch.bool:
-            return value.logical_not()
-        return value + 1
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float, complex)):
-        return value + 1
-    return value + " " if isinstance(value, str) else value
+    return _mapped(_changed_part, value)
+
+
+def _changed_part(part: Any) -> Any:
+    if isinstance(part, Tensor):
+        if part.dtype is torch.bool:
+            return part.logical_not()
+        return part + 1
+    if isinstance(part, bool):
+        return not part
+    if isinstance(part, (int, float, complex)):
+        return part + 1
+    return part + " " if isinstance(part, str) else part

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from .. import compat, forks
@@ -29,6 +28,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS
+from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
 from ..plan import StepPlan
 from ..step import NotPackable
@@ -51,8 +51,7 @@ def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
             free = set(range(1, len(_numbers) + 2)).difference(_numbers.values())
             _numbers[model] = min(free)
         number = _numbers[model]
-    empty = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return PagedCache.from_empty(empty, memory, f"assistant {number}")
+    return PagedCache.from_empty(stock_cache(model), memory, f"assistant {number}")
 
 
 def is_joint(assistance: Assistance, config: Any) -> bool:

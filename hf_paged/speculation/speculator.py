@@ -32,7 +32,7 @@ from ..cache.sequence_blocks import UNCACHED
 from ..config import PagedConfig
 from ..generation.candidate import Candidate
 from ..interrupts import is_interrupt
-from ..model.capability import choose_layout
+from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.rope import find_length_rope
 from ..model.structure import overridden
@@ -102,7 +102,7 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
     if not is_joint(assistance, config):
         return None
     cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
-    layout = choose_layout(assistant, cache, make_runner)
+    layout = Capability(assistant, cache, make_runner).choose_layout()
     if layout.unsupported_reason is None:
         return None
     return Topic.ASSISTED(f"the assistant: {layout.unsupported_reason}")
@@ -176,7 +176,7 @@ class Speculator:
                 return assistant
         config = self._config
         cache = assistant_cache(model, self._memory)
-        layout = choose_layout(model, cache, make_runner)
+        layout = Capability(model, cache, make_runner).choose_layout()
         made = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
             # growing would copy, and need new graphs

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
-from ..model.trial import first_line, gap_above_tolerance
+from ..model.trial import excess_of, first_line
 from ..step import NotCapturable
 from ..switches import NOTHING
 from ..topics import Topic
@@ -85,11 +85,9 @@ def check_replay(
     expected = logits.clone()
     logits.zero_()
     replay()
-    worst = gap_above_tolerance(expected, logits, (logits.dtype, *dtypes))
-    if worst is not None:
-        raise NotCapturable(
-            f"what was recorded gives logits that are {worst:.1e} standard deviations from its own"
-        )
+    excess = excess_of(expected, logits, (logits.dtype, *dtypes))
+    if excess is not None:
+        raise NotCapturable(f"what was recorded gives logits that are {excess} from its own")
 
 
 def reason_of(error: BaseException) -> str:

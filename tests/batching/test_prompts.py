@@ -273,7 +273,8 @@ def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(
         Prompts, "content", lambda self, config: torch.zeros_like(self.input_ids, dtype=torch.bool)
     )
     monkeypatch.setattr(
-        "hf_paged.generation.candidate.check_prompts", lambda *args: PromptsVerdict(None, True)
+        "hf_paged.model.capability.Capability.check_prompts",
+        lambda *args: PromptsVerdict(None, True),
     )
     for _ in range(2):
         same(model, inputs, options)

@@ -158,8 +158,11 @@ class Closed(list[int]):
         raise RuntimeError("not to be iterated")
 
 
-def test_a_container_that_cannot_be_iterated_fails_no_call() -> None:
-    model, module = with_layer(Wrapped)
+@pytest.mark.parametrize("make", [Wrapped, Counting])
+def test_a_container_that_cannot_be_iterated_fails_no_call(
+    make: Callable[[nn.Module], Wrapped],
+) -> None:
+    model, module = with_layer(make)
     ids = models.token_ids(1, 9)
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
     module.held = Closed([1])

@@ -67,7 +67,7 @@ class Prompts(PromptInputs):
             return
         for name in sorted(self.model_kwargs):
             value = self.model_kwargs[name]
-            tensors = list(tensors_of(value))
+            tensors = tensors_of(value)
             if not tensors:
                 flags.append((name, value))
             elif name in compat.PREFILL_INPUTS:

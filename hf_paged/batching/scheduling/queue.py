@@ -36,10 +36,11 @@ class RequestQueue:
     @property
     def first_waiting(self) -> Request | None:
         """The request to admit next."""
-        for request in self.waiting:
-            if self.may_run(request) and not request.is_answered:
-                return request
-        return None
+        return next(filter(self.may_begin, self.waiting), None)
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether a waiting request may be admitted, and has something to compute."""
+        return self.may_run(request) and not request.is_answered
 
     def may_run(self, request: Request) -> bool:
         return self.only is None or request in self.only
@@ -55,13 +56,9 @@ class RequestQueue:
 
     def wait(self, request: Request) -> None:
         request.status = Status.WAITING
-        self.postpone(request)
+        insort(self.waiting, request, key=_by_key)
         if self.preemption.may_stop(request):
             self.preemption.waiting.add(request)
-
-    def postpone(self, request: Request) -> None:
-        """Puts a waiting request, which was taken out, into its place again."""
-        insort(self.waiting, request, key=_by_key)
 
     def run(self, request: Request) -> None:
         """Makes a waiting request run, whose blocks are there."""

@@ -13,7 +13,7 @@ from ...rooms import OnDemand
 from ...seams import Adapters, Drafter
 from ..request import Request, Sequence, Status
 from .drafts import append_draft, settle_draft
-from .limits import limits_of
+from .limits import limited
 from .preemption import Preemption
 from .queue import RequestQueue
 from .rope import Rope, update_factors
@@ -50,7 +50,6 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
         self._chunks = self.preemption.chunks
-        self._limits = limits_of(self.preemption)
         # every running sequence must be able to decode in every step, and one prefill to advance
         # beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
@@ -247,8 +246,7 @@ class Scheduler:
         if request.num_shared_tokens:
             count = min(count, self.preemption.num_until_shared(request, sequence))
         if count > 1:
-            for most in self._limits:
-                count = most(request, sequence, count)
+            count = limited(self.preemption, request, sequence, count)
         if not is_whole:
             count = min(limit, count)
         elif limit < count and not self._scheduled.shares_forward(request):
@@ -352,16 +350,10 @@ class Scheduler:
     def _admit(self, left: int, any_rows: bool = False) -> None:
         """Admits waiting requests while there is room, except those that can begin behind tokens
         that this step computes for another."""
-        postponed: list[Request] = []
-        try:
-            self._admit_others(postponed, left, any_rows)
-        finally:
-            for request in postponed:
-                self.queue.postpone(request)
-
-    def _admit_others(self, postponed: list[Request], left: int, any_rows: bool) -> None:
         num_postponed_rows = 0
-        while (request := self.queue.first_waiting) is not None:
+        for request in self.queue.waiting.copy():
+            if not self.queue.may_begin(request):
+                continue
             if left <= 0:
                 if not self._scheduled.chunks or not self._scheduled.shares_forward(request):
                     return
@@ -372,8 +364,6 @@ class Scheduler:
                 return
             if self.preemption.waiting.awaited and self.preemption.waiting.is_awaited(request):
                 num_postponed_rows += request.num_open_rows
-                self.queue.waiting.remove(request)
-                postponed.append(request)
                 continue
             reserve = 0
             if not is_alone:

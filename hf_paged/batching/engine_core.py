@@ -59,7 +59,6 @@ class EngineCore(EngineLoop):
         self.readers = weakref.WeakValueDictionary()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
-        self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
         self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
         self._stepping: int | None = None  # the id of the thread that takes a step
         self._num_keeping = 0  # open `keeping_pool` contexts
@@ -132,8 +131,6 @@ class EngineCore(EngineLoop):
                 loop.add(new)
                 self.requests[new.request_id] = new
                 self.shares_prefills |= new.request.num_rows > 1
-                if new.limits:
-                    self._unstarted.append(new)
                 if options.streamer is not None:
                     options.streamer.put(new.decoding.input_ids.cpu())
                 self.totals.counts["num_prompt_tokens"] += len(new.prompt_ids)
@@ -293,7 +290,7 @@ class EngineCore(EngineLoop):
         self.pauses.after_fork()
         self._num_keeping = 0
         if self.inner_lock in freed:
-            self.requests, self._unstarted, self.unread = {}, [], []
+            self.requests, self.unread = {}, []
             self._leaving, self._stepping = [], None
             self.retire()
 
@@ -318,8 +315,6 @@ class EngineCore(EngineLoop):
         loop = self.get_loop()
         if not self.requests:
             return
-        if self._unstarted:
-            self._start_clocks()
         num_known = len(loop.executor.slowed_by)
         is_outermost = self._stepping != threading.get_ident()
         self._stepping = threading.get_ident()
@@ -355,18 +350,6 @@ class EngineCore(EngineLoop):
         if not self.requests or len(loop.executor.slowed_by) > num_known:
             self.note_route()
 
-    def _start_clocks(self) -> None:
-        """Starts the clock of `max_time` of each request that has not begun with this step."""
-        now = time.time()  # the clock of `MaxTimeCriteria`
-        self._unstarted = [
-            state
-            for state in self._unstarted
-            if state.request.admitted_at is None and not state.is_closed
-        ]
-        for state in self._unstarted:
-            for limit in state.limits:
-                limit.initial_timestamp = now
-
     def _end_blamed(self, loop: StepLoop, error: Exception) -> None:
         blamed = loop.blamed_for(error)
         states = [state for state in self.requests.values() if state in blamed]
@@ -395,7 +378,7 @@ class EngineCore(EngineLoop):
                 if is_interrupt(error):
                     raise
                 state.error = error
-        if last is None or state.error is not None:
+        if state.error is not None:
             self.end(state, "error", last)
         elif state.is_closed:
             self.end(state, None, last)

@@ -14,20 +14,6 @@ from .engine_core import EngineCore
 from .results import EngineStats
 from .scheduling.timeline import Timeline
 
-_MEMORY = (
-    "used_blocks",
-    "shared_blocks",
-    "cached_blocks",
-    "peak_blocks",
-    "used_bytes",
-    "peak_bytes",
-    "budget_bytes",
-    "tier_host_bytes",
-    "tier_disk_bytes",
-    "tier_kept_blocks",
-    "tier_restored_blocks",
-)
-
 
 class EngineReports:
     """The part of `PagedEngine` that reads and changes nothing."""
@@ -54,6 +40,8 @@ class EngineReports:
         core = self._core
         with core.lock:
             memory = self.memory.stats()
+            fields = EngineStats.__annotations__
+            of_memory = {name: value for name, value in vars(memory).items() if name in fields}
             counts = core.counts()
             num_running = 0
             num_waiting = 0
@@ -72,9 +60,7 @@ class EngineReports:
                 first_token_seconds=core.totals.first_token_seconds,
                 output_token_seconds=core.totals.output_token_seconds,
                 route=core.route,
-                kv_dtype=memory.kv_dtype,
-                block_sizes=memory.block_sizes,
-                **{name: getattr(memory, name) for name in _MEMORY},
+                **of_memory,
                 **dict[str, Any](counts),
             )
 

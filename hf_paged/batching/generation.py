@@ -56,17 +56,17 @@ class Generation:
     parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
     # of the last step, by row; no entry for beams; several entries if a draft was accepted
     new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
-    drafter: Drafter | None = field(default=None, init=False)  # drafts for its only row
+    drafter: Drafter | None = None  # drafts for its only row
     # of verified drafts, by the names of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter, init=False)
-    error: Exception | None = field(default=None, init=False)  # the error that ended it early
-    is_closed: bool = field(default=False, init=False)  # its rows need no further step
+    error: Exception | None = None  # the error that ended it early
+    is_closed: bool = False  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
-    is_sampling: bool = field(default=False, init=False)
+    is_sampling: bool = False
     # its reader wants the result alone, and the time of the first token is known
-    is_quiet: bool = field(default=False, init=False)
+    is_quiet: bool = False
     # the generation that this is a part of
-    whole: Generation | None = field(default=None, init=False)
+    whole: Generation | None = None
     # of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
 
@@ -249,9 +249,8 @@ class RequestState(Generation):
         )
         self.request_id, self.outbox = options.request_id, outbox
         self.tells_tokens = tells_tokens  # else its reader wants the result alone
-        # the criteria of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
-        self.limits = [
+        self.request.clocks = [
             c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
@@ -261,8 +260,8 @@ class RequestState(Generation):
         # raised by the tokenizer: to be raised after the result is output
         self.interrupt: BaseException | None = None
         self.is_told = False  # whether its reader has its result
-        self._last: tuple[int, list[Output]] | None = None  # a length, and what `outputs` returned
-        self._num_told = 0  # new tokens of each row that is open, which outputs have told
+        # the length of the open rows whose tokens `outputs` has returned, and what it returned last
+        self._told: tuple[int, list[Output]] = (self._start, [])
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the inputs again after the weights changed, encoder outputs included."""
@@ -293,11 +292,8 @@ class RequestState(Generation):
             self.is_quiet = True
             return []
         decoding = self.decoding
-        if self._text is None and self.is_single:
-            self._num_told = decoding.length - self._start
-            return list(zip(self.new_tokens or [{}], itertools.repeat(None)))
-        if self._last is not None and self._last[0] == decoding.length:
-            return self._last[1]
+        if self._told[0] == decoding.length:
+            return self._told[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
@@ -308,8 +304,7 @@ class RequestState(Generation):
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
-        self._last = decoding.length, outputs
-        self._num_told = decoding.length - self._start
+        self._told = decoding.length, outputs
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
@@ -323,9 +318,10 @@ class RequestState(Generation):
             if isinstance(self.decoding, BeamDecoding)
             else [each.token_ids for each in result.sequences]
         )
+        num_told = self._told[0] - self._start
         news = [
             {row: tokens[position] for row, tokens in enumerate(rows) if len(tokens) > position}
-            for position in range(self._num_told, max(map(len, rows), default=0))
+            for position in range(num_told, max(map(len, rows), default=0))
         ]
         try:
             *earlier, (tokens, text) = self._with_text(news)

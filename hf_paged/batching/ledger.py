@@ -14,10 +14,9 @@ from ..cache.memory import PagedMemory
 from ..plan import StepPlan
 from .decoding.base import Draft, LogitRows, SampledTokens
 from .generation import Generation
-from .request import Request, Sequence
+from .request import Request
 from .scheduling.drafts import settle_draft
 from .scheduling.scheduler import Scheduler
-from .suspects import Suspects
 
 Ready = list[tuple[Generation, LogitRows]]
 """Generations with the logits of all their open rows, in order."""
@@ -41,7 +40,6 @@ class Ledger:
     new_parts: list[Generation] = field(default_factory=list, init=False)
     # with rows whose next token has no position in the model's table
     outgrown: deque[Generation] = field(default_factory=deque, init=False)
-    suspects: Suspects = field(default_factory=Suspects, init=False)
 
     def add(self, generation: Generation) -> None:
         """Enters a generation, whose unfinished requests are queued."""
@@ -58,16 +56,14 @@ class Ledger:
 
     def generations(self) -> list[Generation]:
         """All unfinished generations, each once."""
-        return list(
-            dict.fromkeys(generation for rows in self.rows.values() for generation, _ in rows)
-        )
+        return self.generations_of(self.rows)
 
     def recover(self) -> None:
         """After an exception that may have left rows half changed: each belongs to its part, and
         has no logits but those that are being sampled."""
-        self.suspects.clear()
+        self.scheduler.queue.suspects.clear()
+        self._enter_parts()
         for request, rows in self.rows.items():
-            rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.forget_logits()
                 sequence.num_answered_tokens = sequence.num_tokens if generation.is_sampling else 0
@@ -226,24 +222,22 @@ class Ledger:
         """Splits preempted generations whose rows are independent, so that these need not wait for
         each other."""
         self.num_preemptions += len(preempted)
-        for request in preempted:
-            with self.memory.lock:  # other threads may end requests
-                for generation in self.generations_of(request.sequences):
-                    if generation.can_split:
-                        generation.split()
-                        for part in generation.parts:
-                            ((of, index),) = part.rows
-                            if of in self.rows:
-                                self.rows[of][index] = (part, 0)
-                        self.new_parts += generation.parts
+        with self.memory.lock:  # other threads may end requests
+            for generation in self.generations_of(preempted):
+                if generation.can_split:
+                    generation.split()
+                    self.new_parts += generation.parts
+            self._enter_parts()
 
-    def generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
-        requests = dict.fromkeys(sequence.request for sequence in sequences)
-        return list(
-            dict.fromkeys(
-                generation for request in requests for generation, _ in self.rows.get(request, ())
-            )
-        )
+    def _enter_parts(self) -> None:
+        """Replaces generations that were split by the parts of their rows."""
+        for rows in self.rows.values():
+            rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
+
+    def generations_of(self, requests: Iterable[Request]) -> list[Generation]:
+        """The unfinished generations of these requests, each once."""
+        rows = (row for request in requests for row in self.rows.get(request, ()))
+        return list(dict.fromkeys(generation for generation, _ in rows))
 
     def _end_row(self, generation: Generation, row: int) -> None:
         request, index = generation.rows[row]
@@ -270,4 +264,4 @@ class Ledger:
         if request in self.rows:
             self.scheduler.finish(request)
             del self.rows[request]
-        self.suspects.discard([request])
+        self.scheduler.queue.suspects.exonerate({request})

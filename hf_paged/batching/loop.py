@@ -26,8 +26,8 @@ from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
+from .scheduling.queue import NeverFits
 from .scheduling.scheduler import Scheduler
-from .scheduling.shortage import NeverFits
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +124,7 @@ class StepLoop:
         """The generations to end when steps raise `error` again and again: those of running
         requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
-        running = self.ledger.generations_of(
-            request.sequences[0] for request in self.scheduler.queue.running
-        )
+        running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
         return running or self.ledger.generations()
@@ -299,12 +297,10 @@ class StepLoop:
                 # no other thread changes tables until their pending copies are made
                 if self.ledger.outgrown:
                     self._end_outgrown()
-                if self.ledger.suspects or self.scheduler.queue.only is not None:
-                    self.scheduler.queue.only = self.ledger.suspects.first()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
-                    for generation in self.ledger.generations_of(error.request.sequences):
+                    for generation in self.ledger.generations_of([error.request]):
                         self._fail(generation, error)
                     return StepPlan.of([]), None
                 except OutOfBlocksError:
@@ -314,6 +310,9 @@ class StepLoop:
                 self.memory.note_peak()
             # a prefix cache hit may have taken the model's fingerprint
             self.executor.notice_model()
+            for request in plan.admitted:
+                if request.admitted_at is None:
+                    request.start_clocks(time.time())
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
             adapters = self.executor.adapters.made
@@ -345,8 +344,8 @@ class StepLoop:
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
-            if self.ledger.suspects:
-                self.ledger.suspects.clear_computed()
+            if self.scheduler.queue.suspects:
+                self.scheduler.queue.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
             if self.drafter.made is not None:
@@ -369,14 +368,14 @@ class StepLoop:
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
-        failed = self.ledger.generations_of(plan.sequences)
+        failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
         if isinstance(error, RowsError):
             failed = [
                 generation for generation in failed if any(map(error.concerns, generation.requests))
             ]
         elif len(wholes) > 1:
-            self.ledger.suspects.halve(wholes)
+            self.scheduler.queue.suspects.halve([whole.requests for whole in wholes])
             logger.debug(
                 "a forward for %d requests failed, its halves are computed: %s",
                 len(wholes),

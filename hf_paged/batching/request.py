@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -26,21 +26,21 @@ class Sequence:
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
-    index: int = field(default=0, init=False)  # position in `request.sequences`
+    index: int = 0  # position in `request.sequences`
     # tokens with K and V in its blocks, counting those of the scheduled step
-    num_computed_tokens: int = field(default=0, init=False)
+    num_computed_tokens: int = 0
     # draft tokens: computed in the same step as the last token, behind it; they stay in the block
     # tables until the step's sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list, init=False)
     # meanwhile, for models with states: the blocks and the state from before the draft
-    before_draft: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    before_draft: SequenceBlocks = NO_BLOCKS
     # while preempted: its length when it last had logits; at that length it needs no forward
-    num_answered_tokens: int = field(default=0, init=False)
+    num_answered_tokens: int = 0
     # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
-    blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    blocks: SequenceBlocks = NO_BLOCKS
     # the swapper's record, while its blocks are on the host
-    swapped: Any = field(default=None, init=False)
-    is_finished: bool = field(default=False, init=False)
+    swapped: Any = None
+    is_finished: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +110,7 @@ class Request:
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
     # blocks of the encoder output, while it runs
-    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    encoded: SequenceBlocks = NO_BLOCKS
     # the prefix index's keys of the prompt's tokens, if not their ids
     keys: list[Hashable] | None = None
     # tokens up to the last placeholder of media content, and before the first, if the model's own
@@ -135,6 +135,8 @@ class Request:
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    # criteria of `max_time`, whose clocks start with the step that first runs the request
+    clocks: Collection[Any] = ()
     # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
     prompt_logprobs: Any = None
 
@@ -162,6 +164,11 @@ class Request:
             )
         self.max_positions = count - shift
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
+
+    def start_clocks(self, now: float) -> None:
+        """Starts the clocks of `max_time` at `now`, in seconds of `time.time`."""
+        for criterion in self.clocks:
+            criterion.initial_timestamp = now
 
     @property
     def has_outgrown(self) -> bool:

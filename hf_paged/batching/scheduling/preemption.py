@@ -133,10 +133,9 @@ class Preemption:
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had the memory to
         itself."""
-        needs = self._needs(request)
-        needed = sum(needs) + self._num_encoder_blocks(request)
+        needed = self.num_needed(request)
         total = self.blocks.num_total
-        for group, group_needs in zip(self.blocks.groups, needs):
+        for group, group_needs in zip(self.blocks.groups, self._needs(request)):
             if not group.can_grow and group_needs > group.pool.num_blocks:
                 needed = group_needs
                 total = group.pool.num_blocks
@@ -278,8 +277,7 @@ class Preemption:
         rows = request.open_sequences
         num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
-            sequence.blocks = manager.new()
-            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
+            self._match(sequence, sequence.keys)
             sequence.blocks.stops = self._stops(sequence)
         # tokens in full blocks common to all rows, excluding the last token of the shortest
         shared = 0
@@ -304,8 +302,7 @@ class Preemption:
         self.forget(request)
         first, *others = rows
         request.num_shared_tokens = shared
-        first.blocks = manager.new()
-        first.num_computed_tokens = self._match(first, first.keys[: shared + 1])
+        self._match(first, first.keys[: shared + 1])
         attached = [(first, first.num_computed_tokens)]
         attached += [(sequence, shared) for sequence in others]
         return attached
@@ -331,14 +328,16 @@ class Preemption:
         if tier.restore(self.blocks, sequence):
             stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
-            sequence.blocks = self.blocks.new()
-            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
+            self._match(sequence, sequence.keys)
             sequence.blocks.stops = stops
 
-    def _match(self, sequence: Sequence, keys: list[Hashable]) -> int:
+    def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
+        """Gives a row blocks, with the longest prefix of `keys` that is cached."""
         request = sequence.request
+        sequence.blocks = self.blocks.new()
+        sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
-            return 0
+            return
         if request.drafts_first:  # leaves a token for the step before the last token's
             keys = keys[:-1]
         saved = 0 if self.chunks else FORWARD_TOKENS
@@ -348,7 +347,7 @@ class Preemption:
         if not num_matched and request.num_text:
             text_keys = keys[: request.num_text + 1]
             num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
-        return num_matched
+        sequence.num_computed_tokens = num_matched
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the positions where its prefill stops, so that others can begin there: where
@@ -389,6 +388,27 @@ class Preemption:
         request.num_shared_tokens = 0
         return sequence.num_to_compute
 
+    def limit(self, request: Request, sequence: Sequence, count: int) -> int:
+        """Returns how many of `count` tokens, above 1, a sequence of the request may compute in a
+        step, its budget aside."""
+        num_computed = sequence.num_computed_tokens
+        # a prompt that is computed as a whole ends its step
+        if sequence.is_whole or self.replays_prompt(request):
+            count = min(count, max(1, request.num_prompt_tokens - num_computed))
+        # others may begin where a prefill stops
+        for stop in sequence.blocks.stops:
+            if stop > num_computed:
+                count = min(count, stop - num_computed)
+        # Under a limit in bytes, blocks that leave a window can be reused only by layers of that
+        # window: a request that did not fit alone goes on block by block.
+        is_windowed = self.chunks and self.blocks.has_windows
+        if is_windowed and request.num_tokens_alone >= 0:
+            count = min(count, self.blocks.block_size)
+        # the last prompt token has a step of its own if the first new token is drafted
+        if request.drafts_first and count == sequence.num_to_compute:
+            return count - 1
+        return count
+
     def send_out(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
         full blocks. Blocks from before a change of the model are swapped out if possible."""
@@ -418,7 +438,6 @@ class Preemption:
                 index = self.agree(PREEMPTION.index(choice))
                 how = PREEMPTION[index]
             if how == "swap":
-                self.blocks.flush_copies()
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1

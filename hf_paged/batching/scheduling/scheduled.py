@@ -35,7 +35,6 @@ class Scheduled:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    has_inputs: bool = False
 
     def __bool__(self) -> bool:
         """Whether there is something to compute."""
@@ -79,7 +78,7 @@ class Scheduled:
             num_decodes=len(self.decodes) + len(self.drafted),
             has_chunks=bool(self.chunks),
             has_drafts=bool(self.drafted),
-            has_inputs=self.has_inputs,
+            has_inputs=bool([row for row in sequences if row.request.inputs is not None]),
             admitted=self.admitted,
             preempted=self.preempted,
         )

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ...cache.block_pool import OutOfBlocksError
 from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...rooms import OnDemand
 from ...seams import Adapters, Drafter
 from ..request import Request, Sequence, Status
 from .drafts import append_draft, settle_draft
-from .limits import limited
 from .preemption import Preemption
 from .queue import RequestQueue
 from .rope import Rope, update_factors
 from .scheduled import Budget, Scheduled
-from .shortage import out_of_blocks
 from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -45,7 +42,7 @@ class Scheduler:
     rope: Rope | None = None  # set if keys depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
-    adapters: Callable[[], Adapters] | None = None  # as `RequestQueue.adapters`
+    adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
@@ -89,7 +86,6 @@ class Scheduler:
         if no other holds any. After another exception, `recover` is due."""
         self._plan, self._is_committed, self._scheduled = None, False, Scheduled()
         self._schedule(self._scheduled)
-        self._scheduled.has_inputs = self.queue.num_with_inputs > 0
         self._plan = plan = self._scheduled.plan()
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
         self.timeline.stepped(plan)
@@ -123,6 +119,7 @@ class Scheduler:
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
+        self.queue.only = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.waiting.awaited:
             self.preemption.waiting.awaited.clear()
         self._refused = None
@@ -156,7 +153,7 @@ class Scheduler:
             elif not is_released and self.blocks.supply.release_unused():
                 is_released = True
             else:
-                raise self._out_of_blocks(first) from self.blocks.refusal
+                raise self.queue.out_of_blocks(first) from self.blocks.refusal
 
     def _continue_running(self) -> int:
         """Schedules tokens of running requests; returns the token budget left for prefills."""
@@ -246,7 +243,7 @@ class Scheduler:
         if request.num_shared_tokens:
             count = min(count, self.preemption.num_until_shared(request, sequence))
         if count > 1:
-            count = limited(self.preemption, request, sequence, count)
+            count = self.preemption.limit(request, sequence, count)
         if not is_whole:
             count = min(limit, count)
         elif limit < count and not self._scheduled.shares_forward(request):
@@ -303,7 +300,7 @@ class Scheduler:
         if self.queue.running or not is_alone:
             return
         if request.num_tokens_alone == num_tokens:
-            raise self._out_of_blocks(request) from self.blocks.refusal
+            raise self.queue.out_of_blocks(request) from self.blocks.refusal
         request.num_tokens_alone = num_tokens
         if self.blocks.supply.release_unused() and self.blocks.has_windows:
             # cached window blocks would keep their bytes
@@ -320,9 +317,6 @@ class Scheduler:
             # attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
         self._scheduled.chunks.append((sequence, count))
-
-    def _out_of_blocks(self, request: Request) -> OutOfBlocksError:
-        return out_of_blocks(request, self.blocks, self.num_waiting, self.num_running)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates blocks for one more token of each sequence (all have their logits), if the next

@@ -189,9 +189,8 @@ class EngineCore(EngineLoop):
         if last is None:
             last = state.remaining_outputs(result)
         name = state.request_id
-        *earlier, latest = last or [({}, None)]
-        outputs = [RequestOutput(name, *output) for output in earlier]
-        outputs.append(RequestOutput(name, *latest, result))
+        outputs = [RequestOutput(name, *output) for output in last or [({}, None)]]
+        outputs[-1].result = result
         self.totals.add(result)
         try:
             try:

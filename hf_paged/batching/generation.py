@@ -105,30 +105,28 @@ class Generation:
         # at once: another thread may read `is_done`
         self.kept, self._logits, self.parts = {}, {}, parts
 
-    def add_logits(self, logits: Tensor, places: dict[int, int]) -> Tensor | None:
-        """Takes logits `(n, vocab)`, with row `r` at `places[r]`, and returns as `take_logits`.
-        Copies logits of rows that wait for other rows."""
+    def take_logits(self, logits: Tensor | None, places: dict[int, int]) -> Tensor | None:
+        """Takes a step's logits `(n, vocab)`, with row `r` at `places[r]`. Returns the logits of
+        all open rows, in order, and forgets them; `None` if some are missing, and copies those of
+        rows that wait for other rows."""
         rows = self.decoding.open_rows
-        if self._logits or len(places) != len(rows):
-            for row, place in places.items():
-                self._logits.setdefault(row, logits[place].clone())
-            return self.take_logits()
-        wanted = [places[row] for row in rows]
-        first = wanted[0]
-        end = wanted[0] + len(wanted)
-        if wanted == list(range(first, end)):
-            return logits[first:end]  # a view needs no copy
-        return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
-
-    def take_logits(self) -> Tensor | None:
-        """Returns the logits of all open rows, in order, and forgets them; `None` if some are
-        missing."""
-        rows = self.decoding.open_rows
-        if not rows or len(self._logits) < len(rows):
+        if self.is_closed or not rows:
             return None
-        logits = torch.stack([self._logits[row] for row in rows])
+        if logits is not None and not self._logits and len(places) == len(rows):
+            wanted = [places[row] for row in rows]
+            first = wanted[0]
+            end = wanted[0] + len(wanted)
+            if wanted == list(range(first, end)):
+                return logits[first:end]  # a view needs no copy
+            return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
+        for row, place in places.items():
+            assert logits is not None
+            self._logits.setdefault(row, logits[place].clone())
+        if len(self._logits) < len(rows):
+            return None
+        taken = torch.stack([self._logits[row] for row in rows])
         self._logits = {}
-        return logits
+        return taken
 
     @property
     def can_repeat(self) -> bool:
@@ -239,10 +237,7 @@ class RequestState(Generation):
             self.request.namespace = UNCACHED  # the whole prompt must be computed
         self._prepare = prepare if call is not None else None
         if prompts is not None:
-            self.request.inputs, self.request.num_encoder_tokens = (
-                (prompts, 0),
-                prompts.num_encoder_tokens,
-            )
+            self.request.inputs = prompts, 0
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
@@ -337,8 +332,7 @@ class RequestState(Generation):
         """Returns tokens with their text. An error of the tokenizer becomes `error`, unless there
         is one; the tokens from there on have no text. An interrupt leaves the text as it was."""
         outputs: list[Output] = []
-        tracker = self._text
-        before = copy.copy(tracker) if len(news) > 1 else tracker
+        tracker = copy.copy(self._text) if len(news) > 1 else self._text
         has_ended = self.decoding.finish_reasons[0] is not None
         for place, new in enumerate(news or [{}], 1):
             text = None
@@ -348,14 +342,11 @@ class RequestState(Generation):
                     text = tracker.add([new[0]], last=is_last)
                 except Exception as error:
                     if is_interrupt(error):
-                        self._text = before
                         raise
                     self.error = error if self.error is None else self.error
-                    self._text = tracker = None
-                except BaseException:
-                    self._text = before
-                    raise
+                    tracker = None
             outputs.append((new, text))
+        self._text = tracker
         return outputs
 
     def _error_of(self, raised: BaseException) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ class Ledger:
     # parts of split generations, which may have their logits already
     new_parts: list[Generation] = field(default_factory=list, init=False)
     # with rows whose next token has no position in the model's table
-    outgrown: deque[Generation] = field(default_factory=deque, init=False)
+    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque, init=False)
 
     def add(self, generation: Generation) -> None:
         """Enters a generation, whose unfinished requests are queued."""
@@ -111,14 +110,10 @@ class Ledger:
         """Adds the generations of several rows that now have all logits. `found`: by generation and
         row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
         logits before they were split."""
-        for part in self.new_parts:
-            taken = part.take_logits()
-            if taken is not None:
-                ready.append((part, LogitRows.of(taken)))
+        parts: dict[Generation, dict[int, int]] = {part: {} for part in self.new_parts}
         self.new_parts = []
-        for generation, places in found.items():
-            assert logits is not None
-            taken = None if generation.is_closed else generation.add_logits(logits, places)
+        for generation, places in {**parts, **found}.items():
+            taken = generation.take_logits(logits, places)
             if taken is not None:
                 ready.append((generation, LogitRows.of(taken)))
 
@@ -130,7 +125,7 @@ class Ledger:
         self.num_generated_tokens += 1
         generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
-            self.outgrown.append(generation)
+            self.outgrown.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
         """Appends a step's tokens to their sequences, and ends those that they finish."""
@@ -139,7 +134,6 @@ class Ledger:
             self._apply_beams(generation, sampled, finished)
             return
         generation.new_tokens = []
-        outgrows = False
         draft = generation.decoding.draft
         earlier: list[dict[int, int]] = []
         if draft is not None:
@@ -155,13 +149,11 @@ class Ledger:
             self.num_generated_tokens += 1
             if row in finished:
                 self._end_row(generation, row)
-            elif request.max_positions < sys.maxsize:
-                outgrows |= len(token_ids) > request.max_positions
+            elif len(token_ids) > request.max_positions:
+                self.outgrown.append((generation, request))
         generation.new_tokens = [*earlier, new]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
-        if outgrows:
-            self.outgrown.append(generation)
         if finished and generation.decoding.is_done:
             self._close_rows(generation)
 
@@ -171,7 +163,6 @@ class Ledger:
         """Makes each beam its parent's twin, with its new token."""
         assert sampled.parents is not None
         generation.new_tokens = []
-        outgrows = False
         for request in generation.requests:
             if request.is_finished:
                 continue
@@ -184,9 +175,8 @@ class Ledger:
             is_over = all(row in finished for row in rows)
             if is_over and not generation.decoding.is_done:
                 self._finish(request)
-            outgrows |= request.has_outgrown
-        if outgrows:
-            self.outgrown.append(generation)
+            if request.has_outgrown:
+                self.outgrown.append((generation, request))
         if generation.decoding.is_done:  # beams are given up without a row that ends
             self._close_rows(generation)
 

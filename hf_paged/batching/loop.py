@@ -389,10 +389,8 @@ class StepLoop:
         """Ends generations before a forward that would read past the model's table of positions."""
         outgrown = self.ledger.outgrown
         while outgrown:
-            generation = outgrown.popleft()
-            longest = [request for request in generation.requests if request.has_outgrown]
-            request = longest[0] if longest else None
-            if request is not None and not generation.is_closed:
+            generation, request = outgrown.popleft()
+            if request.has_outgrown and not generation.is_closed:
                 most = request.max_positions
                 error = IndexError(
                     f"request {request.request_id!r} cannot go on: the model's table of positions"
@@ -436,13 +434,15 @@ class StepLoop:
     def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
         """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller
         to raise if it is an interrupt."""
-        self.drop(generation)
-        self.untold.append(generation)
+        interrupt: BaseException | None = None
         if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error
-            return None
-        generation.error = RuntimeError(_INTERRUPTED.format(error))
-        return error
+        else:
+            interrupt = error
+            generation.error = RuntimeError(_INTERRUPTED.format(error))
+        self.drop(generation)
+        self.untold.append(generation)  # another thread may read the error from now on
+        return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
         """Makes the next steps compute and sample these generations as if the last step had not."""

@@ -14,7 +14,6 @@ from ..plan import StepPlan
 from .decoding.base import Draft, LogitRows, SampledTokens
 from .generation import Generation
 from .request import Request
-from .scheduling.drafts import settle_draft
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
@@ -195,7 +194,7 @@ class Ledger:
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if it was preempted meanwhile
-        settle_draft(self.blocks, sequence, len(accepted))
+        sequence.settle_draft(self.blocks, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):

@@ -10,11 +10,9 @@ from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...rooms import OnDemand
 from ...seams import Adapters, Drafter
-from ..request import Request, Sequence, Status
-from .drafts import append_draft, settle_draft
+from ..request import Request, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .rope import Rope, update_factors
 from .scheduled import Budget, Scheduled
 from .timeline import Timeline
 
@@ -76,7 +74,7 @@ class Scheduler:
             self.preemption.check_fits(request)
         for request in requests:
             if self.rope is not None:
-                update_factors(self.rope, request)
+                request.update_factors(self.rope)
             self.queue.add(request)
             self.timeline.waits(request)
 
@@ -125,7 +123,7 @@ class Scheduler:
         self._refused = None
         if self.rope is not None and self.rope.restarts:
             for request in list(self.queue.running):
-                if update_factors(self.rope, request):
+                if request.update_factors(self.rope):
                     self._preempt(request, keeps=False)
                     # not for lack of blocks: this step may admit it again
                     scheduled.preempted.pop()
@@ -174,19 +172,18 @@ class Scheduler:
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
                 # the tail block has room and is not shared
-                if is_decode and num_tokens <= blocks.capacity and left > 0:
+                if is_decode and num_tokens <= blocks.capacity and budget.left > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                    left -= 1
+                    budget.left -= 1
+                    budget.reserved -= 1
                     continue
-                budget.count_decodes(left)
                 if not self._continue(request, sequence, budget):
                     return budget.left
-                left = budget.left
         if decodes or scheduled.drafted:
-            return min(left, budget.chunks)
-        return left
+            return min(budget.left, budget.chunks)
+        return budget.left
 
     def _continue(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
         """Schedules tokens of a running sequence that is drafted for, needs a block or has several
@@ -197,7 +194,7 @@ class Scheduler:
                 return False
             budget.reserved -= 1
             if sequence.draft:
-                num_drafted = append_draft(self.blocks, sequence, budget.drafts)
+                num_drafted = sequence.append_draft(self.blocks, budget.drafts)
                 if num_drafted:
                     scheduled.drafted.append((sequence, 1 + num_drafted))
                     budget.drafts -= num_drafted
@@ -413,7 +410,7 @@ class Scheduler:
         `Preemption.send_out` keeps."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
-            settle_draft(self.blocks, sequence)
+            sequence.settle_draft(self.blocks)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)

@@ -110,11 +110,6 @@ class StepLoop:
             raise
 
     @property
-    def sampling(self) -> list[Generation]:
-        """The unfinished generations that have the logits of all open rows, and no tokens yet."""
-        return [generation for generation in self.ledger.generations() if generation.is_sampling]
-
-    @property
     def first_waiting(self) -> Generation | None:
         """The generation whose request is to be admitted next."""
         request = self.scheduler.queue.first_waiting

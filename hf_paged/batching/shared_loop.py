@@ -276,7 +276,9 @@ class SharedLoop:
             failed = (part.error for part in [whole, *whole.parts] if part.error is not None)
             caller.error = caller.error or next(failed, None)
         self.loop.recover(
-            generation for generation in self.loop.sampling if generation not in given
+            generation
+            for generation in self.loop.ledger.generations()
+            if generation.is_sampling and generation not in given
         )
 
     def _hand_over(self) -> None:

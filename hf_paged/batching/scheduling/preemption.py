@@ -178,22 +178,8 @@ class Preemption:
         """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for
         all that it has to compute, at most `chunk` tokens at a time, with `reserve` blocks left;
         returns whether it did. While no other request runs (`is_alone`), a request that cannot be
-        swapped in is recomputed: there will never be more room. If this raises `OutOfBlocksError`,
-        the request holds no blocks and is recomputed; after other errors its tables may be half
-        changed."""
-        try:
-            return self._take_blocks(request, chunk, reserve, is_alone)
-        except OutOfBlocksError:
-            self.forget(request)
-            raise
-
-    def _take_blocks(
-        self,
-        request: Request,
-        chunk: int,
-        reserve: int,
-        is_alone: bool,
-    ) -> bool:
+        swapped in is recomputed: there will never be more room. If this raises, its tables may be
+        half changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
@@ -227,7 +213,7 @@ class Preemption:
         if may_be_old and self.vouch is not None and not self.vouch():
             self.forget(request)
             # `vouch` has dropped the old blocks: try again without them
-            return self._take_blocks(request, chunk, reserve, is_alone)
+            return self.bring_in(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
         if request.num_encoder_tokens and not self._take_encoder_blocks(request):

@@ -138,11 +138,16 @@ class RequestQueue:
         self.preemption.forget_waiting()
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.bring_in`, with what the request's adapter needs."""
+        """`Preemption.bring_in`, with what the request's adapter needs. If this raises
+        `OutOfBlocksError`, the request holds no blocks and is recomputed."""
         bring_in = functools.partial(self.preemption.bring_in, request, chunk, reserve, is_alone)
-        if not request.adapter_bytes:
-            return bring_in()
-        return self.adapters().admit(request, bring_in)
+        try:
+            if not request.adapter_bytes:
+                return bring_in()
+            return self.adapters().admit(request, bring_in)
+        except OutOfBlocksError:
+            self.preemption.forget(request)
+            raise
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Makes the error for a step that could schedule nothing for lack of blocks for `request`:

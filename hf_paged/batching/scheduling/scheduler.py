@@ -52,8 +52,7 @@ class Scheduler:
         # the first waiting request, if this step had no room for it (`max_num_seqs`, blocks)
         self._refused: Request | None = None
         self._scheduled = Scheduled()
-        self._plan: StepPlan | None = None  # of the last step
-        self._is_committed = False  # whether its rows may have advanced
+        self._is_committed = False  # whether the rows of the last step may have advanced
 
     @property
     def num_running(self) -> int:
@@ -82,9 +81,10 @@ class Scheduler:
         """Returns the next step, to be ended by `commit` or `fail_step`. Raises `OutOfBlocksError`,
         with nothing scheduled, if others hold the blocks that the first request needs, `NeverFits`
         if no other holds any. After another exception, `recover` is due."""
-        self._plan, self._is_committed, self._scheduled = None, False, Scheduled()
+        self._is_committed = False
+        self._scheduled = Scheduled()
         self._schedule(self._scheduled)
-        self._plan = plan = self._scheduled.plan()
+        plan = self._scheduled.plan()
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
         self.timeline.stepped(plan)
         return plan
@@ -362,13 +362,10 @@ class Scheduler:
             # a request alone may shrink its chunks to one token; a sequence computed as a whole
             # skips blocks outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            needs = request, chunk, reserve, is_alone
-            is_in = self.queue.bring_in(*needs)
-            if not is_in and self.reclaim():
-                is_in = self.queue.bring_in(*needs)
-            if not is_in:
-                self._refused = request
-                return
+            while not self.queue.bring_in(request, chunk, reserve, is_alone):
+                if not self.reclaim():
+                    self._refused = request
+                    return
             self.queue.run(request)
             before = left
             for sequence in request.open_sequences:
@@ -398,7 +395,7 @@ class Scheduler:
     def recompute(self) -> list[Request]:
         """Between steps: drops the K/V of unfinished requests. Returns those that were running, now
         preempted."""
-        self._plan, self._scheduled = None, Scheduled()
+        self._scheduled = Scheduled()
         for request in list(self.queue.running):
             self._preempt(request, keeps=False)
         for request in self.queue.waiting:
@@ -421,11 +418,12 @@ class Scheduler:
         """Undoes the last step: its forward raised, or, in a child process, the thread that took it
         is gone, perhaps while it scheduled the step, or before it gave the logits to anyone."""
         self.blocks.index.undo_step()
-        plan = self._scheduled.plan() if self._plan is None else self._plan
+        plan = self._scheduled.plan()
         again = plan.admitted  # they may hold blocks that others should have written in this step
         if self._is_committed:  # blocks may have left windows
             again = dict.fromkeys(sequence.request for sequence in plan.sequences)
-        self._plan, self._is_committed, self._scheduled = None, False, Scheduled()
+        self._is_committed = False
+        self._scheduled = Scheduled()
         for request in again:
             if request.status is Status.RUNNING:
                 self._send_back(request)
@@ -442,7 +440,7 @@ class Scheduler:
         known = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._refused = None
-        self._plan, self._scheduled = None, Scheduled()
+        self._scheduled = Scheduled()
         for request in known:
             self.preemption.forget(request)
             for sequence in request.sequences:

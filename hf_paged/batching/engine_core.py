@@ -55,8 +55,7 @@ class EngineCore(EngineLoop):
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
         # by event loop, the lock of the reader that waits for a step; readers keep the lock alive,
         # the lock the loop
-        self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
-        self.readers = weakref.WeakValueDictionary()
+        self.readers = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
         self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
@@ -289,7 +288,8 @@ class EngineCore(EngineLoop):
         self.pauses.after_fork()
         self._num_keeping = 0
         if self.inner_lock in freed:
-            self.requests, self.unread = {}, []
+            self.requests = {}
+            self.unread.clear()
             self._leaving, self._stepping = [], None
             self.retire()
 

@@ -73,10 +73,9 @@ class EngineReports:
     def block_map(self) -> dict[int | None, list[int]]:
         """Returns, for each layer group, by its window (`None`: full attention), the state of every
         block: 0 free, -1 cached, else the number of sequences that hold it."""
-        with self._core.lock, self.memory.lock:
-            if self._core.loop is None:
-                return {}
-            groups = self._core.loop.blocks.groups
+        core = self._core
+        with core.lock, self.memory.lock:
+            groups = [] if core.loop is None else core.loop.blocks.groups
             self_groups = [group for group in groups if group.spec.kind == "self"]
             return {group.spec.window: group.pool.states() for group in self_groups}
 

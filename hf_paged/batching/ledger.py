@@ -40,11 +40,10 @@ class Ledger:
     outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque, init=False)
 
     def add(self, generation: Generation) -> None:
-        """Enters a generation, whose unfinished requests are queued."""
+        """Enters a generation, whose requests are queued."""
         for part in generation.parts or [generation]:
             for row, (request, _) in enumerate(part.rows):
-                if not request.is_finished:
-                    self.rows.setdefault(request, []).append((part, row))
+                self.rows.setdefault(request, []).append((part, row))
         self.new_parts += generation.parts
 
     def remove(self, generation: Generation) -> None:

@@ -98,9 +98,7 @@ class StepLoop:
         try:
             self._end_recovery()
             with self.memory.lock:
-                self.scheduler.add(
-                    *(request for request in generation.requests if not request.is_finished)
-                )
+                self.scheduler.add(*generation.requests)
                 self.ledger.add(generation)
         except OutOfBlocksError:
             raise

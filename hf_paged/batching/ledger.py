@@ -34,7 +34,7 @@ class Ledger:
     draft_counts: Counter[str] = field(default_factory=Counter, init=False)
     # by unfinished request, each sequence's row
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict, init=False)
-    # parts of split generations, which may have their logits already
+    # parts of generations split since the last step, which may have their logits already
     new_parts: list[Generation] = field(default_factory=list, init=False)
     # with rows whose next token has no position in the model's table
     outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque, init=False)
@@ -44,7 +44,6 @@ class Ledger:
         for part in generation.parts or [generation]:
             for row, (request, _) in enumerate(part.rows):
                 self.rows.setdefault(request, []).append((part, row))
-        self.new_parts += generation.parts
 
     def remove(self, generation: Generation) -> None:
         """Takes a generation out again whose entry an exception split."""

@@ -345,9 +345,9 @@ class Scheduler:
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
                 continue
-            if left <= 0:
-                if not self._scheduled.chunks or not self._scheduled.shares_forward(request):
-                    return
+            shares = self._scheduled.chunks and self._scheduled.shares_forward(request)
+            if left <= 0 and not shares:
+                return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
             if not (is_alone or any_rows) and num_rows > self.max_num_seqs:

@@ -187,8 +187,7 @@ class EngineCore(EngineLoop):
         result = state.result(reason)
         if last is None:
             last = state.remaining_outputs(result)
-        name = state.request_id
-        outputs = [RequestOutput(name, *output) for output in last or [({}, None)]]
+        outputs = [RequestOutput(state.request_id, *output) for output in last or [({}, None)]]
         outputs[-1].result = result
         self.totals.add(result)
         try:

@@ -52,13 +52,13 @@ class Generation:
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
     assistance: Assistance | None = None  # if its only row, or each part's, asks for drafts
     # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
-    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
-    parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
+    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
+    parts: list[Generation] = field(default_factory=list)  # after `split`, one a row
     # of the last step, by row; no entry for beams; several entries if a draft was accepted
-    new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
+    new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # drafts for its only row
     # of verified drafts, by the names of `RequestResult`
-    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
+    draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
@@ -68,7 +68,7 @@ class Generation:
     # the generation that this is a part of
     whole: Generation | None = None
     # of rows that wait for other rows
-    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_single = len(self.rows) == 1  # its only row waits for no other

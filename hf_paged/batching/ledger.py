@@ -31,13 +31,13 @@ class Ledger:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     # `Generation.draft_counts` of all generations
-    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
+    draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request, each sequence's row
-    rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict, init=False)
+    rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations split since the last step, which may have their logits already
-    new_parts: list[Generation] = field(default_factory=list, init=False)
+    new_parts: list[Generation] = field(default_factory=list)
     # with rows whose next token has no position in the model's table
-    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque, init=False)
+    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
         """Enters a generation, whose requests are queued."""

@@ -31,7 +31,7 @@ class Sequence:
     num_computed_tokens: int = 0
     # draft tokens: computed in the same step as the last token, behind it; they stay in the block
     # tables until the step's sampling has accepted or rejected them
-    draft: list[int] = field(default_factory=list, init=False)
+    draft: list[int] = field(default_factory=list)
     # meanwhile, for models with states: the blocks and the state from before the draft
     before_draft: SequenceBlocks = NO_BLOCKS
     # while preempted: its length when it last had logits; at that length it needs no forward

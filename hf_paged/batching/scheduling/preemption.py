@@ -264,7 +264,6 @@ class Preemption:
         num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
             self._match(sequence, sequence.keys)
-            sequence.blocks.stops = self._stops(sequence)
         # tokens in full blocks common to all rows, excluding the last token of the shortest
         shared = 0
         if len(rows) > 1:
@@ -312,13 +311,11 @@ class Preemption:
         tier = self.blocks.tier
         assert tier is not None
         if tier.restore(self.blocks, sequence):
-            stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
             self._match(sequence, sequence.keys)
-            sequence.blocks.stops = stops
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Gives a row blocks, with the longest prefix of `keys` that is cached."""
+        """Gives a row blocks, with the longest prefix of `keys` that is cached, and its stops."""
         request = sequence.request
         sequence.blocks = self.blocks.new()
         sequence.num_computed_tokens = 0
@@ -334,6 +331,7 @@ class Preemption:
             text_keys = keys[: request.num_text + 1]
             num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
         sequence.num_computed_tokens = num_matched
+        sequence.blocks.stops = self._stops(sequence)
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the positions where its prefill stops, so that others can begin there: where

@@ -72,12 +72,12 @@ class RequestQueue:
     aging: float  # one unit of priority weighs as much as this many arrivals
     # what brings in requests whose adapters take memory in the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
-    suspects: Suspects = field(default_factory=Suspects, init=False)
+    suspects: Suspects = field(default_factory=Suspects)
     # the only requests that this step may compute, the first group of suspects; `None`: all
     only: Set[Request] | None = None
-    running: list[Request] = field(default_factory=list, init=False)
+    running: list[Request] = field(default_factory=list)
     # preempted ones may just wait for a token
-    waiting: list[Request] = field(default_factory=list, init=False)
+    waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
 

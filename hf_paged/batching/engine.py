@@ -251,14 +251,15 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     def cancel(self, request_id: str) -> None:
         """Ends a request at any point and frees its blocks; the next step returns its result, with
         the tokens so far. Raises `ValueError` if no unfinished request has that id."""
-        with self._core.lock:
-            state = self._core.requests.get(request_id)
+        core = self._core
+        with core.lock:
+            state = core.requests.get(request_id)
             if state is None:
-                unfinished = ", ".join(map(repr, self._core.requests)) or "none"
+                unfinished = ", ".join(map(repr, core.requests)) or "none"
                 raise ValueError(
                     f"no unfinished request has the id {request_id!r}: unfinished are {unfinished}"
                 )
-            self._core.cancel(state)
+            core.cancel(state)
 
     def step(self) -> list[RequestOutput]:
         """Runs one forward over the requests that fit, and samples one token for each sequence
@@ -279,19 +280,20 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         well, the requests that it would compute (those that run; if none runs or blocks are short,
         the first that waits) end with the error, and the others go on.
         """
+        core = self._core
+        unread = core.unread
         told: list[RequestOutput] = []
         try:
-            with self._core.lock:
-                self._core.pauses.wait()
-                trim_unread(self._core.unread)
-                if self._core.requests:
-                    self._core.step(Window())
-                told = self._core.unread.copy()
-                self._core.unread.clear()
+            with core.lock:
+                core.pauses.wait()
+                trim_unread(unread)
+                if core.requests:
+                    core.step(Window())
+                told = unread.copy()
+                unread.clear()
             return told
         except BaseException:  # also a deferred interrupt: the next step returns these outputs
-            with self._core.lock:
-                unread = self._core.unread
+            with core.lock:
                 if told and (not unread or unread[0] is not told[0]):  # `clear` was reached
                     unread[:0] = told
             raise

@@ -21,22 +21,17 @@ from transformers import PreTrainedModel
 from .. import forks
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
-from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage
 from ..config import PagedConfig
 from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
-from ..model.layout import Layout
-from ..model.registry import Route, note_route
 from ..model.sharding import lead
 from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
-from .admission import Admission
 from .arguments import RequestOptions, as_list, asked_new_tokens, checked_options
-from .engine_loop import EngineLoop
+from .engine_loop import EngineLoop, check_positions
 from .execution.executor import Window
-from .factory import empty_cache
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
@@ -45,36 +40,24 @@ from .request import Request, RowsError, Sequence
 from .results import RequestOutput, RequestTotals
 
 
-class EngineCore:
+class EngineCore(EngineLoop):
     """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current
     state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        self.model = model
-        self.config = config
-        self._parts = parts
-        # drives the processes that hold other shards of the model
-        self.leader = lead(model, config, self)
         # all methods hold it, and callers while they read
         self.inner_lock = forks.rlock()
+        super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock
         if self.leader is not None:
             self.lock = self.leader.locked(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
         self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
-        self._owner = EngineLoop(model, config, parts, self.leader, self.inner_lock)
-        self.timeline = self._owner.timeline
-        # spent on what later requests reuse, by part (`Route`)
-        self.setup_seconds: dict[str, float] = {}
         # by event loop, the lock of the reader that waits for a step; readers keep the lock alive,
         # the lock the loop
-        self.readers: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]
-        self.readers = weakref.WeakValueDictionary()
+        self.readers = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
-        self._admission: Admission | None = None  # until the next check of the loop
         self.totals = RequestTotals()
-        self._shares_prefills = False
-        self._unstarted: list[RequestState] = []  # requests whose `max_time` clock has not started
         self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
         self._stepping: int | None = None  # the id of the thread that takes a step
         self._num_keeping = 0  # open `keeping_pool` contexts
@@ -137,7 +120,7 @@ class EngineCore:
             with self.lock, counting(self.setup_seconds):
                 new = make(self._named(options))
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
-                self._prepare(new, loop)
+                self.prepare(new)
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
@@ -146,9 +129,7 @@ class EngineCore:
                 state = new
                 loop.add(new)
                 self.requests[new.request_id] = new
-                self._shares_prefills |= new.request.num_rows > 1
-                if new.limits:
-                    self._unstarted.append(new)
+                self.shares_prefills |= new.request.num_rows > 1
                 if options.streamer is not None:
                     options.streamer.put(new.decoding.input_ids.cpu())
                 self.totals.counts["num_prompt_tokens"] += len(new.prompt_ids)
@@ -169,7 +150,7 @@ class EngineCore:
         have now."""
         options = checked_options(options, self.config.cache_salt)
         if self.requests:
-            self._owner.check_unchanged()
+            self.check_unchanged()
         if self.leader is not None:
             self.leader.check_request(options)
         name = options.request_id
@@ -180,19 +161,6 @@ class EngineCore:
         if name is None:
             name = self.make_id()
         return dataclasses.replace(options, request_id=name)
-
-    def _prepare(self, state: RequestState, loop: StepLoop) -> None:
-        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot serve
-        it."""
-        admission = self._admission
-        assert admission is not None
-        joins = admission.take_inputs(state, self.layout)
-        if state.request.inputs is not None and self.layout.unsupported_reason is not None:
-            if joins and not self.layout.side_by_side:  # known only from a request
-                self._owner.layout = self.layout._replace(side_by_side=True)
-            self._note_route()
-        admission.check_prompt_logprobs(state, self.layout)
-        admission.choose_speculation(state, self.layout, loop.executor.runner.takes_drafts)
 
     def check_length(self, ids: list[int], name: Hashable = None, new_tokens: int = 1) -> None:
         """Raises the errors of `add` for a prompt of token ids that never fits with `new_tokens`
@@ -219,10 +187,8 @@ class EngineCore:
         result = state.result(reason)
         if last is None:
             last = state.remaining_outputs(result)
-        name = state.request_id
-        *earlier, latest = last or [({}, None)]
-        outputs = [RequestOutput(name, *output) for output in earlier]
-        outputs.append(RequestOutput(name, *latest, result))
+        outputs = [RequestOutput(state.request_id, *output) for output in last or [({}, None)]]
+        outputs[-1].result = result
         self.totals.add(result)
         try:
             try:
@@ -321,7 +287,8 @@ class EngineCore:
         self.pauses.after_fork()
         self._num_keeping = 0
         if self.inner_lock in freed:
-            self.requests, self._unstarted, self.unread = {}, [], []
+            self.requests = {}
+            self.unread.clear()
             self._leaving, self._stepping = [], None
             self.retire()
 
@@ -346,8 +313,6 @@ class EngineCore:
         loop = self.get_loop()
         if not self.requests:
             return
-        if self._unstarted:
-            self._start_clocks()
         num_known = len(loop.executor.slowed_by)
         is_outermost = self._stepping != threading.get_ident()
         self._stepping = threading.get_ident()
@@ -381,19 +346,7 @@ class EngineCore:
                     self._end_leaving()
                 self._stepping = None
         if not self.requests or len(loop.executor.slowed_by) > num_known:
-            self._note_route()
-
-    def _start_clocks(self) -> None:
-        """Starts the clock of `max_time` of each request that has not begun with this step."""
-        now = time.time()  # the clock of `MaxTimeCriteria`
-        self._unstarted = [
-            state
-            for state in self._unstarted
-            if state.request.admitted_at is None and not state.is_closed
-        ]
-        for state in self._unstarted:
-            for limit in state.limits:
-                limit.initial_timestamp = now
+            self.note_route()
 
     def _end_blamed(self, loop: StepLoop, error: Exception) -> None:
         blamed = loop.blamed_for(error)
@@ -423,7 +376,7 @@ class EngineCore:
                 if is_interrupt(error):
                     raise
                 state.error = error
-        if last is None or state.error is not None:
+        if state.error is not None:
             self.end(state, "error", last)
         elif state.is_closed:
             self.end(state, None, last)
@@ -438,57 +391,16 @@ class EngineCore:
             taken = iter(untold.popleft, state)
             state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]
 
-    @property
-    def loop(self) -> StepLoop | None:
-        """`None` while no memory is allocated."""
-        return self._owner.loop
-
-    @property
-    def memory(self) -> PagedMemory:
-        """The loop's memory."""
-        return self._owner.memory
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the loop's forwards."""
-        return self._owner.layout
-
     def get_loop(self, new: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to add `new` to. While no request is unfinished, makes a new one if the
-        model has changed since, or if better block sizes are known. Raises `IndexError`, with
-        nothing allocated, if the model has no positions for the prompt of `new`."""
-        owner = self._owner
-        loop = owner.loop
-        is_of_tokens = new is not None and new.request.inputs is None
-        if loop is not None and self.requests:
-            if new is not None and is_of_tokens:
-                new.request.limit_positions(owner.layout.max_positions)
-            return loop
-        empty = empty_cache(self.model, PagedMemory(self.config))  # holds no blocks
-        self._admission = Admission(self.model, self.config, self._parts, empty)
-        layout = owner.choose_layout(empty)
-        if new is not None and is_of_tokens:
-            new.request.limit_positions(layout.max_positions)
-        is_new = owner.update(empty, layout, keeps_pool=self._num_keeping > 0)
-        if is_new and not self.model.config.is_encoder_decoder:  # else known from a request
-            self._note_route()
-        assert owner.loop is not None
-        return owner.loop
-
-    def retire(self) -> None:
-        """Drops the loop and its memory; keeps its counters."""
-        self._owner.retire()
+        """Returns the loop, to add `new` to. While no request is unfinished, as `renew`."""
+        if self.loop is None or not self.requests:
+            return self.renew(new, keeps_pool=self._num_keeping > 0)
+        if new is not None:
+            check_positions(new, self.layout)
+        return self.loop
 
     def counts(self) -> Counter[str]:
         """Returns the fields of [`EngineStats`] that only grow."""
-        counts = self._owner.counts()
+        counts = self.loop_counts()
         counts.update(self.totals.counts)
         return counts
-
-    @property
-    def route(self) -> Route | None:
-        return self._owner.route(self._shares_prefills, self.setup_seconds)
-
-    def _note_route(self) -> None:
-        if self.route is not None:
-            note_route(self.model, self.route)

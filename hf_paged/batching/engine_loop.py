@@ -1,5 +1,5 @@
 """The step loop of an engine and its memory, made again when the model or the block sizes have
-changed."""
+changed; what a request is checked for before it enters the loop, and how it is prepared."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from ..cache.block_sizes import BlockSizes
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..config import AUTO, PagedConfig
+from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
-from ..model.registry import Route, block_sizes, route_of
+from ..model.registry import Route, block_sizes, note_route, route_of
+from ..rooms import SpeculationRoom, room
 from ..seams import EngineParts, Leader
-from .factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
+from ..topics import Topic
+from .arguments import ServedByGenerateError, option_for_drafts
+from .execution.prompts import Prompts
+from .factory import (
+    MANY_BLOCKS,
+    choose_layout,
+    empty_cache,
+    make_loop,
+    make_runner,
+    not_invariant,
+)
+from .generation import RequestState
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
@@ -35,8 +48,8 @@ COUNTS = (
 
 
 class EngineLoop:
-    """Owns the loop of an engine. `leader` drives the processes that hold other shards of the
-    model; `outer_lock` is held by whoever uses the loop."""
+    """The loop that an engine uses for its model's current state. `leader` drives the processes
+    that hold other shards of the model; `outer_lock` is held by whoever uses the loop."""
 
     def __init__(
         self,
@@ -46,31 +59,36 @@ class EngineLoop:
         leader: Leader | None,
         outer_lock: Any,
     ) -> None:
-        self._model = model
-        self._config = config
+        self.model = model
+        self.config = config
         self._parts = parts
-        self._leader = leader
+        self.leader = leader
         self._outer_lock = outer_lock
         self.loop: StepLoop | None = None  # `None` while no memory is allocated
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
+        # spent on what later requests reuse, by part (`Route`)
+        self.setup_seconds: dict[str, float] = {}
+        self.shares_prefills = False  # whether a prompt was computed once for several rows
         self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
         self._config_text = ""  # the model's config when the loop was made
         self._earlier: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
 
-    def choose_layout(self, empty: PagedCache) -> Layout:
-        """Returns how the model's forwards are laid out now. Raises `ValueError` if an engine over
-        several processes cannot serve the model. `empty`: the model's empty cache."""
-        choose = functools.partial(choose_layout, self._model, empty, self._config.batch_invariant)
-        if self._leader is None:
-            return choose()
-        return self._leader.choose_layout(choose)
-
-    def update(self, empty: PagedCache, layout: Layout, keeps_pool: bool) -> bool:
-        """Between requests: makes a new loop if there is none, if the model has changed since, or,
-        unless the pool is kept, if better block sizes are known. Returns whether it has."""
-        model = self._model
+    def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
+        """Between requests: returns the loop, to add `state` to; makes a new one if there is none,
+        if the model has changed since, or, unless the pool is kept, if better block sizes are
+        known. Raises `ValueError` if an engine over several processes cannot serve the model, and
+        as `check_positions`, with nothing allocated."""
+        model = self.model
+        config = self.config
+        empty = empty_cache(model, PagedMemory(config))  # holds no blocks
+        # checks of prompts with inputs run once while the model stays as it is
+        self._capability = Capability(model, empty, make_runner, known={})
+        choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
+        layout = choose() if self.leader is None else self.leader.choose_layout(choose)
+        if state is not None:
+            check_positions(state, layout)
         device = compute_device(model)
         made_for = (
             _layers(empty),
@@ -83,9 +101,8 @@ class EngineLoop:
         if self.loop is not None and not keeps_pool:
             sizes = self.memory.better_sizes()
         if self.loop is not None and made_for == self._made_for and sizes is None:
-            return False
+            return self.loop
         self.retire()
-        config = self._config
         cache = empty_cache(model, self.memory)
         # growing step by step would copy the existing blocks
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
@@ -98,13 +115,15 @@ class EngineLoop:
             parts=self._parts,
             timeline=self.timeline,
         )
-        if self._leader is not None:
-            self._leader.make(self.loop)
+        if self.leader is not None:
+            self.leader.make(self.loop)
         self.layout = layout
         self._counters = cache.counters
         self._made_for = made_for
         self._config_text = _config_text(model)
-        return True
+        if not model.config.is_encoder_decoder:  # else known from a request
+            self.note_route()
+        return self.loop
 
     def check_unchanged(self) -> None:
         """Raises `ValueError` if layer groups or autocast dtype differ from those that the loop's
@@ -112,16 +131,16 @@ class EngineLoop:
         if self.loop is None:
             return
         began = self.loop.executor.autocast
-        dtype = autocast_dtype(compute_device(self._model))
+        dtype = autocast_dtype(compute_device(self.model))
         if dtype != began:
             raise ValueError(
                 f"autocast is to {dtype} here and to {began} in unfinished requests: add this one"
                 " when they have ended"
             )
-        if _config_text(self._model) == self._config_text:
+        if _config_text(self.model) == self._config_text:
             return  # the usual case, checked quickly
         before = self._made_for[0]
-        now = _layers(empty_cache(self._model, self.memory))
+        now = _layers(empty_cache(self.model, self.memory))
         if now != before:
             windows = [window for _, window in now]
             windows_before = [window for _, window in before]
@@ -133,37 +152,38 @@ class EngineLoop:
 
     def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
         sizes = None
-        if self._config.block_size == AUTO:
+        if self.config.block_size == AUTO:
             lengths = () if seen is None else seen.seen
-            sizes = block_sizes(self._model, self._config, seen=lengths)
+            sizes = block_sizes(self.model, self.config, seen=lengths)
         return PagedMemory(
-            self._config,
+            self.config,
             sizes=sizes,
             keeps_cached=True,
             make_storage=self._parts.storage,
-            processes=self._leader,
+            processes=self.leader,
             outer_lock=self._outer_lock,
         )
 
     def retire(self) -> None:
         """Drops the loop and its memory; keeps its counters."""
-        self._earlier = self.counts()
-        if self._leader is not None:
-            self._leader.retire()
+        self._earlier = self.loop_counts()
+        if self.leader is not None:
+            self.leader.retire()
         try:
             self.memory.give_up_cached()
         finally:
             self.memory.drop_recorders()
             self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
-    def counts(self) -> Counter[str]:
+    def loop_counts(self) -> Counter[str]:
         """Returns what all loops have done (`COUNTS`)."""
         counts = self._earlier.copy()
         if self.loop is not None:
             counts.update(self.loop.counts())
         return counts
 
-    def route(self, shares_prefills: bool, setup_seconds: dict[str, float]) -> Route | None:
+    @property
+    def route(self) -> Route | None:
         if self.loop is None:
             return None
         reason = self.layout.unsupported_reason
@@ -178,10 +198,103 @@ class EngineLoop:
             [self._counters],
             slowed_by,
             is_packed=reason is None,
-            prefills_shared=shares_prefills,
-            num_captured_steps=self.counts()["num_captured_steps"],
-            setup_seconds=dict(setup_seconds),
+            prefills_shared=self.shares_prefills,
+            num_captured_steps=self.loop_counts()["num_captured_steps"],
+            setup_seconds=dict(self.setup_seconds),
         )
+
+    def note_route(self) -> None:
+        if self.route is not None:
+            note_route(self.model, self.route)
+
+    def prepare(self, state: RequestState) -> None:
+        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot serve
+        it."""
+        reason = self.layout.unsupported_reason
+        reason_against_drafts = self.layout.reason_against_drafts
+        if state.request.inputs is not None:
+            self._take_inputs(state)
+            reason = reason_against_drafts = Topic.INPUTS("the prompt is more than token ids")
+        if state.request.prompt_logprobs is not None and reason is not None:
+            raise ValueError(
+                f"`prompt_logprobs` needs packed forwards of token ids: {reason}. Leave it out, or"
+                " take the logits of a forward of the model"
+            )
+        self._choose_speculation(state, reason_against_drafts)
+
+    def _take_inputs(self, state: RequestState) -> None:
+        """Prepares a prompt with inputs for the loop's forwards. Raises `ValueError` if these
+        cannot take it."""
+        assert state.request.inputs is not None
+        if self.config.batch_invariant:
+            raise not_invariant(self.model, "prompts are more than token ids")
+        prompts: Prompts = state.request.inputs[0]
+        if self.layout.unsupported_reason is None:
+            self._take_packed(state, prompts)
+            return
+        self._take_rows(state, prompts)
+        if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
+            self.layout = self.layout._replace(side_by_side=True)
+        self.note_route()
+
+    def _take_packed(self, state: RequestState, prompts: Prompts) -> None:
+        model = self.model
+        prompts.find_positions(model)
+        reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
+        if reason is not None:
+            raise self._not_served(reason)
+        prompts.merges = self._capability.how_prompts_merge(prompts)
+        keys = None
+        if can_reuse and self.config.prefix_caching:
+            keys = prompts.keys(model.config)
+        state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
+        prompts.give(state.request, 0, keys, begins_behind_text)
+
+    def _take_rows(self, state: RequestState, prompts: Prompts) -> None:
+        model = self.model
+        if not model.config.is_encoder_decoder:
+            state.encode_media(model)
+        reason = self._capability.reason_against_rows(prompts)
+        if reason is not None:
+            raise self._not_served(reason)
+        prompts.set_joins(self._capability.how_rows_join(prompts))
+        count = self._capability.max_positions(prompts)
+        state.request.limit_positions(count, prompts.shift(0))
+        prompts.give(state.request, 0, None, False)
+
+    def _not_served(self, reason: str) -> ServedByGenerateError:
+        return ServedByGenerateError(
+            f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}. Call"
+            ' `model.generate(..., cache_implementation="paged")`'
+        )
+
+    def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
+        """Clears the request's assistance unless its row is drafted for; `reason`: why that is
+        impossible. Raises `ValueError` if the request asks for assistance that cannot run."""
+        assistance = state.assistance
+        config = state.decoding.config
+        assert assistance is not None and self.loop is not None
+        if reason is None and not self.loop.executor.runner.takes_drafts:
+            reason = Topic.ASSISTED("rotary factors depend on a row's length")
+        option = option_for_drafts(config, assistance.model)
+        if option is not None:
+            if reason is None:
+                speculation: SpeculationRoom = room("speculation", f"`{option}`")
+                reason = speculation.reason_against(self.model, config, assistance)
+            if reason is not None:
+                raise ValueError(
+                    f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
+                    " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
+                )
+        asks = option or self.config.speculation or self._parts.drafter
+        if reason is not None or asks is None:
+            state.assistance = None
+
+
+def check_positions(state: RequestState, layout: Layout) -> None:
+    """Raises `IndexError` if the model has no positions for a prompt of token ids."""
+    if state.request.inputs is None:
+        state.request.limit_positions(layout.max_positions)
 
 
 def _config_text(model: PreTrainedModel) -> str:

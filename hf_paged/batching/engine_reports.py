@@ -14,20 +14,6 @@ from .engine_core import EngineCore
 from .results import EngineStats
 from .scheduling.timeline import Timeline
 
-_MEMORY = (
-    "used_blocks",
-    "shared_blocks",
-    "cached_blocks",
-    "peak_blocks",
-    "used_bytes",
-    "peak_bytes",
-    "budget_bytes",
-    "tier_host_bytes",
-    "tier_disk_bytes",
-    "tier_kept_blocks",
-    "tier_restored_blocks",
-)
-
 
 class EngineReports:
     """The part of `PagedEngine` that reads and changes nothing."""
@@ -54,6 +40,8 @@ class EngineReports:
         core = self._core
         with core.lock:
             memory = self.memory.stats()
+            fields = EngineStats.__annotations__
+            of_memory = {name: value for name, value in vars(memory).items() if name in fields}
             counts = core.counts()
             num_running = 0
             num_waiting = 0
@@ -72,9 +60,7 @@ class EngineReports:
                 first_token_seconds=core.totals.first_token_seconds,
                 output_token_seconds=core.totals.output_token_seconds,
                 route=core.route,
-                kv_dtype=memory.kv_dtype,
-                block_sizes=memory.block_sizes,
-                **{name: getattr(memory, name) for name in _MEMORY},
+                **of_memory,
                 **dict[str, Any](counts),
             )
 
@@ -87,10 +73,9 @@ class EngineReports:
     def block_map(self) -> dict[int | None, list[int]]:
         """Returns, for each layer group, by its window (`None`: full attention), the state of every
         block: 0 free, -1 cached, else the number of sequences that hold it."""
-        with self._core.lock, self.memory.lock:
-            if self._core.loop is None:
-                return {}
-            groups = self._core.loop.blocks.groups
+        core = self._core
+        with core.lock, self.memory.lock:
+            groups = [] if core.loop is None else core.loop.blocks.groups
             self_groups = [group for group in groups if group.spec.kind == "self"]
             return {group.spec.window: group.pool.states() for group in self_groups}
 

@@ -52,23 +52,23 @@ class Generation:
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
     assistance: Assistance | None = None  # if its only row, or each part's, asks for drafts
     # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
-    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict, init=False)
-    parts: list[Generation] = field(default_factory=list, init=False)  # after `split`, one a row
+    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
+    parts: list[Generation] = field(default_factory=list)  # after `split`, one a row
     # of the last step, by row; no entry for beams; several entries if a draft was accepted
-    new_tokens: list[dict[int, int]] = field(default_factory=list, init=False)
-    drafter: Drafter | None = field(default=None, init=False)  # drafts for its only row
+    new_tokens: list[dict[int, int]] = field(default_factory=list)
+    drafter: Drafter | None = None  # drafts for its only row
     # of verified drafts, by the names of `RequestResult`
-    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
-    error: Exception | None = field(default=None, init=False)  # the error that ended it early
-    is_closed: bool = field(default=False, init=False)  # its rows need no further step
+    draft_counts: Counter[str] = field(default_factory=Counter)
+    error: Exception | None = None  # the error that ended it early
+    is_closed: bool = False  # its rows need no further step
     # it has the logits of all open rows, and no tokens yet
-    is_sampling: bool = field(default=False, init=False)
+    is_sampling: bool = False
     # its reader wants the result alone, and the time of the first token is known
-    is_quiet: bool = field(default=False, init=False)
+    is_quiet: bool = False
     # the generation that this is a part of
-    whole: Generation | None = field(default=None, init=False)
+    whole: Generation | None = None
     # of rows that wait for other rows
-    _logits: dict[int, Tensor] = field(default_factory=dict, init=False)
+    _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.is_single = len(self.rows) == 1  # its only row waits for no other
@@ -105,30 +105,28 @@ class Generation:
         # at once: another thread may read `is_done`
         self.kept, self._logits, self.parts = {}, {}, parts
 
-    def add_logits(self, logits: Tensor, places: dict[int, int]) -> Tensor | None:
-        """Takes logits `(n, vocab)`, with row `r` at `places[r]`, and returns as `take_logits`.
-        Copies logits of rows that wait for other rows."""
+    def take_logits(self, logits: Tensor | None, places: dict[int, int]) -> Tensor | None:
+        """Takes a step's logits `(n, vocab)`, with row `r` at `places[r]`. Returns the logits of
+        all open rows, in order, and forgets them; `None` if some are missing, and copies those of
+        rows that wait for other rows."""
         rows = self.decoding.open_rows
-        if self._logits or len(places) != len(rows):
-            for row, place in places.items():
-                self._logits.setdefault(row, logits[place].clone())
-            return self.take_logits()
-        wanted = [places[row] for row in rows]
-        first = wanted[0]
-        end = wanted[0] + len(wanted)
-        if wanted == list(range(first, end)):
-            return logits[first:end]  # a view needs no copy
-        return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
-
-    def take_logits(self) -> Tensor | None:
-        """Returns the logits of all open rows, in order, and forgets them; `None` if some are
-        missing."""
-        rows = self.decoding.open_rows
-        if not rows or len(self._logits) < len(rows):
+        if self.is_closed or not rows:
             return None
-        logits = torch.stack([self._logits[row] for row in rows])
+        if logits is not None and not self._logits and len(places) == len(rows):
+            wanted = [places[row] for row in rows]
+            first = wanted[0]
+            end = wanted[0] + len(wanted)
+            if wanted == list(range(first, end)):
+                return logits[first:end]  # a view needs no copy
+            return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
+        for row, place in places.items():
+            assert logits is not None
+            self._logits.setdefault(row, logits[place].clone())
+        if len(self._logits) < len(rows):
+            return None
+        taken = torch.stack([self._logits[row] for row in rows])
         self._logits = {}
-        return logits
+        return taken
 
     @property
     def can_repeat(self) -> bool:
@@ -239,19 +237,15 @@ class RequestState(Generation):
             self.request.namespace = UNCACHED  # the whole prompt must be computed
         self._prepare = prepare if call is not None else None
         if prompts is not None:
-            self.request.inputs, self.request.num_encoder_tokens = (
-                (prompts, 0),
-                prompts.num_encoder_tokens,
-            )
+            self.request.inputs = prompts, 0
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.outbox = options.request_id, outbox
         self.tells_tokens = tells_tokens  # else its reader wants the result alone
-        # the criteria of `max_time`, whose clock starts with the step that first runs the request
         own = options.stopping_criteria or ()
-        self.limits = [
+        self.request.clocks = [
             c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
@@ -261,8 +255,8 @@ class RequestState(Generation):
         # raised by the tokenizer: to be raised after the result is output
         self.interrupt: BaseException | None = None
         self.is_told = False  # whether its reader has its result
-        self._last: tuple[int, list[Output]] | None = None  # a length, and what `outputs` returned
-        self._num_told = 0  # new tokens of each row that is open, which outputs have told
+        # the length of the open rows whose tokens `outputs` has returned, and what it returned last
+        self._told: tuple[int, list[Output]] = (self._start, [])
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the inputs again after the weights changed, encoder outputs included."""
@@ -293,11 +287,8 @@ class RequestState(Generation):
             self.is_quiet = True
             return []
         decoding = self.decoding
-        if self._text is None and self.is_single:
-            self._num_told = decoding.length - self._start
-            return list(zip(self.new_tokens or [{}], itertools.repeat(None)))
-        if self._last is not None and self._last[0] == decoding.length:
-            return self._last[1]
+        if self._told[0] == decoding.length:
+            return self._told[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
@@ -308,8 +299,7 @@ class RequestState(Generation):
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
-        self._last = decoding.length, outputs
-        self._num_told = decoding.length - self._start
+        self._told = decoding.length, outputs
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
@@ -323,9 +313,10 @@ class RequestState(Generation):
             if isinstance(self.decoding, BeamDecoding)
             else [each.token_ids for each in result.sequences]
         )
+        num_told = self._told[0] - self._start
         news = [
             {row: tokens[position] for row, tokens in enumerate(rows) if len(tokens) > position}
-            for position in range(self._num_told, max(map(len, rows), default=0))
+            for position in range(num_told, max(map(len, rows), default=0))
         ]
         try:
             *earlier, (tokens, text) = self._with_text(news)
@@ -341,8 +332,7 @@ class RequestState(Generation):
         """Returns tokens with their text. An error of the tokenizer becomes `error`, unless there
         is one; the tokens from there on have no text. An interrupt leaves the text as it was."""
         outputs: list[Output] = []
-        tracker = self._text
-        before = copy.copy(tracker) if len(news) > 1 else tracker
+        tracker = copy.copy(self._text) if len(news) > 1 else self._text
         has_ended = self.decoding.finish_reasons[0] is not None
         for place, new in enumerate(news or [{}], 1):
             text = None
@@ -352,14 +342,11 @@ class RequestState(Generation):
                     text = tracker.add([new[0]], last=is_last)
                 except Exception as error:
                     if is_interrupt(error):
-                        self._text = before
                         raise
                     self.error = error if self.error is None else self.error
-                    self._text = tracker = None
-                except BaseException:
-                    self._text = before
-                    raise
+                    tracker = None
             outputs.append((new, text))
+        self._text = tracker
         return outputs
 
     def _error_of(self, raised: BaseException) -> Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -14,10 +13,8 @@ from ..cache.memory import PagedMemory
 from ..plan import StepPlan
 from .decoding.base import Draft, LogitRows, SampledTokens
 from .generation import Generation
-from .request import Request, Sequence
-from .scheduling.drafts import settle_draft
+from .request import Request
 from .scheduling.scheduler import Scheduler
-from .suspects import Suspects
 
 Ready = list[tuple[Generation, LogitRows]]
 """Generations with the logits of all their open rows, in order."""
@@ -34,22 +31,19 @@ class Ledger:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     # `Generation.draft_counts` of all generations
-    draft_counts: Counter[str] = field(default_factory=Counter, init=False)
+    draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request, each sequence's row
-    rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict, init=False)
-    # parts of split generations, which may have their logits already
-    new_parts: list[Generation] = field(default_factory=list, init=False)
+    rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
+    # parts of generations split since the last step, which may have their logits already
+    new_parts: list[Generation] = field(default_factory=list)
     # with rows whose next token has no position in the model's table
-    outgrown: deque[Generation] = field(default_factory=deque, init=False)
-    suspects: Suspects = field(default_factory=Suspects, init=False)
+    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
-        """Enters a generation, whose unfinished requests are queued."""
+        """Enters a generation, whose requests are queued."""
         for part in generation.parts or [generation]:
             for row, (request, _) in enumerate(part.rows):
-                if not request.is_finished:
-                    self.rows.setdefault(request, []).append((part, row))
-        self.new_parts += generation.parts
+                self.rows.setdefault(request, []).append((part, row))
 
     def remove(self, generation: Generation) -> None:
         """Takes a generation out again whose entry an exception split."""
@@ -58,16 +52,14 @@ class Ledger:
 
     def generations(self) -> list[Generation]:
         """All unfinished generations, each once."""
-        return list(
-            dict.fromkeys(generation for rows in self.rows.values() for generation, _ in rows)
-        )
+        return self.generations_of(self.rows)
 
     def recover(self) -> None:
         """After an exception that may have left rows half changed: each belongs to its part, and
         has no logits but those that are being sampled."""
-        self.suspects.clear()
+        self.scheduler.queue.suspects.clear()
+        self._enter_parts()
         for request, rows in self.rows.items():
-            rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.forget_logits()
                 sequence.num_answered_tokens = sequence.num_tokens if generation.is_sampling else 0
@@ -115,14 +107,10 @@ class Ledger:
         """Adds the generations of several rows that now have all logits. `found`: by generation and
         row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
         logits before they were split."""
-        for part in self.new_parts:
-            taken = part.take_logits()
-            if taken is not None:
-                ready.append((part, LogitRows.of(taken)))
+        parts: dict[Generation, dict[int, int]] = {part: {} for part in self.new_parts}
         self.new_parts = []
-        for generation, places in found.items():
-            assert logits is not None
-            taken = None if generation.is_closed else generation.add_logits(logits, places)
+        for generation, places in {**parts, **found}.items():
+            taken = generation.take_logits(logits, places)
             if taken is not None:
                 ready.append((generation, LogitRows.of(taken)))
 
@@ -134,7 +122,7 @@ class Ledger:
         self.num_generated_tokens += 1
         generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
-            self.outgrown.append(generation)
+            self.outgrown.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
         """Appends a step's tokens to their sequences, and ends those that they finish."""
@@ -143,7 +131,6 @@ class Ledger:
             self._apply_beams(generation, sampled, finished)
             return
         generation.new_tokens = []
-        outgrows = False
         draft = generation.decoding.draft
         earlier: list[dict[int, int]] = []
         if draft is not None:
@@ -159,13 +146,11 @@ class Ledger:
             self.num_generated_tokens += 1
             if row in finished:
                 self._end_row(generation, row)
-            elif request.max_positions < sys.maxsize:
-                outgrows |= len(token_ids) > request.max_positions
+            elif len(token_ids) > request.max_positions:
+                self.outgrown.append((generation, request))
         generation.new_tokens = [*earlier, new]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
-        if outgrows:
-            self.outgrown.append(generation)
         if finished and generation.decoding.is_done:
             self._close_rows(generation)
 
@@ -175,7 +160,6 @@ class Ledger:
         """Makes each beam its parent's twin, with its new token."""
         assert sampled.parents is not None
         generation.new_tokens = []
-        outgrows = False
         for request in generation.requests:
             if request.is_finished:
                 continue
@@ -188,9 +172,8 @@ class Ledger:
             is_over = all(row in finished for row in rows)
             if is_over and not generation.decoding.is_done:
                 self._finish(request)
-            outgrows |= request.has_outgrown
-        if outgrows:
-            self.outgrown.append(generation)
+            if request.has_outgrown:
+                self.outgrown.append((generation, request))
         if generation.decoding.is_done:  # beams are given up without a row that ends
             self._close_rows(generation)
 
@@ -209,7 +192,7 @@ class Ledger:
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if it was preempted meanwhile
-        settle_draft(self.blocks, sequence, len(accepted))
+        sequence.settle_draft(self.blocks, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):
@@ -226,24 +209,22 @@ class Ledger:
         """Splits preempted generations whose rows are independent, so that these need not wait for
         each other."""
         self.num_preemptions += len(preempted)
-        for request in preempted:
-            with self.memory.lock:  # other threads may end requests
-                for generation in self.generations_of(request.sequences):
-                    if generation.can_split:
-                        generation.split()
-                        for part in generation.parts:
-                            ((of, index),) = part.rows
-                            if of in self.rows:
-                                self.rows[of][index] = (part, 0)
-                        self.new_parts += generation.parts
+        with self.memory.lock:  # other threads may end requests
+            for generation in self.generations_of(preempted):
+                if generation.can_split:
+                    generation.split()
+                    self.new_parts += generation.parts
+            self._enter_parts()
 
-    def generations_of(self, sequences: Iterable[Sequence]) -> list[Generation]:
-        requests = dict.fromkeys(sequence.request for sequence in sequences)
-        return list(
-            dict.fromkeys(
-                generation for request in requests for generation, _ in self.rows.get(request, ())
-            )
-        )
+    def _enter_parts(self) -> None:
+        """Replaces generations that were split by the parts of their rows."""
+        for rows in self.rows.values():
+            rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
+
+    def generations_of(self, requests: Iterable[Request]) -> list[Generation]:
+        """The unfinished generations of these requests, each once."""
+        rows = (row for request in requests for row in self.rows.get(request, ()))
+        return list(dict.fromkeys(generation for generation, _ in rows))
 
     def _end_row(self, generation: Generation, row: int) -> None:
         request, index = generation.rows[row]
@@ -270,4 +251,4 @@ class Ledger:
         if request in self.rows:
             self.scheduler.finish(request)
             del self.rows[request]
-        self.suspects.discard([request])
+        self.scheduler.queue.suspects.exonerate({request})

@@ -26,8 +26,8 @@ from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
+from .scheduling.queue import NeverFits
 from .scheduling.scheduler import Scheduler
-from .scheduling.shortage import NeverFits
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,7 @@ class StepLoop:
         try:
             self._end_recovery()
             with self.memory.lock:
-                self.scheduler.add(
-                    *(request for request in generation.requests if not request.is_finished)
-                )
+                self.scheduler.add(*generation.requests)
                 self.ledger.add(generation)
         except OutOfBlocksError:
             raise
@@ -108,11 +106,6 @@ class StepLoop:
             self.ledger.remove(generation)
             self.recover()
             raise
-
-    @property
-    def sampling(self) -> list[Generation]:
-        """The unfinished generations that have the logits of all open rows, and no tokens yet."""
-        return [generation for generation in self.ledger.generations() if generation.is_sampling]
 
     @property
     def first_waiting(self) -> Generation | None:
@@ -124,9 +117,7 @@ class StepLoop:
         """The generations to end when steps raise `error` again and again: those of running
         requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
-        running = self.ledger.generations_of(
-            request.sequences[0] for request in self.scheduler.queue.running
-        )
+        running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
         return running or self.ledger.generations()
@@ -177,12 +168,11 @@ class StepLoop:
         self.executor.open(window)
         try:
             self._is_split = True
-            self.propose(self.untold)
+            self.propose()
             with self.executor.attention():
-                ready = self.compute(self.untold)
-                interrupt = self.sample(
-                    ready, self.untold, window, self.executor.fetch_while_running_ahead(ready)
-                )
+                ready = self.compute()
+                fetch = self.executor.fetch_while_running_ahead(ready)
+                interrupt = self.sample(ready, window, fetch)
             self._is_split = False
             if not self.scheduler.has_unfinished:
                 self.executor.clear_ahead()
@@ -200,7 +190,7 @@ class StepLoop:
                 self.executor.leave(window)
             raise
 
-    def propose(self, untold: deque[Generation]) -> None:
+    def propose(self) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
         `executor.attention`. Adds generations whose source fails to `untold`."""
         drafter = self.drafter.made
@@ -210,11 +200,11 @@ class StepLoop:
         # a drafter locks only the model that it runs: two models may be each other's assistants
         for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
             if isinstance(draft, Exception):
-                self._fail(generation, draft, untold)
+                self._fail(generation, draft)
             else:
                 generation.take_draft(draft)
 
-    def compute(self, untold: deque[Generation]) -> Ready:
+    def compute(self) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of
         whose open rows now have logits. Adds a generation whose forward failed to `untold`; if
         several failed together, the next steps compute them in halves, so that only those end which
@@ -225,9 +215,9 @@ class StepLoop:
         try:
             with self.executor.lock:
                 # another thread's call may recover the loop only once the logits are delivered
-                plan, logits = self._compute(untold)
+                plan, logits = self._compute()
                 self.ledger.deliver(plan, logits, ready)
-            self._progress.note(plan, bool(ready or untold), self)
+            self._progress.note(plan, bool(ready or self.untold), self)
             return ready
         except BaseException:
             if self._is_split:
@@ -235,7 +225,7 @@ class StepLoop:
             raise
 
     def sample(
-        self, ready: Ready, untold: deque[Generation], window: Window, fetch: Fetch | None = None
+        self, ready: Ready, window: Window, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds these to
         `untold`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code. Generations
@@ -275,14 +265,14 @@ class StepLoop:
                             repeated.append(generation)
                             interrupt = interrupt or result
                         else:
-                            interrupt = self._fail(generation, result, untold) or interrupt
+                            interrupt = self._fail(generation, result) or interrupt
                         continue
                     if not generation.is_quiet or generation.is_closed:
-                        untold.append(generation)
+                        self.untold.append(generation)
                     generation.is_sampling = False
             self._repeat(repeated)
         except BaseException as cause:
-            self._end_lost(ready, repeated, applied, cause, bool(results), untold)
+            self._end_lost(ready, repeated, applied, cause, bool(results))
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -290,7 +280,7 @@ class StepLoop:
                 self.executor.doubt_model()
         return interrupt
 
-    def _compute(self, untold: deque[Generation]) -> tuple[StepPlan, Tensor | None]:
+    def _compute(self) -> tuple[StepPlan, Tensor | None]:
         """Returns the scheduled step and its logits; `None` if there was nothing to compute or the
         forward failed. Holds the executor's lock."""
         with self.executor.runner.ordered():
@@ -299,14 +289,12 @@ class StepLoop:
             with self.memory.lock:
                 # no other thread changes tables until their pending copies are made
                 if self.ledger.outgrown:
-                    self._end_outgrown(untold)
-                if self.ledger.suspects or self.scheduler.queue.only is not None:
-                    self.scheduler.queue.only = self.ledger.suspects.first()
+                    self._end_outgrown()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
-                    for generation in self.ledger.generations_of(error.request.sequences):
-                        self._fail(generation, error, untold)
+                    for generation in self.ledger.generations_of([error.request]):
+                        self._fail(generation, error)
                     return StepPlan.of([]), None
                 except OutOfBlocksError:
                     self._is_split = False
@@ -315,6 +303,9 @@ class StepLoop:
                 self.memory.note_peak()
             # a prefix cache hit may have taken the model's fingerprint
             self.executor.notice_model()
+            for request in plan.admitted:
+                if request.admitted_at is None:
+                    request.start_clocks(time.time())
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
             adapters = self.executor.adapters.made
@@ -322,14 +313,14 @@ class StepLoop:
                 adapters.prefetch(self.scheduler.queue.waiting)
             logits = None
             if plan.sequences:
-                logits = self._run(plan, untold)
+                logits = self._run(plan)
         now = time.perf_counter()
         for request in plan.admitted:
             if request.admitted_at is None:
                 request.admitted_at = now
         return plan, logits
 
-    def _run(self, plan: StepPlan, untold: deque[Generation]) -> Tensor | None:
+    def _run(self, plan: StepPlan) -> Tensor | None:
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -341,13 +332,13 @@ class StepLoop:
             if is_interrupt(error) or isinstance(error, RankLostError):
                 self._is_split = False
                 raise
-            self._end_failed(plan, error, num_unsized, untold)
+            self._end_failed(plan, error, num_unsized)
             return None
         seconds = time.perf_counter() - start
         with self.memory.lock:
             self.scheduler.commit(plan)
-            if self.ledger.suspects:
-                self.ledger.suspects.clear_computed()
+            if self.scheduler.queue.suspects:
+                self.scheduler.queue.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
             if self.drafter.made is not None:
@@ -361,7 +352,6 @@ class StepLoop:
         plan: StepPlan,
         error: BaseException,
         num_unsized: int,
-        untold: deque[Generation],
     ) -> None:
         """Ends the generations to which a forward's error belongs; of several together, the next
         steps find out which. `num_unsized`: groups whose blocks had no known size before it."""
@@ -371,14 +361,14 @@ class StepLoop:
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
-        failed = self.ledger.generations_of(plan.sequences)
+        failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
         if isinstance(error, RowsError):
             failed = [
                 generation for generation in failed if any(map(error.concerns, generation.requests))
             ]
         elif len(wholes) > 1:
-            self.ledger.suspects.halve(wholes)
+            self.scheduler.queue.suspects.halve([whole.requests for whole in wholes])
             logger.debug(
                 "a forward for %d requests failed, its halves are computed: %s",
                 len(wholes),
@@ -386,23 +376,21 @@ class StepLoop:
             )
             return
         for generation in failed:
-            self._fail(generation, cause, untold)
+            self._fail(generation, cause)
 
-    def _end_outgrown(self, untold: deque[Generation]) -> None:
+    def _end_outgrown(self) -> None:
         """Ends generations before a forward that would read past the model's table of positions."""
         outgrown = self.ledger.outgrown
         while outgrown:
-            generation = outgrown.popleft()
-            longest = [request for request in generation.requests if request.has_outgrown]
-            request = longest[0] if longest else None
-            if request is not None and not generation.is_closed:
+            generation, request = outgrown.popleft()
+            if request.has_outgrown and not generation.is_closed:
                 most = request.max_positions
                 error = IndexError(
                     f"request {request.request_id!r} cannot go on: the model's table of positions"
                     f" ends after {most} of its tokens. Lower `max_new_tokens` to"
                     f" {most + 1 - request.num_prompt_tokens}, or shorten the prompt"
                 )
-                self._fail(generation, error, untold)
+                self._fail(generation, error)
 
     def undo_step(self) -> None:
         """Undoes the scheduled step: blocks are already named for tokens not computed, and states
@@ -436,18 +424,18 @@ class StepLoop:
         if self._is_recovery_due:
             self.recover()
 
-    def _fail(
-        self, generation: Generation, error: BaseException, untold: deque[Generation]
-    ) -> BaseException | None:
+    def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
         """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller
         to raise if it is an interrupt."""
-        self.drop(generation)
-        untold.append(generation)
+        interrupt: BaseException | None = None
         if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error
-            return None
-        generation.error = RuntimeError(_INTERRUPTED.format(error))
-        return error
+        else:
+            interrupt = error
+            generation.error = RuntimeError(_INTERRUPTED.format(error))
+        self.drop(generation)
+        self.untold.append(generation)  # another thread may read the error from now on
+        return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
         """Makes the next steps compute and sample these generations as if the last step had not."""
@@ -463,17 +451,16 @@ class StepLoop:
         applied: Generation | None,
         cause: BaseException,
         is_split: bool,
-        untold: deque[Generation],
     ) -> None:
         """Ends generations of `ready` whose sampling `cause` interrupted, since their progress is
         unknown; those in `repeated` are sampled again, after an interrupt also all others that can
         be, but the one whose token was being `applied`. `is_split`: whether tokens were."""
-        for generation in untold:  # they have their tokens, whether or not that was noted
+        for generation in self.untold:  # they have their tokens, whether or not that was noted
             generation.is_sampling = False
         lost = [
             generation
             for generation, _ in ready
-            if generation.is_sampling and generation not in untold
+            if generation.is_sampling and generation not in self.untold
         ]
         if is_interrupt(cause):
             repeated = [g for g in lost if g.can_repeat and g is not applied]
@@ -483,5 +470,5 @@ class StepLoop:
                 self.recover()
         finally:
             for generation in lost:
-                if generation not in repeated and generation not in untold:
-                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)), untold)
+                if generation not in repeated and generation not in self.untold:
+                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))

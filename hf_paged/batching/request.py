@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ..cache.block_manager import BlockManager
-from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
+from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 
 
 class Status(Enum):
@@ -26,21 +26,21 @@ class Sequence:
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
-    index: int = field(default=0, init=False)  # position in `request.sequences`
+    index: int = 0  # position in `request.sequences`
     # tokens with K and V in its blocks, counting those of the scheduled step
-    num_computed_tokens: int = field(default=0, init=False)
+    num_computed_tokens: int = 0
     # draft tokens: computed in the same step as the last token, behind it; they stay in the block
     # tables until the step's sampling has accepted or rejected them
-    draft: list[int] = field(default_factory=list, init=False)
+    draft: list[int] = field(default_factory=list)
     # meanwhile, for models with states: the blocks and the state from before the draft
-    before_draft: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    before_draft: SequenceBlocks = NO_BLOCKS
     # while preempted: its length when it last had logits; at that length it needs no forward
-    num_answered_tokens: int = field(default=0, init=False)
+    num_answered_tokens: int = 0
     # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
-    blocks: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    blocks: SequenceBlocks = NO_BLOCKS
     # the swapper's record, while its blocks are on the host
-    swapped: Any = field(default=None, init=False)
-    is_finished: bool = field(default=False, init=False)
+    swapped: Any = None
+    is_finished: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -66,20 +66,71 @@ class Sequence:
         inputs beside token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
-    def become(self, other: Sequence, forking: BlockManager | None) -> None:
-        """Takes over the other's state: a fork of its blocks, or without a manager the blocks
-        themselves."""
-        self.blocks = (
-            forking.fork(other.blocks)
-            if forking and other.blocks is not NO_BLOCKS
-            else other.blocks
-        )
+    def append_draft(self, blocks: BlockManager, limit: int) -> int:
+        """Appends its last token and up to `limit` tokens of its draft to its blocks; returns the
+        number of draft tokens. If blocks are short, drops the draft and returns 0: drafts preempt
+        no request."""
+        del self.draft[max(0, limit) :]
+        count = len(self.draft)
+        if count:
+            blocks.register(
+                self.blocks,
+                self.keys,
+                self.num_computed_tokens,
+                self.request.namespace,
+            )
+            before = NO_BLOCKS
+            if blocks.has_states:
+                before = blocks.fork(self.blocks)
+            if blocks.append(self.blocks, 1 + count):
+                self.before_draft = before
+                return count
+            blocks.free(before)
+        self.draft = []
+        return 0
+
+    def settle_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
+        """Drops the K and V of its draft except for the first `num_accepted` tokens. A state cannot
+        be truncated: with states, unless all tokens were accepted, restores the state from before
+        the step, whose tokens are then recomputed."""
+        if not self.draft:
+            return
+        before, self.before_draft = self.before_draft, NO_BLOCKS
+        if before is NO_BLOCKS or num_accepted == len(self.draft):
+            self.num_computed_tokens += num_accepted
+            blocks.truncate(self.blocks, self.num_computed_tokens)
+        else:
+            before, self.blocks = self.blocks, before
+            self.num_computed_tokens = self.blocks.tables[0].num_tokens
+        blocks.free(before)
+        self.draft = []
+
+    def become(self, other: Sequence, blocks: BlockManager) -> None:
+        """Takes over the other's state, with a fork of its blocks."""
+        self.blocks = NO_BLOCKS
+        if other.blocks is not NO_BLOCKS:
+            self.blocks = blocks.fork(other.blocks)
         self.token_ids, self.swapped = list(other.token_ids), other.swapped
         self.num_computed_tokens = other.num_computed_tokens
         self.num_answered_tokens = other.num_answered_tokens
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+
+
+class Rope(Protocol):
+    """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
+
+    restarts: bool  # whether a sequence is recomputed when its factors change
+
+    def factors(self, length: int) -> int: ...
+
+
+class RopeNamespace(NamedTuple):
+    """The namespace of prefixes computed with other rotary factors than usual."""
+
+    usual: Hashable  # the namespace with the usual factors
+    factors: int
 
 
 class RowsError(Exception):
@@ -110,7 +161,7 @@ class Request:
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
     # blocks of the encoder output, while it runs
-    encoded: SequenceBlocks = field(default=NO_BLOCKS, init=False)
+    encoded: SequenceBlocks = NO_BLOCKS
     # the prefix index's keys of the prompt's tokens, if not their ids
     keys: list[Hashable] | None = None
     # tokens up to the last placeholder of media content, and before the first, if the model's own
@@ -135,6 +186,8 @@ class Request:
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    # criteria of `max_time`, whose clocks start with the step that first runs the request
+    clocks: Collection[Any] = ()
     # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
     prompt_logprobs: Any = None
 
@@ -162,6 +215,29 @@ class Request:
             )
         self.max_positions = count - shift
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
+
+    def update_factors(self, rope: Rope) -> bool:
+        """Updates its rotary factors and namespace; returns whether they changed. Prefixes with
+        different factors are not shared."""
+        length = self.num_prompt_tokens
+        if rope.restarts:
+            length = max(sequence.num_tokens for sequence in self.open_sequences)
+        factors = rope.factors(length)
+        if factors == self.rope_factors:
+            return False
+        namespace = self.namespace
+        if isinstance(namespace, RopeNamespace):
+            namespace = namespace.usual
+        if namespace is not UNCACHED:
+            namespace = RopeNamespace(namespace, factors)
+        self.rope_factors = factors
+        self.namespace = namespace
+        return True
+
+    def start_clocks(self, now: float) -> None:
+        """Starts the clocks of `max_time` at `now`, in seconds of `time.time`."""
+        for criterion in self.clocks:
+            criterion.initial_timestamp = now
 
     @property
     def has_outgrown(self) -> bool:
@@ -208,13 +284,10 @@ class Request:
         moved = [
             row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished
         ]
-        taken = set(range(len(old))) - set(moved)  # rows whose tables already have an owner
         for row in moved:
-            self.sequences[row].become(old[parents[row]], blocks if parents[row] in taken else None)
-            taken.add(parents[row])
-        for row, sequence in enumerate(old):
-            if row not in taken:
-                blocks.free(sequence.blocks)
+            self.sequences[row].become(old[parents[row]], blocks)
+        for row in moved:
+            blocks.free(old[row].blocks)
         for sequence, token in zip(self.sequences, tokens):
             if not sequence.is_finished:
                 sequence.token_ids.append(token)

@@ -8,8 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,16 +113,24 @@ class SharedLoop:
                 self._leave(generation)
 
     def _sample(self, caller: Caller, ready: Ready, window: Window) -> None:
-        told: deque[Generation] = deque()
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
-        interrupt = self.loop.sample(ready, told, window, fetch)
+        interrupt = self.loop.sample(ready, window, fetch)
         if interrupt is not None:
             raise interrupt
-        for generation in told:
-            if generation.error is not None:
-                raise generation.error
+        with self._lock:
+            self._tell_errors()
+        if caller.error is not None:
+            raise caller.error
+
+    def _tell_errors(self) -> None:
+        """Gives callers the errors of generations that advanced or failed."""
+        while self.loop.untold:
+            generation = self.loop.untold.popleft()
+            caller = self._callers.get(generation.whole or generation)
+            if caller is not None:  # else it has left meanwhile
+                caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
         """Brings tokens to the host; a caller that is alone also launches the next step ahead
@@ -136,7 +143,7 @@ class SharedLoop:
         try:
             return run_ahead(tokens)
         finally:
-            self._end_step([], [])
+            self._end_step([])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
         """Returns logits of the caller's rows. Raises the error of a forward."""
@@ -216,11 +223,10 @@ class SharedLoop:
     def _step(self) -> None:
         start = time.perf_counter()
         ready: Ready = []
-        failed: deque[Generation] = deque()
         try:
-            self.loop.propose(failed)
+            self.loop.propose()
             with self.loop.executor.attention():
-                ready = self.loop.compute(failed)
+                ready = self.loop.compute()
             self._shortage, self._retry_at = None, 0.0
         except OutOfBlocksError as error:
             # others hold the blocks that the first waiting request needs
@@ -230,13 +236,13 @@ class SharedLoop:
             if not self._is_short():
                 ended = self._keeper or first
                 ended.error = error
-                failed.append(ended)
+                self.loop.untold.append(ended)
                 self._shortage = None  # the others wait for its blocks
         finally:
             self._step_seconds = time.perf_counter() - start
-            self._end_step(ready, failed)
+            self._end_step(ready)
 
-    def _end_step(self, ready: Ready, failed: Iterable[Generation]) -> None:
+    def _end_step(self, ready: Ready) -> None:
         """Gives callers the errors and logits of a step. If this raises, `_leave` ends the step."""
         now = time.perf_counter()
         with self._lock:
@@ -244,13 +250,10 @@ class SharedLoop:
                 self.loop.drop(self._leaving.pop())
             for caller in self._callers.values():
                 caller.is_late |= caller.samples_since is not None
-            for generation in failed:
-                owner = self._callers.get(generation.whole or generation)
-                if owner is not None:
-                    owner.error = generation.error
+            self._tell_errors()
             for generation, logits in ready:
                 owner = self._callers.get(generation.whole or generation)
-                if owner is not None:  # else it has left meanwhile
+                if owner is not None:
                     owner.ready.append((generation, logits))
                     if owner.samples_since is None:
                         owner.samples_since = now
@@ -273,7 +276,9 @@ class SharedLoop:
             failed = (part.error for part in [whole, *whole.parts] if part.error is not None)
             caller.error = caller.error or next(failed, None)
         self.loop.recover(
-            generation for generation in self.loop.sampling if generation not in given
+            generation
+            for generation in self.loop.ledger.generations()
+            if generation.is_sampling and generation not in given
         )
 
     def _hand_over(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..config import is_whole
-from ..interrupts import guarded, is_interrupt
+from ..interrupts import guarded, is_interrupt, surely
 from ..model.sharding import RankLostError
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
@@ -94,12 +94,12 @@ class RequestStream:
             self._queue.append((prompt, config, request_options))
         self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here
         self.window = Window()
-        self.places: dict[str, int] = {}  # by request id, its position among the prompts
+        self.names: list[str] = []  # ids of the requests, in the order of the prompts
         self.unfinished: set[str] = set()
 
     def _run(self) -> Iterator[RequestOutput | None]:
         """Yields `None` once all requests are added, then their outputs."""
-        for index, (prompt, config, options) in enumerate(self._queue):
+        for prompt, config, options in self._queue:
             try:
                 name = self.engine.add(
                     self.tokenizer,
@@ -121,8 +121,8 @@ class RequestStream:
                 self.outbox.append(
                     RequestOutput(name, result=RequestResult(name, ids, error=error))
                 )
-            self.places[name] = index
-        self.unfinished.update(self.places)
+            self.names.append(name)
+        self.unfinished.update(self.names)
         yield None
         while self.unfinished or self.outbox:
             while self.outbox:
@@ -184,11 +184,7 @@ class RequestStream:
         try:
             yield from self._run()
         finally:
-            try:
-                self._end()
-            except BaseException:  # an interrupt may have kept it from beginning
-                self._end()
-                raise
+            surely(self._end)  # an interrupt may have kept it from beginning
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""
@@ -202,7 +198,7 @@ class RequestStream:
         """Runs the requests to their ends. `progress`: whether to show a bar; `None`: to a viewer,
         if it takes long."""
         self.window.is_call = True
-        results: dict[int, RequestResult] = {}
+        results: dict[str, RequestResult] = {}
         is_shown = _has_viewer() if progress is None else progress
         delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
@@ -222,12 +218,12 @@ class RequestStream:
                             )
                         )
                     if output is not None and output.result is not None:
-                        results[self.places[output.request_id]] = output.result
+                        results[output.request_id] = output.result
                         if bar is not None:
                             bar.update(1)
             finally:
                 outputs.close()
-        ordered = [results[index] for index in sorted(results)]
+        ordered = [results[name] for name in self.names if name in results]
         errors = [result.error for result in ordered if result.error is not None]
         if errors:
             message = (

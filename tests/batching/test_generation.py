@@ -39,39 +39,39 @@ def make(open_rows: list[int], num_requests: int = 3) -> Generation:
 
 
 def test_logits_that_come_together_are_handed_out_at_once() -> None:
-    following = make([0, 1, 2]).add_logits(LOGITS, {0: 2, 1: 3, 2: 4})
+    following = make([0, 1, 2]).take_logits(LOGITS, {0: 2, 1: 3, 2: 4})
     assert following is not None and following.data_ptr() == LOGITS[2].data_ptr(), (
         "a view needs no copy"
     )
     assert torch.equal(following, LOGITS[2:5])
-    found = make([0, 2]).add_logits(LOGITS, {0: 5, 2: 1})
+    found = make([0, 2]).take_logits(LOGITS, {0: 5, 2: 1})
     assert found is not None and torch.equal(found, LOGITS[[5, 1]])
 
 
 def test_logits_wait_for_those_of_the_other_rows_in_copies() -> None:
     generation, first = make([0, 1, 2]), LOGITS.clone()
-    assert generation.add_logits(first, {2: 0}) is None
+    assert generation.take_logits(first, {2: 0}) is None
     first.fill_(-1)  # the next forward writes to the same memory
-    assert generation.take_logits() is None
-    assert generation.add_logits(LOGITS, {1: 4, 2: 5}) is None, "row 0 has none"
-    found = generation.add_logits(LOGITS, {0: 3})
+    assert generation.take_logits(None, {}) is None
+    assert generation.take_logits(LOGITS, {1: 4, 2: 5}) is None, "row 0 has none"
+    found = generation.take_logits(LOGITS, {0: 3})
     assert found is not None and torch.equal(found, LOGITS[[3, 4, 0]]), "those that a row got first"
-    assert generation.take_logits() is None, "handed out once"
+    assert generation.take_logits(None, {}) is None, "handed out once"
 
 
 def test_after_a_split_each_row_has_what_was_its_own() -> None:
     generation = make([0, 2])
     kept = (SequenceBlocks(), 7)
     generation.kept[1] = kept
-    assert generation.add_logits(LOGITS, {2: 4}) is None
+    assert generation.take_logits(LOGITS, {2: 4}) is None
     assert generation.can_split and not generation.is_done
     generation.split()
     first, second, third = generation.parts
     assert not generation.can_split and not generation.kept
     assert [part.rows for part in generation.parts] == [[row] for row in generation.rows]
     assert second.kept == {0: kept} and second.is_closed and not first.is_closed
-    assert first.take_logits() is None and second.take_logits() is None
-    found = third.take_logits()
+    assert first.take_logits(None, {}) is None and second.take_logits(None, {}) is None
+    found = third.take_logits(None, {})
     assert found is not None and torch.equal(found, LOGITS[4:5])
     first.close()
     assert not generation.is_done
@@ -86,9 +86,9 @@ def test_rows_of_one_request_are_never_split() -> None:
 
 def test_what_is_closed_hands_out_nothing() -> None:
     generation = make([0, 1, 2])
-    assert generation.add_logits(LOGITS, {0: 1}) is None
+    assert generation.take_logits(LOGITS, {0: 1}) is None
     generation.close()
-    assert generation.is_done and generation.take_logits() is None
+    assert generation.is_done and generation.take_logits(None, {}) is None
 
 
 def test_rows_go_on_one_by_one_all_at_once_for_who_looks_meanwhile() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_paged import PagedConfig, PagedEngine, rooms
-from hf_paged.batching import admission, engine_core, factory
+from hf_paged.batching import engine_core, engine_loop, factory
 from hf_paged.batching.decoding.base import Draft
 from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
@@ -331,7 +331,7 @@ def test_an_option_of_a_missing_room_names_both(
     model = models.get("llama")
     monkeypatch.setattr(rooms, "is_installed", lambda name: name not in ("speculation", "grammar"))
     monkeypatch.setattr(rooms, "room", rooms.room.__wrapped__)
-    for module in (factory, admission, engine_core):
+    for module in (factory, engine_loop, engine_core):
         monkeypatch.setattr(module, "room", rooms.room)
     if "assistant_model" in options:
         options = {"assistant_model": models.get_assistant("llama")}

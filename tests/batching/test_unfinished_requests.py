@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
-from hf_paged.batching.scheduling.shortage import NeverFits
+from hf_paged.batching.scheduling.queue import NeverFits
 from tests.support import models
 from tests.support.engine_helpers import lone_run, prompts, run_all
 from tests.support.peft_models import many

@@ -154,14 +154,14 @@ class Observer:
     def installed(self) -> Iterator[None]:
         end_step, memory_for, run = SharedLoop._end_step, install.memory_for, SharedLoop.run
 
-        def counted_end(loop: SharedLoop, ready: Any, failed: Any) -> None:
+        def counted_end(loop: SharedLoop, ready: Any) -> None:
             owners = {generation.whole or generation for generation, _ in ready}
             self.counts["steps"] += 1
             self.counts["shared steps"] += len(owners) > 1
             self.counts["late callers"] += any(
                 each.is_late for each in list(loop._callers.values())
             )
-            end_step(loop, ready, failed)
+            end_step(loop, ready)
 
         def counted_run(loop: SharedLoop, *args: Any) -> Any:
             before = loop.loop.ledger.num_preemptions

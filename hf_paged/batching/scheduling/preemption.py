@@ -133,10 +133,9 @@ class Preemption:
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even if it had the memory to
         itself."""
-        needs = self._needs(request)
-        needed = sum(needs) + self._num_encoder_blocks(request)
+        needed = self.num_needed(request)
         total = self.blocks.num_total
-        for group, group_needs in zip(self.blocks.groups, needs):
+        for group, group_needs in zip(self.blocks.groups, self._needs(request)):
             if not group.can_grow and group_needs > group.pool.num_blocks:
                 needed = group_needs
                 total = group.pool.num_blocks
@@ -179,22 +178,8 @@ class Preemption:
         """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for
         all that it has to compute, at most `chunk` tokens at a time, with `reserve` blocks left;
         returns whether it did. While no other request runs (`is_alone`), a request that cannot be
-        swapped in is recomputed: there will never be more room. If this raises `OutOfBlocksError`,
-        the request holds no blocks and is recomputed; after other errors its tables may be half
-        changed."""
-        try:
-            return self._take_blocks(request, chunk, reserve, is_alone)
-        except OutOfBlocksError:
-            self.forget(request)
-            raise
-
-    def _take_blocks(
-        self,
-        request: Request,
-        chunk: int,
-        reserve: int,
-        is_alone: bool,
-    ) -> bool:
+        swapped in is recomputed: there will never be more room. If this raises, its tables may be
+        half changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
@@ -228,7 +213,7 @@ class Preemption:
         if may_be_old and self.vouch is not None and not self.vouch():
             self.forget(request)
             # `vouch` has dropped the old blocks: try again without them
-            return self._take_blocks(request, chunk, reserve, is_alone)
+            return self.bring_in(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
         if request.num_encoder_tokens and not self._take_encoder_blocks(request):
@@ -278,9 +263,7 @@ class Preemption:
         rows = request.open_sequences
         num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
-            sequence.blocks = manager.new()
-            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
-            sequence.blocks.stops = self._stops(sequence)
+            self._match(sequence, sequence.keys)
         # tokens in full blocks common to all rows, excluding the last token of the shortest
         shared = 0
         if len(rows) > 1:
@@ -304,8 +287,7 @@ class Preemption:
         self.forget(request)
         first, *others = rows
         request.num_shared_tokens = shared
-        first.blocks = manager.new()
-        first.num_computed_tokens = self._match(first, first.keys[: shared + 1])
+        self._match(first, first.keys[: shared + 1])
         attached = [(first, first.num_computed_tokens)]
         attached += [(sequence, shared) for sequence in others]
         return attached
@@ -329,16 +311,16 @@ class Preemption:
         tier = self.blocks.tier
         assert tier is not None
         if tier.restore(self.blocks, sequence):
-            stops = sequence.blocks.stops
             self.blocks.free(sequence.blocks)
-            sequence.blocks = self.blocks.new()
-            sequence.num_computed_tokens = self._match(sequence, sequence.keys)
-            sequence.blocks.stops = stops
+            self._match(sequence, sequence.keys)
 
-    def _match(self, sequence: Sequence, keys: list[Hashable]) -> int:
+    def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
+        """Gives a row blocks, with the longest prefix of `keys` that is cached, and its stops."""
         request = sequence.request
+        sequence.blocks = self.blocks.new()
+        sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
-            return 0
+            return
         if request.drafts_first:  # leaves a token for the step before the last token's
             keys = keys[:-1]
         saved = 0 if self.chunks else FORWARD_TOKENS
@@ -348,7 +330,8 @@ class Preemption:
         if not num_matched and request.num_text:
             text_keys = keys[: request.num_text + 1]
             num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
-        return num_matched
+        sequence.num_computed_tokens = num_matched
+        sequence.blocks.stops = self._stops(sequence)
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the positions where its prefill stops, so that others can begin there: where
@@ -389,6 +372,27 @@ class Preemption:
         request.num_shared_tokens = 0
         return sequence.num_to_compute
 
+    def limit(self, request: Request, sequence: Sequence, count: int) -> int:
+        """Returns how many of `count` tokens, above 1, a sequence of the request may compute in a
+        step, its budget aside."""
+        num_computed = sequence.num_computed_tokens
+        # a prompt that is computed as a whole ends its step
+        if sequence.is_whole or self.replays_prompt(request):
+            count = min(count, max(1, request.num_prompt_tokens - num_computed))
+        # others may begin where a prefill stops
+        for stop in sequence.blocks.stops:
+            if stop > num_computed:
+                count = min(count, stop - num_computed)
+        # Under a limit in bytes, blocks that leave a window can be reused only by layers of that
+        # window: a request that did not fit alone goes on block by block.
+        is_windowed = self.chunks and self.blocks.has_windows
+        if is_windowed and request.num_tokens_alone >= 0:
+            count = min(count, self.blocks.block_size)
+        # the last prompt token has a step of its own if the first new token is drafted
+        if request.drafts_first and count == sequence.num_to_compute:
+            return count - 1
+        return count
+
     def send_out(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
         full blocks. Blocks from before a change of the model are swapped out if possible."""
@@ -418,7 +422,6 @@ class Preemption:
                 index = self.agree(PREEMPTION.index(choice))
                 how = PREEMPTION[index]
             if how == "swap":
-                self.blocks.flush_copies()
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1

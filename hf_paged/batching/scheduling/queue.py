@@ -1,18 +1,66 @@
-"""The unfinished requests of a scheduler, running and waiting, each in the order of their keys."""
+"""The unfinished requests of a scheduler, running and waiting, each in the order of their keys;
+which of them a failed forward may be the fault of; the errors for lack of blocks."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from bisect import insort
-from collections.abc import Callable, Set
+from collections import deque
+from collections.abc import Sequence as Items
+from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
+from ...cache.block_pool import OutOfBlocksError
+from ...rooms import OnDemand
 from ...seams import Adapters
 from ..request import Request, Status
 from .preemption import Preemption
 
 _by_key = attrgetter("key")
+
+
+class NeverFits(OutOfBlocksError):
+    """`request` needs more blocks than there are, and no other request holds any."""
+
+    def __init__(self, request: Request, message: str) -> None:
+        super().__init__(message)
+        self.request = request
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OutOfBlocksError, (str(self),)  # a copy needs no request, which holds blocks
+
+
+class Suspects(deque[set[Request]]):
+    """Groups of requests whose common forward failed. Steps compute the first group alone, then the
+    next one, and a group that fails again is halved, so that only those end which fail alone."""
+
+    def first(self) -> set[Request] | None:
+        """Returns the requests to which the next step is limited; `None` if no group is left."""
+        while self and not self[0]:
+            self.popleft()
+        return self[0] if self else None
+
+    def halve(self, parties: Items[list[Request]]) -> None:
+        """Makes the next steps compute these parties, whose forward failed, in two halves, one
+        after the other; the requests of a party remain together."""
+        middle = len(parties) // 2
+        for half in (parties[middle:], parties[:middle]):
+            requests = {request for party in half for request in party if not request.is_finished}
+            self.exonerate(requests)  # the forward was for requests of the first group
+            self.appendleft(requests)
+
+    def clear_computed(self) -> None:
+        """After a forward that did not fail: takes those of its requests out that have nothing left
+        to compute before they get their next tokens."""
+        self.exonerate({request for request in self[0] if _has_logits(request)})
+
+    def exonerate(self, requests: set[Request]) -> None:
+        """Takes requests out of their groups."""
+        for group in self:
+            group -= requests
 
 
 @dataclass(eq=False)
@@ -23,30 +71,31 @@ class RequestQueue:
     preemption: Preemption
     aging: float  # one unit of priority weighs as much as this many arrivals
     # what brings in requests whose adapters take memory in the pool (`Request.adapter_bytes`)
-    adapters: Callable[[], Adapters] | None = None
-    only: Set[Request] | None = None  # the only requests that steps may compute; `None`: all
-    running: list[Request] = field(default_factory=list, init=False)
+    adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
+    suspects: Suspects = field(default_factory=Suspects)
+    # the only requests that this step may compute, the first group of suspects; `None`: all
+    only: Set[Request] | None = None
+    running: list[Request] = field(default_factory=list)
     # preempted ones may just wait for a token
-    waiting: list[Request] = field(default_factory=list, init=False)
-    num_rows: int = field(default=0, init=False)  # open rows of running requests
-    # running requests with inputs beside token ids
-    num_with_inputs: int = field(default=0, init=False)
-    _num_arrivals: int = field(default=0, init=False)
+    waiting: list[Request] = field(default_factory=list)
+    num_rows: int = 0  # open rows of running requests
+    _num_arrivals: int = 0
 
     @property
     def first_waiting(self) -> Request | None:
         """The request to admit next."""
-        for request in self.waiting:
-            if self.may_run(request) and not request.is_answered:
-                return request
-        return None
+        return next(filter(self.may_begin, self.waiting), None)
+
+    def may_begin(self, request: Request) -> bool:
+        """Whether a waiting request may be admitted, and has something to compute."""
+        return self.may_run(request) and not request.is_answered
 
     def may_run(self, request: Request) -> bool:
         return self.only is None or request in self.only
 
     def add(self, request: Request) -> None:
         """Queues a new request."""
-        if self.adapters is not None and request.adapter_bytes:
+        if request.adapter_bytes:
             self.adapters()  # is made now, and may prefetch
         arrival = self._num_arrivals
         request.key = (arrival + request.priority * self.aging, arrival)
@@ -55,20 +104,15 @@ class RequestQueue:
 
     def wait(self, request: Request) -> None:
         request.status = Status.WAITING
-        self.postpone(request)
+        insort(self.waiting, request, key=_by_key)
         if self.preemption.may_stop(request):
             self.preemption.waiting.add(request)
-
-    def postpone(self, request: Request) -> None:
-        """Puts a waiting request, which was taken out, into its place again."""
-        insort(self.waiting, request, key=_by_key)
 
     def run(self, request: Request) -> None:
         """Makes a waiting request run, whose blocks are there."""
         self.remove(request)
         request.status = Status.RUNNING
         self.num_rows += request.num_open_rows
-        self.num_with_inputs += request.inputs is not None
         insort(self.running, request, key=_by_key)
 
     def remove(self, request: Request) -> None:
@@ -78,8 +122,7 @@ class RequestQueue:
             return
         self.running.remove(request)
         self.num_rows -= request.num_open_rows
-        self.num_with_inputs -= request.inputs is not None
-        if self.adapters is not None and request.adapter_bytes:
+        if request.adapter_bytes:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
@@ -92,12 +135,49 @@ class RequestQueue:
         self.running = []
         self.waiting = []
         self.num_rows = 0
-        self.num_with_inputs = 0
         self.preemption.forget_waiting()
 
     def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.bring_in`, with what the request's adapter needs."""
+        """`Preemption.bring_in`, with what the request's adapter needs. If this raises
+        `OutOfBlocksError`, the request holds no blocks and is recomputed."""
         bring_in = functools.partial(self.preemption.bring_in, request, chunk, reserve, is_alone)
-        if self.adapters is None or not request.adapter_bytes:
-            return bring_in()
-        return self.adapters().admit(request, bring_in)
+        try:
+            if not request.adapter_bytes:
+                return bring_in()
+            return self.adapters().admit(request, bring_in)
+        except OutOfBlocksError:
+            self.preemption.forget(request)
+            raise
+
+    def out_of_blocks(self, request: Request) -> OutOfBlocksError:
+        """Makes the error for a step that could schedule nothing for lack of blocks for `request`:
+        `NeverFits` if no other holds any."""
+        blocks = self.preemption.blocks
+        total = "any number of"
+        if blocks.num_total < sys.maxsize:
+            total = f"{blocks.num_free} of {blocks.num_total}"
+        shortage = (
+            f"nothing can be scheduled: request {request.request_id!r} needs more blocks,"
+            f" {len(self.waiting)} requests wait, {len(self.running)} run, {total} blocks are"
+            " available. "
+        )
+        if self.running or blocks.supply.is_used:
+            return OutOfBlocksError(
+                shortage + "Others hold blocks: free their caches, or raise `num_blocks`"
+            )
+        if blocks.supply.num_withheld:
+            return OutOfBlocksError(
+                shortage
+                + "Other models hold the rest of `hf_paged.budget`: end their requests, or raise it"
+            )
+        return NeverFits(
+            request,
+            shortage
+            + "No other holds blocks: raise `num_blocks`, `memory_fraction` or `hf_paged.budget`,"
+            " free memory, or lower `max_new_tokens`, the prompt length or the number of"
+            " sequences",
+        )
+
+
+def _has_logits(request: Request) -> bool:
+    return request.is_finished or request.is_computed or request.is_answered

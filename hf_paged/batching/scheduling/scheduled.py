@@ -17,12 +17,6 @@ class Budget:
     drafts: int  # of drafts
     reserved: int = -1  # for decodes that come later; below 0 until the first chunk counts them
 
-    def count_decodes(self, left: int) -> None:
-        """Takes note of the decodes that have been scheduled since, now that `left` tokens are
-        left."""
-        self.reserved -= self.left - left
-        self.left = left
-
 
 @dataclass
 class Scheduled:
@@ -35,17 +29,14 @@ class Scheduled:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    has_inputs: bool = False
 
     def __bool__(self) -> bool:
         """Whether there is something to compute."""
         return bool(self.decodes or self.drafted or self.chunks)
 
     def has_rows_of(self, request: Request) -> bool:
-        """Whether rows of this request, the last one looked at, are scheduled."""
-        decodes = self.decodes[-1:]
-        others = [sequence for rows in (self.drafted, self.chunks) for sequence, _ in rows[-1:]]
-        return any(sequence.request is request for sequence in [*decodes, *others])
+        """Whether rows of this request are scheduled."""
+        return any(sequence.request is request for sequence in self.plan().sequences)
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the step's prefills all run in the forward that this prompt needs. Then a prompt
@@ -79,7 +70,7 @@ class Scheduled:
             num_decodes=len(self.decodes) + len(self.drafted),
             has_chunks=bool(self.chunks),
             has_drafts=bool(self.drafted),
-            has_inputs=self.has_inputs,
+            has_inputs=bool([row for row in sequences if row.request.inputs is not None]),
             admitted=self.admitted,
             preempted=self.preempted,
         )

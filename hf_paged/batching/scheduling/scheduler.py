@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ...cache.block_pool import OutOfBlocksError
 from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...rooms import OnDemand
 from ...seams import Adapters, Drafter
-from ..request import Request, Sequence, Status
-from .drafts import append_draft, settle_draft
-from .limits import limits_of
+from ..request import Request, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .rope import Rope, update_factors
 from .scheduled import Budget, Scheduled
-from .shortage import out_of_blocks
 from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -45,12 +40,11 @@ class Scheduler:
     rope: Rope | None = None  # set if keys depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
-    adapters: Callable[[], Adapters] | None = None  # as `RequestQueue.adapters`
+    adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
         self._chunks = self.preemption.chunks
-        self._limits = limits_of(self.preemption)
         # every running sequence must be able to decode in every step, and one prefill to advance
         # beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
@@ -58,8 +52,7 @@ class Scheduler:
         # the first waiting request, if this step had no room for it (`max_num_seqs`, blocks)
         self._refused: Request | None = None
         self._scheduled = Scheduled()
-        self._plan: StepPlan | None = None  # of the last step
-        self._is_committed = False  # whether its rows may have advanced
+        self._is_committed = False  # whether the rows of the last step may have advanced
 
     @property
     def num_running(self) -> int:
@@ -80,7 +73,7 @@ class Scheduler:
             self.preemption.check_fits(request)
         for request in requests:
             if self.rope is not None:
-                update_factors(self.rope, request)
+                request.update_factors(self.rope)
             self.queue.add(request)
             self.timeline.waits(request)
 
@@ -88,10 +81,10 @@ class Scheduler:
         """Returns the next step, to be ended by `commit` or `fail_step`. Raises `OutOfBlocksError`,
         with nothing scheduled, if others hold the blocks that the first request needs, `NeverFits`
         if no other holds any. After another exception, `recover` is due."""
-        self._plan, self._is_committed, self._scheduled = None, False, Scheduled()
+        self._is_committed = False
+        self._scheduled = Scheduled()
         self._schedule(self._scheduled)
-        self._scheduled.has_inputs = self.queue.num_with_inputs > 0
-        self._plan = plan = self._scheduled.plan()
+        plan = self._scheduled.plan()
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
         self.timeline.stepped(plan)
         return plan
@@ -124,12 +117,13 @@ class Scheduler:
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
+        self.queue.only = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.waiting.awaited:
             self.preemption.waiting.awaited.clear()
         self._refused = None
         if self.rope is not None and self.rope.restarts:
             for request in list(self.queue.running):
-                if update_factors(self.rope, request):
+                if request.update_factors(self.rope):
                     self._preempt(request, keeps=False)
                     # not for lack of blocks: this step may admit it again
                     scheduled.preempted.pop()
@@ -157,7 +151,7 @@ class Scheduler:
             elif not is_released and self.blocks.supply.release_unused():
                 is_released = True
             else:
-                raise self._out_of_blocks(first) from self.blocks.refusal
+                raise self.queue.out_of_blocks(first) from self.blocks.refusal
 
     def _continue_running(self) -> int:
         """Schedules tokens of running requests; returns the token budget left for prefills."""
@@ -178,19 +172,18 @@ class Scheduler:
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
                 # the tail block has room and is not shared
-                if is_decode and num_tokens <= blocks.capacity and left > 0:
+                if is_decode and num_tokens <= blocks.capacity and budget.left > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                    left -= 1
+                    budget.left -= 1
+                    budget.reserved -= 1
                     continue
-                budget.count_decodes(left)
                 if not self._continue(request, sequence, budget):
                     return budget.left
-                left = budget.left
         if decodes or scheduled.drafted:
-            return min(left, budget.chunks)
-        return left
+            return min(budget.left, budget.chunks)
+        return budget.left
 
     def _continue(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
         """Schedules tokens of a running sequence that is drafted for, needs a block or has several
@@ -201,7 +194,7 @@ class Scheduler:
                 return False
             budget.reserved -= 1
             if sequence.draft:
-                num_drafted = append_draft(self.blocks, sequence, budget.drafts)
+                num_drafted = sequence.append_draft(self.blocks, budget.drafts)
                 if num_drafted:
                     scheduled.drafted.append((sequence, 1 + num_drafted))
                     budget.drafts -= num_drafted
@@ -247,8 +240,7 @@ class Scheduler:
         if request.num_shared_tokens:
             count = min(count, self.preemption.num_until_shared(request, sequence))
         if count > 1:
-            for most in self._limits:
-                count = most(request, sequence, count)
+            count = self.preemption.limit(request, sequence, count)
         if not is_whole:
             count = min(limit, count)
         elif limit < count and not self._scheduled.shares_forward(request):
@@ -305,7 +297,7 @@ class Scheduler:
         if self.queue.running or not is_alone:
             return
         if request.num_tokens_alone == num_tokens:
-            raise self._out_of_blocks(request) from self.blocks.refusal
+            raise self.queue.out_of_blocks(request) from self.blocks.refusal
         request.num_tokens_alone = num_tokens
         if self.blocks.supply.release_unused() and self.blocks.has_windows:
             # cached window blocks would keep their bytes
@@ -322,9 +314,6 @@ class Scheduler:
             # attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
         self._scheduled.chunks.append((sequence, count))
-
-    def _out_of_blocks(self, request: Request) -> OutOfBlocksError:
-        return out_of_blocks(request, self.blocks, self.num_waiting, self.num_running)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates blocks for one more token of each sequence (all have their logits), if the next
@@ -352,19 +341,13 @@ class Scheduler:
     def _admit(self, left: int, any_rows: bool = False) -> None:
         """Admits waiting requests while there is room, except those that can begin behind tokens
         that this step computes for another."""
-        postponed: list[Request] = []
-        try:
-            self._admit_others(postponed, left, any_rows)
-        finally:
-            for request in postponed:
-                self.queue.postpone(request)
-
-    def _admit_others(self, postponed: list[Request], left: int, any_rows: bool) -> None:
         num_postponed_rows = 0
-        while (request := self.queue.first_waiting) is not None:
-            if left <= 0:
-                if not self._scheduled.chunks or not self._scheduled.shares_forward(request):
-                    return
+        for request in self.queue.waiting.copy():
+            if not self.queue.may_begin(request):
+                continue
+            shares = self._scheduled.chunks and self._scheduled.shares_forward(request)
+            if left <= 0 and not shares:
+                return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
             if not (is_alone or any_rows) and num_rows > self.max_num_seqs:
@@ -372,8 +355,6 @@ class Scheduler:
                 return
             if self.preemption.waiting.awaited and self.preemption.waiting.is_awaited(request):
                 num_postponed_rows += request.num_open_rows
-                self.queue.waiting.remove(request)
-                postponed.append(request)
                 continue
             reserve = 0
             if not is_alone:
@@ -381,13 +362,10 @@ class Scheduler:
             # a request alone may shrink its chunks to one token; a sequence computed as a whole
             # skips blocks outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            needs = request, chunk, reserve, is_alone
-            is_in = self.queue.bring_in(*needs)
-            if not is_in and self.reclaim():
-                is_in = self.queue.bring_in(*needs)
-            if not is_in:
-                self._refused = request
-                return
+            while not self.queue.bring_in(request, chunk, reserve, is_alone):
+                if not self.reclaim():
+                    self._refused = request
+                    return
             self.queue.run(request)
             before = left
             for sequence in request.open_sequences:
@@ -417,7 +395,7 @@ class Scheduler:
     def recompute(self) -> list[Request]:
         """Between steps: drops the K/V of unfinished requests. Returns those that were running, now
         preempted."""
-        self._plan, self._scheduled = None, Scheduled()
+        self._scheduled = Scheduled()
         for request in list(self.queue.running):
             self._preempt(request, keeps=False)
         for request in self.queue.waiting:
@@ -429,7 +407,7 @@ class Scheduler:
         `Preemption.send_out` keeps."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
-            settle_draft(self.blocks, sequence)
+            sequence.settle_draft(self.blocks)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)
@@ -440,11 +418,12 @@ class Scheduler:
         """Undoes the last step: its forward raised, or, in a child process, the thread that took it
         is gone, perhaps while it scheduled the step, or before it gave the logits to anyone."""
         self.blocks.index.undo_step()
-        plan = self._scheduled.plan() if self._plan is None else self._plan
+        plan = self._scheduled.plan()
         again = plan.admitted  # they may hold blocks that others should have written in this step
         if self._is_committed:  # blocks may have left windows
             again = dict.fromkeys(sequence.request for sequence in plan.sequences)
-        self._plan, self._is_committed, self._scheduled = None, False, Scheduled()
+        self._is_committed = False
+        self._scheduled = Scheduled()
         for request in again:
             if request.status is Status.RUNNING:
                 self._send_back(request)
@@ -461,7 +440,7 @@ class Scheduler:
         known = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._refused = None
-        self._plan, self._scheduled = None, Scheduled()
+        self._scheduled = Scheduled()
         for request in known:
             self.preemption.forget(request)
             for sequence in request.sequences:

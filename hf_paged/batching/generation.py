@@ -422,11 +422,12 @@ class RequestState(Generation):
                     text = decode(self._tokenizer, token_ids)
                 except BaseException as raised:
                     failure = self._error_of(raised)
-            logprobs = decoding.logprobs[i] if decoding.record_logprobs else None
+            logprobs, top = None, None
+            if decoding.record_logprobs:
+                logprobs = [pair for pair, _ in decoding.records[i]]
+                if decoding.num_top:
+                    top = [others for _, others in decoding.records[i]]
             score = None if scores is None else scores[i]
-            top = (
-                decoding.top_logprobs[i] if decoding.record_logprobs and decoding.num_top else None
-            )
             results.append(
                 SequenceResult(
                     token_ids, ended or reason or "cancelled", text, logprobs, score, top

@@ -224,10 +224,8 @@ class Decoding:
         # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it
         # runs
         self.finish_reasons: list[str | None] = [None] * num_returned
-        # if recorded, by returned sequence and new token: log-probabilities before and after
-        # processors
-        self.logprobs: list[list[tuple[float, float]]] = [[] for _ in range(num_returned)]
-        self.top_logprobs: list[list[Alternatives]] = [[] for _ in range(num_returned)]
+        # if log-probabilities are recorded, by returned sequence and new token
+        self.records: list[list[Record]] = [[] for _ in range(num_returned)]
         keeps = config.return_dict_in_generate
         # `(rows, vocab)` of each step, if requested
         self.scores: tuple[Tensor, ...] | None = None

@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from ... import compat
 from ...model.structure import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .scores import are_row_wise, values_at
+from .scores import are_row_wise, best_of, values_at
 
 _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
 
@@ -107,9 +107,10 @@ class BeamDecoding(Decoding):
         self.runs_callers_code = not (self._runs_known_code and is_stock_search)
         returns_dict = config.return_dict_in_generate
         self._may_close = is_stock_search and self._runs_known_code and not returns_dict
-        # for each step, by (row, next token): the token's two log-probabilities
-        self._history: list[dict[tuple[int, int], tuple[float, float]]] = []
-        self._top_history: list[list[Alternatives]] = []  # for each step, by row
+        # for each step: the log-probabilities of a token behind a row, and each row's alternatives
+        self._history: list[
+            tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
+        ] = []
         # running beams and finished ones, [prompts, beams, max_length]
         fill = -1
         if eos is not None:
@@ -259,21 +260,14 @@ class BeamDecoding(Decoding):
             after = log_probs[rows, tokens].tolist()
             keys = zip(rows.tolist(), tokens.tolist())
             pairs = dict(zip(keys, zip(before, after)))
-            self._history.append(pairs)
-            self._top_history.append(self._alternatives(raw, log_probs))
+            best = [values.tolist() for values in best_of(raw, log_probs, self.num_top)]
+            alternatives = [list(zip(*row)) for row in zip(*best)]
+            self._history.append((pairs, alternatives))
         return dict(
             topk_log_probs=scores,
             topk_running_sequences=sequences,
             topk_running_beam_indices=indices,
         )
-
-    def _alternatives(self, raw: Tensor, log_probs: Tensor) -> list[Alternatives]:
-        count = min(self.num_top, raw.shape[1])
-        best, ids = raw.topk(count, dim=-1)
-        rows = torch.arange(len(ids), device=ids.device)
-        processed = values_at(log_probs, rows[:, None], ids)
-        columns = zip(ids.tolist(), best.tolist(), processed.tolist())
-        return [list(zip(*row)) for row in columns]
 
     def _finished_beams(self) -> dict[str, Any]:
         return dict(
@@ -324,8 +318,7 @@ class BeamDecoding(Decoding):
             beam_indices = self.returned(self.beam_indices).tolist()
             for i, rows in enumerate(beam_indices):
                 tokens = sequences[i][self.prompt_length :]
-                new = zip(self._history, rows, tokens)
-                self.logprobs[i] = [step[row, token] for step, row, token in new if row >= 0]
-                tops = zip(self._top_history, rows)
-                self.top_logprobs[i] = [step[row] for step, row in tops if row >= 0]
+                for (pairs, alternatives), row, token in zip(self._history, rows, tokens):
+                    if row >= 0:
+                        self.records[i].append((pairs[row, token], alternatives[row]))
         return finished

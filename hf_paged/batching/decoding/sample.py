@@ -12,7 +12,15 @@ from torch import Tensor
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ... import compat
-from .base import Decoding, LoopInputs, Record, Result, SampledTokens, hits
+from .base import (
+    Decoding,
+    LoopInputs,
+    Record,
+    Result,
+    SampledTokens,
+    hits,
+    stop_string_hits,
+)
 from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
@@ -114,11 +122,11 @@ class SampleDecoding(Decoding):
         self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
         reads_scores = self.do_sample or self.record_logprobs or processors
         self.takes_maximum = self._narrows and not reads_scores
-        # whether only `stop_checker` reads the tokens, so that several can be accepted at once
         has_readers = bool(checker.others or checker.stop_strings)
         looks = has_readers or streamer is not None
         is_alone = self.num_rows == 1
         self.is_simple = is_alone and not looks and not self.record_logprobs
+        # whether the tokens of a draft can be chosen and accepted at once
         self.takes_runs = self.takes_maximum and self.is_simple
         self.batchable: BatchableProcessors | None = None
         if is_alone and not self._keeps_scores and not checker.others:
@@ -215,22 +223,15 @@ class SampleDecoding(Decoding):
         earlier = self._ids[row, -missing:].tolist()
         return earlier + new
 
-    def accept(
-        self,
-        chosen: list[int],
-        records: Sequence[Record] = (),
-        stopped: Sequence[bool] = (),
-    ) -> SampledTokens:
-        """Appends a token to every open row. `stopped`: whether each completes a stop string; empty
-        if none does."""
+    def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:
+        """Appends a token to every open row."""
         rows = self.open_rows
         checker = self.stop_checker
         going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
+        stopped = self._at_stop_strings(going, chosen) if checker.stop_strings else ()
         if records:
             for at, row in going:
-                pair, top = records[at]
-                self.logprobs[row].append(pair)
-                self.top_logprobs[row].append(top)
+                self.records[row].append(records[at])
         given = chosen
         if checker.has_eos and len(going) < self.num_rows:
             given = [self._pad_token_id] * self.num_rows
@@ -248,7 +249,7 @@ class SampleDecoding(Decoding):
             tokens = self.input_ids[:, -1].tolist()
         newly = []
         for at, row in going:
-            reason = checker.reason(given[row], self.length, bool(stopped) and stopped[at])
+            reason = checker.reason(given[row], self.length, row in stopped)
             if reason in (None, "length") and any(of_rows[row] for of_rows in ended):
                 reason = "criteria"
             if reason is not None:
@@ -258,6 +259,16 @@ class SampleDecoding(Decoding):
         if self.streamer is not None:
             self._stream(given, newly)  # as chosen, before criteria overwrote them
         return SampledTokens(tokens, None, finished, rows)
+
+    def _at_stop_strings(self, going: list[tuple[int, int]], chosen: list[int]) -> set[int]:
+        """Returns the rows that complete a stop string with their tokens `chosen[at]`."""
+        stopped: set[int] = set()
+        for criterion in self.stop_checker.stop_strings:
+            count = criterion.maximum_token_len - 1
+            tails = [[*self.tail(row, count), chosen[at]] for at, row in going]
+            are_hits = stop_string_hits(criterion, tails)
+            stopped.update(row for (_, row), is_hit in zip(going, are_hits) if is_hit)
+        return stopped
 
     def _close_rows(self, newly: list[int]) -> list[int]:
         """Returns the rows that need no more forwards, now that the rows `newly` have ended."""
@@ -287,29 +298,19 @@ class SampleDecoding(Decoding):
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
             try:
+                length = decoding.length + 1
+                may_end = token in checker.eos_ids or length > checker.free_length
+                if may_end or decoding.draft is not None:
+                    results.append(decoding.accept_run([token]))
+                    continue
                 decoding._new.append([token])
-                decoding.length += 1
+                decoding.length = length
                 if decoding.batchable is not None and decoding.batchable.reads_tokens:
                     decoding.batchable.unseen.append(token)
-                may_end = token in checker.eos_ids or decoding.length > checker.free_length
-                if may_end or decoding.draft is not None:
-                    results.append(decoding._end_if_over(token))
-                else:
-                    results.append(token)
+                results.append(token)
             except BaseException as error:
                 results.append(error)
         return results
-
-    def _end_if_over(self, token: int) -> SampledTokens:
-        """Ends the single row if a criterion says so after `token`, which is its last."""
-        rows = self.open_rows
-        finished: list[int] = []
-        reason = self.stop_checker.reason(token, self.length, False)
-        if reason is not None:
-            self.finish_reasons[0] = reason
-            self._ends[0] = self.length
-            self.open_rows, finished = [], rows
-        return SampledTokens([token], None, finished, rows)
 
     @property
     def can_repeat(self) -> bool:
@@ -330,20 +331,20 @@ class SampleDecoding(Decoding):
         if self.batchable is not None:  # its tensor of seen tokens may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
-    def accept_run(self, tokens: list[int]) -> SampledTokens:
-        """Accepts `tokens` one after another, like `accept`, up to the first that ends the only row
-        (`takes_runs`)."""
+    def accept_run(self, chosen: Sequence[int]) -> SampledTokens:
+        """Accepts tokens chosen at consecutive positions, like `accept`: as long as they equal the
+        draft's, and one more, up to the first that ends the only row (`is_simple`)."""
         checker = self.stop_checker
+        drafted = [] if self.draft is None else self.draft.tokens
         reason = None
-        count = 0
-        while reason is None and count < len(tokens):
-            length = self.length + count + 1
-            reason = checker.reason(tokens[count], length, False)
-            count += 1
-        tokens = tokens[:count]
-        earlier = tuple(tokens[:-1])
+        tokens: list[int] = []
+        for token, guess in zip(chosen, [*drafted, None]):
+            tokens.append(token)
+            reason = checker.reason(token, self.length + len(tokens), False)
+            if reason is not None or token != guess:
+                break
         self._new += [[token] for token in tokens]
-        self.length += count
+        self.length += len(tokens)
         if self.batchable is not None:
             self.batchable.unseen += tokens
         finished = []
@@ -352,7 +353,7 @@ class SampleDecoding(Decoding):
             self._ends = [self.length]
             self.open_rows = []
             finished = [0]
-        return SampledTokens(tokens[-1:], None, finished, [0], earlier)
+        return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
         """Returns one decoding per row that continues from here; each keeps its padding."""
@@ -376,9 +377,7 @@ class SampleDecoding(Decoding):
             part._ends = [self._ends[row]]
             is_open = row in self.open_rows
             part.open_rows = [0] if is_open else []
-            # the same lists
-            part.logprobs = [self.logprobs[row]]
-            part.top_logprobs = [self.top_logprobs[row]]
+            part.records = [self.records[row]]  # the same list
             parts.append(part)
         return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from .base import (
     Result,
     SampledTokens,
     join_rows,
-    stop_string_hits,
 )
 from .beam import BeamDecoding
 from .sample import SampleDecoding
@@ -44,28 +43,31 @@ class Choice:
     # has alternatives: their (recorded rows, k) ids and both log-probabilities
     logprobs: list[Tensor]
 
-    def records(self) -> list[Record]:
-        """Returns a record for each open row, of which some are recorded: zeros for the others."""
-        columns = [values.tolist() for values in self.logprobs]
+    def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:
+        """Lets each decoding accept the tokens of its open rows; `columns` are `logprobs` on the
+        host. Returns the results."""
+        if all(map(_IS_SIMPLE, self.batch)) and _NO_TOKEN not in tokens:
+            return SampleDecoding.accept_each(self.batch, tokens)
+        of_rows = iter(tokens)
         recorded = zip(*columns)
-        records: list[Record] = []
+        results: list[Result] = []
         for decoding in self.batch:
-            for _ in decoding.open_rows:
-                if decoding.record_logprobs:
-                    record = _record(*next(recorded), decoding.num_top)
-                else:
-                    record = _NOTHING
-                records.append(record)
-        return records
-
-
-_NOTHING: Record = ((0.0, 0.0), [])
-
-
-def _record(raw: float, processed: float, *rest: Any) -> Record:
-    *columns, count = rest
-    top = list(zip(*columns))
-    return (raw, processed), top[:count]
+            num_rows = len(decoding.open_rows)
+            chosen = list(itertools.islice(of_rows, num_rows))
+            records: list[Record] = []
+            if decoding.record_logprobs:
+                for raw, processed, *best in itertools.islice(recorded, num_rows):
+                    others = list(zip(*best))
+                    records.append(((raw, processed), others[: decoding.num_top]))
+            try:
+                if _NO_TOKEN in chosen:
+                    raise RuntimeError(
+                        "the scores of the next token contain nan, or no token has a finite one"
+                    )
+                results.append(decoding.accept(chosen, records))
+            except BaseException as error:
+                results.append(error)
+        return results
 
 
 def sample_step(
@@ -80,7 +82,7 @@ def sample_step(
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [(index, *ready[index]) for index in drafted if ready[index][0].takes_maximum]
+    greedy = [(index, *ready[index]) for index in drafted if ready[index][0].takes_runs]
     if greedy:
         results.update(_accept_best(greedy))
     indices = range(len(ready))
@@ -113,36 +115,14 @@ def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
 
 
 def _accept_best(members: list[tuple[int, Any, LogitRows]]) -> dict[int, Result]:
-    """Accepts drafts of greedy decodings without processors, with one argmax for all."""
+    """Accepts drafts of decodings that take the maximum, with one argmax for all."""
     logits = join_rows([rows for _, _, rows in members])
-    tokens = argmax(logits).tolist()
-    start = 0
+    tokens = iter(argmax(logits).tolist())
     results: dict[int, Result] = {}
     for index, decoding, rows in members:
-        end = start + rows.end - rows.start
-        results[index] = _accept_run(decoding, tokens[start:end])
-        start = end
+        chosen = list(itertools.islice(tokens, rows.end - rows.start))
+        results[index] = decoding.accept_run(chosen)
     return results
-
-
-def _accept_run(decoding: SampleDecoding, chosen: list[int]) -> Result:
-    """Accepts tokens of consecutive positions, as long as they equal the draft's, and one more."""
-    if decoding.takes_runs and decoding.draft is not None:
-        count = len(chosen)
-        pairs = zip(chosen, decoding.draft.tokens)
-        for position, (token, guess) in enumerate(pairs):
-            if token != guess:
-                count = position + 1
-                break
-        return decoding.accept_run(chosen[:count])
-    run: Result | None = None
-    for token in chosen:
-        (result,) = _accept([decoding], [token], [])
-        run = _with_earlier(run, result)
-        if not _goes_on(decoding, result):
-            break
-    assert run is not None
-    return run
 
 
 def _with_earlier(before: Result | None, result: Result) -> Result:
@@ -191,8 +171,8 @@ def sample_position(
     if results or fetch is None:
         fetch = Tensor.tolist
     fetched = _fetch_or_fail(choices, fetch, results)
-    for choice, tokens, records in fetched:
-        results.update(zip(choice.places, _accept(choice.batch, tokens, records)))
+    for choice, tokens, columns in fetched:
+        results.update(zip(choice.places, choice.accept(tokens, columns)))
     return [results[index] for index in range(len(ready))]
 
 
@@ -291,36 +271,32 @@ def _draw(batch: list[SampleDecoding], scores: Tensor) -> Tensor:
 def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
     if len(batch) == 1:
         return batch[0].draw(probs)
-    seeded = [i for i, decoding in enumerate(batch) if decoding.generator is not None]
-    if not seeded:
+    unseeded = [row for row, decoding in enumerate(batch) if decoding.generator is None]
+    if len(unseeded) == len(batch):
         return invert(probs)
-    unseeded = [i for i, decoding in enumerate(batch) if decoding.generator is None]
-    seeded_probs = pick(probs, seeded).split(1)
-    pairs = zip(seeded, seeded_probs)
-    drawn = torch.cat([batch[i].draw(row_probs) for i, row_probs in pairs])
-    if not unseeded:
-        return drawn
-    sources = [*seeded, *unseeded]
-    order = sorted(range(len(batch)), key=sources.__getitem__)
-    inverted = invert(pick(probs, unseeded))
-    all_drawn = torch.cat([drawn, inverted])
-    host_order = torch.tensor(order, device="cpu")
-    return all_drawn[to_device(host_order, probs.device)]
+    inverted: Iterator[Tensor] = iter(())
+    if unseeded:
+        inverted = iter(invert(pick(probs, unseeded)).split(1))
+    drawn = []
+    for decoding, row_probs in zip(batch, probs.split(1)):
+        is_seeded = decoding.generator is not None
+        drawn.append(decoding.draw(row_probs) if is_seeded else next(inverted))
+    return torch.cat(drawn)
 
 
 def _fetch_or_fail(
     choices: list[Choice],
     fetch: Fetch,
     results: dict[int, Result],
-) -> list[tuple[Choice, list[int], list[Record]]]:
-    """Returns each choice with its tokens and records on the host. If fetching fails, fetches each
-    choice separately, and stores the errors of those that fail."""
-    fetched: list[tuple[Choice, list[int], list[Record]]] = []
+) -> list[tuple[Choice, list[int], list[list[Any]]]]:
+    """Returns each choice with its tokens and log-probabilities on the host. If fetching fails,
+    fetches each choice separately, and stores the errors of those that fail."""
+    fetched: list[tuple[Choice, list[int], list[list[Any]]]] = []
     try:
         tokens_of_choices = _fetch(choices, fetch)
         for choice, tokens in zip(choices, tokens_of_choices):
-            records = choice.records() if choice.logprobs else []
-            fetched.append((choice, tokens, records))
+            columns = [values.tolist() for values in choice.logprobs]
+            fetched.append((choice, tokens, columns))
         return fetched
     except Exception as error:
         if len(choices) == 1 or is_interrupt(error):
@@ -338,88 +314,16 @@ def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
     if len(choices) < 2:
         return [fetch(choice.tokens) for choice in choices]
     device = choices[0].tokens.device
-    parts: dict[int, Tensor] = {}
-    for choice in choices:
-        sizes = [len(decoding.open_rows) for decoding in choice.batch]
-        tokens = choice.tokens.to(device)
-        parts.update(zip(choice.places, tokens.split(sizes)))
-    order = sorted(parts)
-    in_order = torch.cat([parts[index] for index in order])
-    fetched = iter(fetch(in_order))
-    on_host: dict[int, list[int]] = {}
-    for index in order:
-        count = len(parts[index])
-        on_host[index] = [next(fetched) for _ in range(count)]
+    parts: dict[int, tuple[list[int], Tensor]] = {}  # by decoding, to which tokens its own go
     tokens_of_choices: list[list[int]] = []
     for choice in choices:
-        chosen = [token for index in choice.places for token in on_host[index]]
-        tokens_of_choices.append(chosen)
+        on_host: list[int] = []
+        tokens_of_choices.append(on_host)
+        sizes = [len(decoding.open_rows) for decoding in choice.batch]
+        for place, tokens in zip(choice.places, choice.tokens.to(device).split(sizes)):
+            parts[place] = (on_host, tokens)
+    in_order = [parts[place] for place in sorted(parts)]
+    fetched = iter(fetch(torch.cat([tokens for _, tokens in in_order])))
+    for on_host, tokens in in_order:
+        on_host += itertools.islice(fetched, len(tokens))
     return tokens_of_choices
-
-
-def _accept(
-    batch: list[SampleDecoding],
-    tokens: list[int],
-    records: list[Record],
-) -> list[Result]:
-    """Lets each decoding accept the tokens of its open rows, with their records; returns the
-    results."""
-    if all(map(_IS_SIMPLE, batch)) and _NO_TOKEN not in tokens:
-        return SampleDecoding.accept_each(batch, tokens)
-    counts = [len(decoding.open_rows) for decoding in batch]
-    ends = itertools.accumulate(counts)
-    parts = [slice(end - count, end) for count, end in zip(counts, ends)]
-    results: list[Result] = []
-    try:
-        rows = [(decoding, row) for decoding in batch for row in decoding.open_rows]
-        stopped = _stopped(rows, tokens)
-    except BaseException as error:
-        if len(batch) == 1:
-            return [error]
-        if is_interrupt(error):
-            raise
-        for decoding, part in zip(batch, parts):
-            results += _accept([decoding], tokens[part], records[part])
-        return results
-    for decoding, part in zip(batch, parts):
-        try:
-            if _NO_TOKEN in tokens[part]:
-                raise RuntimeError(
-                    "the scores of the next token contain nan, or no token has a finite one"
-                )
-            recorded: Sequence[Record] = ()
-            if decoding.record_logprobs:
-                recorded = records[part]
-            stops: Sequence[bool] = ()
-            if stopped:
-                indices = range(part.start, part.stop)
-                stops = [index in stopped for index in indices]
-            results.append(decoding.accept(tokens[part], recorded, stops))
-        except BaseException as error:
-            results.append(error)
-    return results
-
-
-def _stopped(rows: list[tuple[SampleDecoding, int]], tokens: list[int]) -> set[int]:
-    """Returns which rows complete a stop string with their new tokens. Evaluates equal criteria
-    once."""
-    groups: dict[Hashable, tuple[Any, list[int]]] = {}
-    for index, (decoding, _) in enumerate(rows):
-        for criterion in decoding.stop_checker.stop_strings:
-            table = getattr(criterion, "embedding_vec", criterion)
-            key = (criterion.stop_strings, id(table))
-            _, members = groups.setdefault(key, (criterion, []))
-            members.append(index)
-    stopped: set[int] = set()
-    for criterion, members in groups.values():
-        count = criterion.maximum_token_len - 1
-        tails: list[list[int]] = []
-        for index in members:
-            decoding, row = rows[index]
-            tail = decoding.tail(row, count)
-            tails.append([*tail, tokens[index]])
-        are_hits = stop_string_hits(criterion, tails)
-        for index, is_hit in zip(members, are_hits):
-            if is_hit:
-                stopped.add(index)
-    return stopped

@@ -157,8 +157,9 @@ class BatchableProcessors:
             else:
                 key.append((kind, *_constants(processor)))
         self.key = tuple(key)
-        # (1, vocab) bool: tokens to which the repetition penalty applies
+        # row `row` of `(rows, vocab)` bool: tokens to which the repetition penalty applies
         self.seen: Tensor | None = None
+        self.row = 0
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
@@ -174,49 +175,28 @@ class BatchableProcessors:
 
 
 def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.device) -> Tensor:
-    """Returns the members' `seen`, updated, as `(members, vocab)` bool. Afterwards these rows are
-    adjacent in one tensor, so that the next step with the same members copies none and writes all
-    new tokens at once."""
-    for member in members:
-        if member.seen is None:
-            member.seen = torch.zeros((1, vocab), dtype=torch.bool, device=device)
-    seen_rows = [member.seen for member in members if member.seen is not None]
-    seen = stack_rows(seen_rows)
-    for row, member in enumerate(members):
-        member.seen = seen[row : row + 1]
-    new = [
-        (row, token)
-        for row, member in enumerate(members)
-        for token in member.unseen
-        if token < vocab
-    ]
+    """Returns the members' `seen`, updated, as `(members, vocab)` bool. Afterwards these are the
+    rows of one tensor, so that the next step with the same members copies none and writes all new
+    tokens at once."""
+    numbers = range(len(members))
+    seen = members[0].seen
+    rows = [member.row for member in members if member.seen is seen]
+    if seen is None or rows != list(numbers):
+        nothing = torch.zeros(vocab, dtype=torch.bool, device=device)
+        parts = [nothing if member.seen is None else member.seen[member.row] for member in members]
+        seen = torch.stack(parts)
+        for row, member in enumerate(members):
+            member.seen = seen
+            member.row = row
+    new = [(row, token) for row in numbers for token in members[row].unseen if token < vocab]
     if new:
         pairs = torch.tensor(new, device="cpu")
         columns = pairs.t().contiguous()
-        rows, tokens = to_device(columns, device)
-        seen[rows, tokens] = True
+        rows_of_tokens, tokens = to_device(columns, device)
+        seen[rows_of_tokens, tokens] = True
     for member in members:
         member.unseen = []
-    return seen
-
-
-def stack_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenates `(1, vocab)` parts to `(n, vocab)`; a view if they are adjacent in one
-    tensor."""
-    first = parts[0]
-    num_rows = len(parts)
-    if num_rows == 1:
-        return first
-    start = first.data_ptr()
-    size = first.nbytes
-    offset = first.storage_offset() * first.element_size()
-    room = first.untyped_storage().nbytes() - offset
-    if room >= num_rows * size and first.is_contiguous():
-        pointers = [part.data_ptr() for part in parts]
-        if pointers == list(range(start, start + num_rows * size, size)):
-            vocab = first.shape[1]
-            return first.as_strided((num_rows, vocab), (vocab, 1))
-    return torch.cat(list(parts))
+    return seen[: len(members)]
 
 
 def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
@@ -277,15 +257,20 @@ def argmax(scores: Tensor) -> Tensor:
         return scores.argmax(dim=-1)
     if vocab < 8 * CHUNK:
         return scores.max(dim=-1).indices
-    if vocab % CHUNK:
-        padding = (0, -vocab % CHUNK)
-        scores = torch.nn.functional.pad(scores, padding, value=float("-inf"))
-    chunks = scores.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
+    chunks = _in_chunks(scores, float("-inf"))
     maxima = chunks.amax(dim=-1)
     first = maxima.max(dim=-1).indices  # [rows]
     indices = torch.arange(rows, device="cpu")
     inner = chunks[indices, first]  # [rows, CHUNK]
     return first * CHUNK + inner.max(dim=-1).indices
+
+
+def _in_chunks(scores: Tensor, fill: float) -> Tensor:
+    """Divides `(rows, vocab)`, padded with `fill`, into `(rows, chunks, CHUNK)`."""
+    missing = -scores.shape[1] % CHUNK
+    if missing:
+        scores = torch.nn.functional.pad(scores, (0, missing), value=fill)
+    return scores.unflatten(1, (-1, CHUNK))
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -326,9 +311,7 @@ def _races(device: torch.device) -> bool:
 def invert(probs: Tensor) -> Tensor:
     """Draws an index for each row of `(rows, vocab)` probabilities: first a chunk of the
     vocabulary, then an index in it."""
-    missing = -probs.shape[1] % CHUNK
-    probs = torch.nn.functional.pad(probs, (0, missing))
-    chunks = probs.unflatten(1, (-1, CHUNK))  # [rows, chunks, CHUNK]
+    chunks = _in_chunks(probs, 0.0)
     sums = chunks.sum(dim=-1).double()
     chunk_mass = sums.cumsum(dim=-1)
     first = _invert_cumulated(chunk_mass)  # [rows]
@@ -370,16 +353,20 @@ def pick(values: Tensor, rows: list[int]) -> Tensor:
     return values[to_device(indices, values.device)]
 
 
-def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
+def best_of(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
     """Returns the `count` best tokens of each row of `(rows, vocab)` logits: `(rows, count)` ids,
-    and their log-probabilities under the logits and under the processed scores."""
+    and their values in the logits and in the processed scores."""
     most = min(count, raw.shape[1])
     best, ids = raw.topk(most, dim=-1)
     rows = torch.arange(len(ids), device=ids.device)
-    best_scores = values_at(scores, rows[:, None], ids)
-    processed = best_scores - scores.logsumexp(dim=-1, keepdim=True)
+    return [ids, best, values_at(scores, rows[:, None], ids)]
+
+
+def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
+    """As `best_of`, with log-probabilities as the values."""
+    ids, best, processed = best_of(raw, scores, count)
     unprocessed = best - raw.logsumexp(dim=-1, keepdim=True)
-    return [ids, unprocessed, processed]
+    return [ids, unprocessed, processed - scores.logsumexp(dim=-1, keepdim=True)]
 
 
 class PromptLogprobs:

@@ -269,8 +269,8 @@ def test_logprobs(do_sample: bool) -> None:
         **options if do_sample else {**options, "temperature": None, "repetition_penalty": 1.3},
     )
     for i, length in enumerate(decoding.lengths):
-        assert len(decoding.logprobs[i]) == length - 13
-        for step, pair in enumerate(decoding.logprobs[i]):
+        assert len(decoding.records[i]) == length - 13
+        for step, (pair, _) in enumerate(decoding.records[i]):
             row, token = int(plain.beam_indices[i, step]), int(plain.sequences[i, 13 + step])
             expected = (
                 plain.logits[step][row].log_softmax(-1)[token],

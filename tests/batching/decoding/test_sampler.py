@@ -300,8 +300,8 @@ def test_logprobs(processors: dict[str, Any]) -> None:
         **processors,
     )
     for row, length in enumerate(decoding.lengths):
-        assert len(decoding.logprobs[row]) == length - 13
-        for step, pair in enumerate(decoding.logprobs[row]):
+        assert len(decoding.records[row]) == length - 13
+        for step, (pair, _) in enumerate(decoding.records[row]):
             token = plain.sequences[row, 13 + step]
             expected = [
                 kept[step][row].log_softmax(-1)[token] for kept in (plain.logits, plain.scores)
@@ -527,7 +527,8 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(
     for one, other in zip(alone, decodings):
         assert torch.equal(one.result(), other.result())
         assert one.finish_reasons == other.finish_reasons and one.lengths == other.lengths
-        torch.testing.assert_close(torch.tensor(one.logprobs[0]), torch.tensor(other.logprobs[0]))
+        pairs = [[pair for pair, _ in decoding.records[0]] for decoding in (one, other)]
+        torch.testing.assert_close(torch.tensor(pairs[0]), torch.tensor(pairs[1]))
 
 
 def test_stop_strings_of_many_requests() -> None:

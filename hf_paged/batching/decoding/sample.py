@@ -248,7 +248,7 @@ class SampleDecoding(Decoding):
             # some criteria force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         newly = []
-        for at, row in going:
+        for _, row in going:
             reason = checker.reason(given[row], self.length, row in stopped)
             if reason in (None, "length") and any(of_rows[row] for of_rows in ended):
                 reason = "criteria"

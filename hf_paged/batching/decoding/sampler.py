@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...interrupts import is_interrupt
-from ...step import to_device
 from .base import (
     Decoding,
     Fetch,

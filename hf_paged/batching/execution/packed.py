@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -18,9 +18,10 @@ from ... import compat
 from ...attention.eager import showing_rows
 from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
-from ...interrupts import restoring
+from ...cache.sequence_blocks import UNCACHED
 from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
+from ...model.own_loop import pad_token_id
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
@@ -33,8 +34,10 @@ from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows
 from .packing import Packing, recorded_prompts
-from .runner import Runner, in_order
-from .whole_prompts import WholePrompts, sort_places
+from .prompts import Prompts
+from .rectangle import padding_mask
+from .runner import Part, in_order
+from .whole_prompts import PromptsRunner, Whole, num_cached, sort_places
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ MAX_GATHERED_EXPERTS = 64
 memory."""
 
 
-class PackedRunner(Runner):
+class PackedRunner(PromptsRunner):
     """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
     The caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
@@ -61,6 +64,7 @@ class PackedRunner(Runner):
     ) -> None:
         self.model = model
         self.cache = cache
+        self.memory = cache.memory
         self.counters = cache.counters
         self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
@@ -143,50 +147,68 @@ class PackedRunner(Runner):
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
-        wholes, packed = sort_places(plan)
-        # kept, it would be a cycle, which would keep the model and its memory alive
-        whole_prompts = WholePrompts(self.model, self.cache, self._around_prompts)
-        parts = []
-        answers = plan.rows_of_logits()
-        for together in whole_prompts.divide(wholes, plan):
-            for places, logits in whole_prompts.run(together, plan):
-                starts = [answers[place].start for place in places]
-                parts.append((starts, logits))
-        if len(packed) == 2 and 0 in packed:
-            # positions that count tokens are the same on any number of axes
-            num_axes = max(packed)
-            places = packed[0] + packed[num_axes]
-            packed = {num_axes: sorted(places)}
-        forwards: Iterable[list[int]] = packed.values()
-        if not self.is_packed:
-            forwards = self._side_by_side(plan, packed)
-        for places in forwards:
+        wholes, others = sort_places(plan)
+        parts = self.run_wholes(wholes, plan)
+        for places in self._divide(plan, others):
             logits = self._run_packed(plan.select(places), context)
-            rows_of_places: list[int] = []
-            for place in places:
-                rows_of_places += answers[place]
-            parts.append((rows_of_places, logits))
-        return in_order(parts)
+            parts.append((places, logits))
+        rows = plan.rows_of_logits()
+        by_row: list[Part] = []
+        for places, logits in parts:
+            by_row.append(([row for place in places for row in rows[place]], logits))
+        return in_order(by_row)
 
-    def _side_by_side(
-        self,
-        plan: StepPlan,
-        packed: dict[int, list[int]],
-    ) -> Iterable[list[int]]:
-        """Divides the places of `packed` into forwards of rows with one token each, or of one
-        row."""
-        groups: dict[Hashable, list[int]] = {}
-        for num_axes, places in packed.items():
-            for place in places:
+    def _divide(self, plan: StepPlan, places: list[int]) -> Iterable[list[int]]:
+        """Divides these places into forwards of rows with equally many position axes; if they are
+        not packed, of rows with one token each, or of one row."""
+        axes: list[int] = []
+        for place in places:
+            prompts, row = plan.sequences[place].request.inputs or (None, 0)
+            axes.append(0 if prompts is None else prompts.num_axes(row))
+        has_one_number = len({*axes} - {0}) < 2
+        forwards: dict[Hashable, list[int]] = {}
+        for place, num_axes in zip(places, axes):
+            # positions that count tokens are the same on any number of axes
+            kind: Hashable = 0 if has_one_number else num_axes
+            if not self.is_packed:
                 count = plan.counts[place]
-                is_alone = count > 1 or num_axes or self.rope is not None
                 length = 0 if self._mixed_lengths else plan.starts[place] + count
-                key: Hashable = ("length", length)
-                if is_alone:
-                    key = ("row", place)
-                group = groups.setdefault(key, [])
-                group.append(place)
-        return groups.values()
+                is_alone = count > 1 or num_axes or self.rope is not None
+                kind = ("row", place) if is_alone else ("length", length)
+            forwards.setdefault(kind, []).append(place)
+        return forwards.values()
+
+    def _run_merged(self, wholes: list[Whole], plan: StepPlan) -> Part:
+        (first, _), *others = wholes
+        partners = [prompts for prompts, _ in others]
+        merged = first.merged(partners, pad_token_id(self.model))
+        all_rows: dict[int, int] = {}
+        num_rows = 0
+        for prompts, rows in wholes:
+            for row, place in rows.items():
+                all_rows[num_rows + row] = place
+            num_rows += len(prompts.paddings)
+        return self._run_whole(merged, all_rows, plan)
+
+    def _run_whole(self, prompts: Prompts, rows: dict[int, int], plan: StepPlan) -> Part:
+        sequences = {row: plan.sequences[place] for row, place in rows.items()}
+        cache = self.cache.empty_twin(self.memory, self.counters)
+        with self._rotating([]), self.products:
+            num_computed = num_cached(rows, plan)
+            logits, ahead = prompts.forward(self.model, cache, sequences, num_computed)
+        content = None
+        if ahead is not None:
+            content = prompts.content(self.model.config)
+        for row, sequence in sequences.items():
+            # the prefix cache may only share K/V whose key covers all that the token has seen
+            is_covered = False
+            if ahead is not None and content is not None:
+                uncovered = ahead[row] & ~content[row].cpu()
+                is_covered = not bool(uncovered.any())
+            if not is_covered:
+                sequence.request.namespace = UNCACHED
+        answered = {row: place for row, place in rows.items() if plan.num_logits[place]}
+        return list(answered.values()), logits[list(answered)]
 
     def _run_packed(
         self,
@@ -343,11 +365,6 @@ class PackedRunner(Runner):
         )
         return context
 
-    @restoring
-    def _around_prompts(self) -> Iterator[None]:
-        with self._rotating([]), self.products:
-            yield
-
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
         if self.rope is None:
             return NOTHING
@@ -429,9 +446,7 @@ class PackedRunner(Runner):
         lengths = [start + count for start, count in zip(rows.starts, rows.counts)]
         width = max(lengths)
         paddings = [width - length for length in lengths]
-        cache = self.cache.empty_twin(self.cache.memory, self.counters)
+        cache = self.cache.empty_twin(self.memory, self.counters)
         blocks = [sequence.blocks for sequence in rows.sequences]
         cache.take(blocks, tuple(paddings), width - num_new)
-        columns = torch.arange(width, device=self.device)
-        first_columns = torch.tensor(paddings, device=self.device)[:, None]
-        return cache, (columns >= first_columns).long()
+        return cache, padding_mask(paddings, width, self.device).long()

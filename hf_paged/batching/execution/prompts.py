@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
 from ...attention.masks import LooksAhead, attention_observer
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import UNCACHED, SequenceBlocks
-from ...interrupts import is_interrupt
-from ...model.own_loop import map_tensors, next_logits, tensors_of
+from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
+from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
-from ..request import Request, RowsError
+from ..request import Request, RowsError, Sequence
 from .prompt_inputs import Keys, PromptInputs, is_flag
+from .rectangle import Rectangle
 
 
 class PromptsError(RowsError):
@@ -160,7 +162,7 @@ class Prompts(PromptInputs):
         ids = torch.cat([self.input_ids, column], dim=1)
         return Prompts(ids, given, self.paddings)
 
-    def merged(self, others: Sequence[Prompts], pad_token_id: int) -> Prompts:
+    def merged(self, others: Items[Prompts], pad_token_id: int) -> Prompts:
         """Merges prompts of equal `merges` as if from one call: all rows in order, padded on the
         left."""
         parts = (self, *others)
@@ -187,44 +189,55 @@ class Prompts(PromptInputs):
             paddings += [shift + padding for padding in part.paddings]
         return Prompts(ids, given, paddings)
 
+    def lay_out(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache | EncoderDecoderCache | None,
+        rows: dict[int, Sequence],
+    ) -> Rectangle:
+        """Returns all rows on the empty `cache`, which is to borrow the tables of those given."""
+        inputs = dict(self.model_kwargs)
+        nothing = no_encoder = NO_BLOCKS
+        if cache is not None:
+            inputs[compat.cache_name(model)] = cache
+            caches = cache_parts(cache)
+            nothing = _no_blocks(caches[0])
+            no_encoder = _no_blocks(caches[-1])
+        num_rows = len(self.paddings)
+        blocks = [nothing] * num_rows
+        encoded = [no_encoder] * num_rows
+        paddings = [self.length] * num_rows
+        for row, sequence in rows.items():
+            blocks[row] = sequence.blocks
+            encoded[row] = sequence.request.encoded
+            paddings[row] = self.paddings[row]
+        return Rectangle(blocks, encoded, self.length, paddings, self.input_ids, cache, inputs)
+
     def forward(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        rows: dict[int, SequenceBlocks],
+        rows: dict[int, Sequence],
         num_cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the model's own forward over all rows, and stores K/V of the given `rows` in their
         tables, which have room and which the empty `cache` borrows. A single row may hold
         `num_cached` tokens already. Returns logits `(all rows, vocab_size)`, and which positions
-        `(all rows, length)` saw later ones, or lie between; `None` if that is unknown. Raises
-        [`PromptsError`]."""
+        `(all rows, length)` saw later ones, or lie between; `None` if that is unknown."""
         first = self.paddings[0] + num_cached if num_cached else 0
-        nothing = no_blocks(cache)
         looks = LooksAhead(self.paddings, self.length, first)
-        blocks = []
-        paddings = []
-        for row, padding in enumerate(self.paddings):
-            blocks.append(rows.get(row, nothing))
-            paddings.append(padding if row in rows else self.length)
-        cache.take(blocks, tuple(paddings), first)
+        rectangle = self.lay_out(model, cache, rows)
+        rectangle.borrow(first)
         token = attention_observer.set(looks)
         try:
-            inputs = {**self.model_kwargs, compat.cache_name(model): cache}
+            inputs = rectangle.inputs
             logits, _ = next_logits(model, self.input_ids, inputs, begins=True, num_cached=first)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            raise PromptsError(self, error) from error
         finally:
             attention_observer.reset(token)
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_seen for layer in layers if layer.num_seen]
         if any(count != self.length for count in counts):
-            cause = ValueError(
-                f"the model made {counts[0]} keys and values of {self.length} tokens"
-            )
-            raise PromptsError(self, cause)
+            raise ValueError(f"the model made {counts[0]} keys and values of {self.length} tokens")
         if looks.num_calls < len(counts):
             return logits, None
         return logits, looks.positions()
@@ -281,7 +294,7 @@ def _is_per_token(name: str) -> bool:
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
-def no_blocks(cache: PagedCache) -> SequenceBlocks:
+def _no_blocks(cache: PagedCache) -> SequenceBlocks:
     """Empty tables, for a row that is not stored."""
     groups = [group.blocks for group in cache.groups.values()]
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))

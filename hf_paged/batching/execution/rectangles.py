@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from ... import compat
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
+from ...cache.sequence_blocks import SequenceBlocks
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...interrupts import is_interrupt
 from ...model.forwards import compute_device
 from ...model.layout import Layout
 from ...model.own_loop import (
@@ -30,15 +29,13 @@ from ...model.registry import warn_once
 from ...plan import StepPlan
 from ...seams import ForwardContext
 from ...topics import Topic
-from ..request import Sequence
-from .prompts import Prompts, PromptsError, no_blocks
+from .prompts import Prompts
 from .rectangle import Rectangle, padding_mask
-from .runner import Runner, in_order
+from .runner import Part, in_order
+from .whole_prompts import PromptsRunner, Whole, divide, sort_places
 
-logger = logging.getLogger(__name__)
 
-
-class RectangleRunner(Runner):
+class RectangleRunner(PromptsRunner):
     """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the
     next tokens of all rows together. The caller has switched the model's attention. Padding is not
     stored. Prompts after cached tokens, and drafts, only run with rows of equally many new tokens,
@@ -81,132 +78,66 @@ class RectangleRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_kept_states()
-        parts: list[tuple[list[Any], Tensor]] = []
-        for places, begins in self._divide(plan):
-            answers = []
-            for place in places:
-                num_answers = 1 + len(plan.sequences[place].draft)
-                answers += [(place, number) for number in range(num_answers)]
-            compute = self._begin if begins else self._continue
-            parts.append((answers, compute(plan.select(places))))
+        wholes, others = sort_places(plan)
+        parts = self.run_wholes(wholes, plan)
+        rows = [(self._kind(plan, place), 1, plan.counts[place], place) for place in others]
+        for places in divide(rows, self.memory.config.max_num_batched_tokens):
+            part = plan.select(places)
+            if _begins(plan, places[0]):
+                logits = self._forward(self._lay_out(part), begins=True)
+            else:
+                logits = self._continue(part)
+            parts.append((places, logits))
         self._holders = set(self.states.holders())
-        logits = in_order(parts)
-        are_wanted: list[bool] = []
-        for sequence, num_logits in zip(plan.sequences, plan.num_logits):
-            are_wanted += [num_logits > 0] * (1 + len(sequence.draft))
-        if all(are_wanted):
+        num_rows = [max(1, number) for number in plan.num_logits]  # of logits, wanted or not
+        by_row: list[Part] = []
+        for places, logits in parts:
+            numbers = [(place, number) for place in places for number in range(num_rows[place])]
+            by_row.append((numbers, logits))
+        logits = in_order(by_row)
+        if all(plan.num_logits):
             return logits
-        return logits[are_wanted]
+        counted = zip(plan.num_logits, num_rows)
+        return logits[[number > 0 for number, count in counted for _ in range(count)]]
 
-    def _divide(self, plan: StepPlan) -> list[tuple[list[int], bool]]:
-        """Returns the places in `plan` of each forward, and whether they begin a prompt."""
-        # rows that may share a forward: whether it begins, new tokens, whether some are a draft,
-        # place
-        prompts: list[tuple[bool, int, bool, int]] = []
-        together: dict[tuple[Any, bool], list[int]] = {}
-        columns = zip(plan.sequences, plan.starts, plan.counts)
-        for place, (sequence, start, count) in enumerate(columns):
-            begins = not start and not sequence.draft
-            key: Any = "decodes"
-            if sequence.request.inputs is not None or not self.layout.side_by_side:
-                key = self._key(sequence, start, begins, place)
-            elif begins or count > 1:
-                prompts.append((begins, count, bool(sequence.draft), place))
-                continue
-            group = together.setdefault((key, begins), [])
-            group.append(place)
-        parts = self._pack_prompts(prompts)
-        for (_, begins), places in together.items():
-            parts.append((places, begins))
-        return parts
-
-    def _key(self, sequence: Sequence, start: int, begins: bool, place: int) -> Any:
-        """Rows with equal keys share a forward."""
-        prompts = None
-        if sequence.request.inputs is not None:
-            prompts, _ = sequence.request.inputs
-        if begins:
-            if prompts is None:
-                return place
-            return prompts if prompts.merges is None else prompts.merges
-        if not self._has_cache:  # each row runs alone with a copy of the model's
+    def _kind(self, plan: StepPlan, place: int) -> Hashable:
+        """Rows of one kind share a forward."""
+        sequence = plan.sequences[place]
+        start = plan.starts[place]
+        count = plan.counts[place]
+        begins = _begins(plan, place)
+        prompts, _ = sequence.request.inputs or (None, 0)
+        if prompts is None and self.layout.side_by_side:
+            if count == 1 and not begins:
+                return "decodes"
+            is_any_length = begins and self.layout.mixed_lengths
+            return begins, 0 if is_any_length else count, bool(sequence.draft)
+        if begins or not self._has_cache:  # each row runs alone with a copy of the model's
             return place
         if prompts is None or prompts.joins is None:
             holder, _ = self.states.find(_slot(sequence.blocks))
             return holder
         return prompts.joins, prompts.joins.equal_lengths and start
 
-    def _pack_prompts(
-        self,
-        prompts: list[tuple[bool, int, bool, int]],
-    ) -> list[tuple[list[int], bool]]:
-        """As `_divide`, for rows without other inputs, the longest first."""
-        parts: list[tuple[list[int], bool]] = []
-        width = 0  # new tokens of the longest prompt in the last part
-        last: tuple[bool, int, bool] | None = None
-        by_length = operator.itemgetter(0, 1, 2)
-        for begins, count, has_draft, place in sorted(prompts, key=by_length, reverse=True):
-            kind = (begins, count, has_draft)
-            fits = False
-            if parts:
-                num_tokens = (len(parts[-1][0]) + 1) * width
-                fits = num_tokens <= self.memory.config.max_num_batched_tokens
-            is_alike = kind == last or (begins and self.layout.mixed_lengths)
-            if fits and is_alike:
-                parts[-1][0].append(place)
-            else:
-                parts.append(([place], begins))
-                last = kind
-                width = count
-        return parts
+    def _run_merged(self, wholes: list[Whole], plan: StepPlan) -> Part:
+        parts = []
+        all_places: list[int] = []
+        for prompts, rows in wholes:
+            sequences = {row: plan.sequences[place] for row, place in rows.items()}
+            rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
+            parts.append((rectangle, list(rows)))
+            all_places += rows.values()
+        rectangle = Rectangle.join(parts, self._new_cache())
+        rectangle.borrow(0)
+        return all_places, self._forward(rectangle, begins=True)
 
-    def _begin(self, plan: StepPlan) -> Tensor:
-        """Computes prompts; returns logits `(rows, vocab)` after each row's last token."""
-        sequences = plan.sequences
-        calls: dict[Prompts, dict[int, Sequence]] = {}
-        for sequence in sequences:
-            if sequence.request.inputs is not None:
-                prompts, row = sequence.request.inputs
-                calls.setdefault(prompts, {})[row] = sequence
-        if not calls:
-            return self._forward(self._lay_out(plan), begins=True)
-        logits = None
-        if len(calls) > 1:
-            logits = self._begin_together(calls)
-        if logits is None:
-            logits = torch.cat([self._begin_alone(*call) for call in calls.items()])
-        begun = [sequence for rows in calls.values() for sequence in rows.values()]
-        if begun == sequences:
-            return logits
-        return logits[[begun.index(sequence) for sequence in sequences]]
-
-    def _begin_together(self, calls: dict[Prompts, dict[int, Sequence]]) -> Tensor | None:
-        """As `_begin`, in one forward; `None` if it fails: then each call runs alone, so that
-        errors stay with it."""
-        try:
-            parts = [(self._lay_out_prompts(*call), list(call[1])) for call in calls.items()]
-            rectangle = Rectangle.join(parts, self._new_cache())
-            rectangle.borrow(0)
-            return self._forward(rectangle, begins=True)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            logger.debug("prompts of several requests fail in one forward: %s", error)
-            return None
-
-    def _begin_alone(self, prompts: Prompts, sequences: dict[int, Sequence]) -> Tensor:
-        """As `_begin`, for rows of one call. Raises [`PromptsError`]."""
-        rows = list(sequences)
-        try:
-            rectangle = self._lay_out_prompts(prompts, sequences)
-            logits = self._forward(rectangle, begins=True, rows=rows)
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            raise PromptsError(prompts, error) from error
-        if rows == list(range(len(logits))):
-            return logits
-        return logits[rows]
+    def _run_whole(self, prompts: Prompts, rows: dict[int, int], plan: StepPlan) -> Part:
+        sequences = {row: plan.sequences[place] for row, place in rows.items()}
+        rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
+        rectangle.borrow(0)
+        numbers = list(rows)
+        logits = self._forward(rectangle, begins=True, rows=numbers)
+        return list(rows.values()), logits[numbers]
 
     def _forward(
         self,
@@ -359,34 +290,15 @@ class RectangleRunner(Runner):
         rectangle.borrow(0 if num_new is None else width - num_new)
         return rectangle
 
-    def _lay_out_prompts(self, prompts: Prompts, sequences: dict[int, Sequence]) -> Rectangle:
-        """Prepares all rows of a call; only those in `sequences` are stored."""
-        cache = self._new_cache()
-        inputs = dict(prompts.model_kwargs)
-        nothing = no_encoder = NO_BLOCKS
-        if cache is not None:
-            inputs[compat.cache_name(self.model)] = cache
-            parts = cache_parts(cache)
-            nothing = no_blocks(parts[0])
-            no_encoder = no_blocks(parts[-1])
-        width = prompts.length
-        num_rows = len(prompts.paddings)
-        blocks = [nothing] * num_rows
-        encoded = [no_encoder] * num_rows
-        paddings = [width] * num_rows
-        for row, sequence in sequences.items():
-            blocks[row] = sequence.blocks
-            encoded[row] = sequence.request.encoded
-            paddings[row] = prompts.paddings[row]
-        rectangle = Rectangle(blocks, encoded, width, paddings, prompts.input_ids, cache, inputs)
-        rectangle.borrow(0)
-        return rectangle
-
     def _new_cache(self) -> Any:
         if not self._has_cache:
             return None
         twin = self._stock.empty_twin(self.memory, self.counters)
         return with_cross(twin)
+
+
+def _begins(plan: StepPlan, place: int) -> bool:
+    return not plan.starts[place] and not plan.sequences[place].draft
 
 
 def _slot(blocks: SequenceBlocks) -> int:

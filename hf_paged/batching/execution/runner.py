@@ -84,9 +84,12 @@ class Runner(Protocol):
         return None
 
 
-def in_order(parts: Items[tuple[list[Any], Tensor]]) -> Tensor:
-    """Merges parts, each the places of its rows and their logits, into `(n, vocab)`, sorted by
-    place."""
+Part = tuple[list[Any], Tensor]
+"""Places of rows in a step, and their logits `(rows, vocab)`."""
+
+
+def in_order(parts: Items[Part]) -> Tensor:
+    """Merges parts into `(n, vocab)`, sorted by place."""
     places, logits = parts[0]
     if len(parts) == 1 and places == sorted(places):
         return logits

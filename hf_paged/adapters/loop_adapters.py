@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.executor import Executor
-from ..batching.execution.runner import in_order
+from ..batching.execution.runner import Part, in_order
 from ..batching.request import Request
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
@@ -147,15 +147,7 @@ class LoopAdapters:
         names = dict.fromkeys(adapters)
         if len(names) == 1:
             return self._run_alone(adapters[0], plan, executor)
-        rows = plan.rows_of_logits()
-        parts: list[tuple[list[int], Tensor]] = []
-
-        def note(places: list[int], logits: Tensor) -> None:
-            answers: list[int] = []
-            for place in places:
-                answers += rows[place]
-            parts.append((answers, logits))
-
+        parts: list[Part] = []
         alone = list(range(len(plan)))
         if executor.runner.is_packed:
             mixable = self._mixable(names, executor.slowed_by)
@@ -170,7 +162,7 @@ class LoopAdapters:
                 compute = functools.partial(executor.compute, executor.runner.run)
                 try:
                     logits = run_mixed(self._model, compute, plan.select(places), chosen, self._mix)
-                    note(places, logits)
+                    parts.append((places, logits))
                     alone = sorted(set(alone) - set(places))
                 except NotMixableError as error:
                     reason = Topic.ADAPTERS(str(error))
@@ -178,8 +170,8 @@ class LoopAdapters:
                     executor.slowed_by.add(reason)
         for name in sorted({adapters[place] for place in alone}, key=str):
             places = [place for place in alone if adapters[place] == name]
-            note(places, self._run_alone(name, plan.select(places), executor))
-        return in_order(parts)
+            parts.append((places, self._run_alone(name, plan.select(places), executor)))
+        return in_order(parts, plan.num_logits)
 
     def _run_alone(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
         with self.using(adapter) as context:

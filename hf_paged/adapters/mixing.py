@@ -226,14 +226,10 @@ def run_mixed(
         is_decode = count == 1 or bool(sequence.draft)
         ranked.append((not is_decode, numbers[adapters[place]], place))
     order = [place for *_, place in sorted(ranked)]
-    rows = plan.rows_of_logits()
     mix = mix_of(joined([(adapters[place], plan.counts[place]) for place in order]))
     with mixing(model, mix):
         logits = run(plan.select(order), mix)
-    answers: list[int] = []
-    for place in order:
-        answers += rows[place]
-    return in_order([(answers, logits)])
+    return in_order([(order, logits)], plan.num_logits)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

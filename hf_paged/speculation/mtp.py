@@ -18,6 +18,7 @@ from .. import compat
 from ..attention.switch import calls_interface
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.decoding.scores import leaves_rows_alone
+from ..batching.execution.inputs import pack
 from ..batching.execution.packed import PackedRunner
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
@@ -149,7 +150,7 @@ class MtpRunner(PackedRunner):
         fully computed, and appends a token to each. The other sequences already have the tokens
         that later heads read.
         """
-        tokens = self._packing.pack(plan)
+        tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]
         places = inputs[1:2]

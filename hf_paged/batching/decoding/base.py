@@ -92,39 +92,39 @@ class StopChecker:
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        kinds = (
-            known.EosTokenCriteria,
-            known.MaxLengthCriteria,
-            known.MaxTimeCriteria,
-            known.StopStringCriteria,
-        )
-        by_kind: dict[type, list[Any]] = {kind: [] for kind in kinds}
-        by_kind[StopStrings] = by_kind[known.StopStringCriteria]
+        self.eos_ids: set[int] = set()
+        self.max_length: int | None = None  # prompt included
+        # criterion that logs once if a row gets longer than the model's positions
+        self._positions: Any = None
+        self._times: list[Any] = []
+        self.stop_strings: list[Any] = []
         self.others: list[Any] = []  # a caller's criteria, which get the ids of the whole batch
+        # up to this length only the token's id can end a row
+        self.free_length = sys.maxsize
         listed: Any = criteria
         if type(criteria) is not StoppingCriteriaList:
             listed = [criteria]
         for criterion in listed:
-            members = by_kind.get(type(criterion), self.others)
-            members.append(criterion)
-        eos, limits, self._times, self.stop_strings, _ = by_kind.values()
-        self.eos_ids: set[int] = set()
-        for criterion in eos:
-            self.eos_ids.update(criterion.eos_token_id.tolist())
-        # prompt included
-        max_lengths = [limit.max_length for limit in limits]
-        self.max_length: int | None = min(max_lengths, default=None)
-        # criterion that logs once if a row gets longer than the model's positions
-        self._positions: Any = None
-        for limit in limits:
-            if limit.max_position_embeddings is not None:
-                self._positions = limit
-        # up to this length only the token's id can end a row
-        self.free_length = self.max_length - 1 if self.max_length is not None else sys.maxsize
-        if self._times:
-            self.free_length = 0
-        if self._positions is not None:
-            self.free_length = min(self.free_length, self._positions.max_position_embeddings)
+            kind = type(criterion)
+            if kind is known.EosTokenCriteria:
+                self.eos_ids.update(criterion.eos_token_id.tolist())
+            elif kind is known.MaxLengthCriteria:
+                max_length: int = criterion.max_length
+                if self.max_length is not None:
+                    max_length = min(max_length, self.max_length)
+                self.max_length = max_length
+                self.free_length = min(self.free_length, max_length - 1)
+                if criterion.max_position_embeddings is not None:
+                    self._positions = criterion
+                    most = criterion.max_position_embeddings
+                    self.free_length = min(self.free_length, most)
+            elif kind is known.MaxTimeCriteria:
+                self._times.append(criterion)
+                self.free_length = 0
+            elif kind in (known.StopStringCriteria, StopStrings):
+                self.stop_strings.append(criterion)
+            else:
+                self.others.append(criterion)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
         """Returns why a row of `length` tokens that ends in `token` has ended, without asking

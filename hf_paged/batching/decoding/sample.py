@@ -158,14 +158,11 @@ class SampleDecoding(Decoding):
     @property
     def batch_key(self) -> Hashable | None:
         batchable = self.batchable
-        if self.draft is not None and self.draft.is_drawn:
+        is_drawn = self.draft is not None and self.draft.is_drawn
+        if batchable is None or is_drawn:
             return None
-        if batchable is None:
+        if any(acts(processor, self.length) for acts, processor in batchable.bound):
             return None
-        length = self.length
-        for acts, processor in batchable.bound:
-            if acts(processor, length):
-                return None
         return batchable.key, self.do_sample
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,10 +187,10 @@ class SampleDecoding(Decoding):
                 self._narrowed = (rows, narrowed)
             _, processors = self._narrowed
             scores = processors(ids, logits)
-            if len(scores) != len(ids):
+            if scores.dim() != 2 or len(scores) != len(ids):
                 raise RuntimeError(
-                    f"the logits processors returned scores of {len(scores)} rows for {len(ids)}"
-                    " rows"
+                    f"the logits processors returned scores {tuple(scores.shape)} for logits"
+                    f" {tuple(logits.shape)}"
                 )
         if self.scores is not None:
             self.scores += (scores,)

@@ -233,11 +233,6 @@ def _choose(
         tokens = _draw(batch, scores)
     else:
         tokens = argmax(scores)
-    if tokens.shape != logits.shape[:1]:
-        raise RuntimeError(
-            f"the logits processors returned scores {tuple(scores.shape)} for logits"
-            f" {tuple(logits.shape)}"
-        )
     records = (decoding.record_logprobs for decoding in batch for _ in decoding.open_rows)
     recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
     logprobs: list[Tensor] = []

@@ -118,6 +118,8 @@ def for_rows(
 
 def _constants(processor: Any) -> tuple[Any, ...]:
     """Returns the attributes that must be equal for two processors of one type to share a call."""
+    if type(processor) is _PENALTY:
+        return ()
     varies = _SEQUENCE_FREE.get(type(processor))
     constants: list[Any] = []
     for name, value in sorted(vars(processor).items()):
@@ -137,26 +139,22 @@ class BatchableProcessors:
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors: list[Any] = []
         self.bound: list[tuple[Callable[[Any, int], bool], Any]] = []
-        for processor in processors:
-            acts = _LENGTH_BOUND.get(type(processor))
-            if acts is None:
-                self.processors.append(processor)
-            else:
-                self.bound.append((acts, processor))
-        key: list[tuple[Any, ...]] = []
         # whether a processor reads the tokens, so that new ones are noted in `unseen`
-        self.reads_tokens = any(type(processor) is _PENALTY for processor in self.processors)
+        self.reads_tokens = False
         # to be added to `seen`
         self.unseen: list[int] = []
-        for processor in self.processors:
-            kind = type(processor)
-            if kind is _PENALTY:
-                key.append((kind,))
+        processor: Any
+        for processor in processors:
+            acts = _LENGTH_BOUND.get(type(processor))
+            if acts is not None:
+                self.bound.append((acts, processor))
+                continue
+            self.processors.append(processor)
+            if type(processor) is _PENALTY:
+                self.reads_tokens = True
                 ignored = int(processor.prompt_ignore_length or 0)
                 self.unseen = input_ids[0, ignored:].tolist()
-            else:
-                key.append((kind, *_constants(processor)))
-        self.key = tuple(key)
+        self.key = tuple((type(processor), _constants(processor)) for processor in self.processors)
         # row `row` of `(rows, vocab)` bool: tokens to which the repetition penalty applies
         self.seen: Tensor | None = None
         self.row = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -50,24 +51,11 @@ class StopStrings(StoppingCriteria):
         strings = [string for string in self._strings if string[-1:] in last]
         if not strings:
             return False
-        parts = [last]
-        missing = max(map(len, strings)) - 1
-        earlier = tokens[-self.maximum_token_len : -1]
-        for token in reversed(earlier):
-            if missing <= 0:
-                break
-            text = self._text(token)
-            if text is None:
-                break
-            parts.append(text)
-            missing -= len(text)
+        earlier = map(self._text, reversed(tokens[-self.maximum_token_len : -1]))
+        parts = [last, *itertools.takewhile(lambda text: text is not None, earlier)]
         tail = last[:0].join(reversed(parts))
         before = len(tail) - len(last)
-        for string in strings:
-            start = max(0, before - len(string) + 1)
-            if tail.find(string, start) >= 0:
-                return True
-        return False
+        return any(tail.find(string, max(0, before - len(string) + 1)) >= 0 for string in strings)
 
     def _text(self, token: int) -> _Text | None:
         """The text of a token; `None` for ids without one, which no string spans."""

@@ -191,9 +191,7 @@ class Executor:
         if not is_due or self._state is None:
             return
         if not self._state.is_same() and self._read_model():
-            reason = self.runner.reason_against_packing()
-            if reason is not None:
-                self._unpack(reason)
+            self._unpack()
 
     def doubt_model(self) -> None:
         """Before the next replay, looks whether other code has replaced modules or tensors."""
@@ -281,10 +279,11 @@ class Executor:
                 raise
         return self._run_rows(plan)
 
-    def _unpack(self, reason: str, finding: str = "") -> bool:
-        """Packs no rows any more, for `reason`, which `finding` introduces; returns whether steps
-        can run so."""
-        if not self.runner.unpack(reason):
+    def _unpack(self, failure: str | None = None, finding: str = "") -> bool:
+        """As `Runner.unpack`, with a warning of the reason, which `finding` introduces; returns
+        whether rows are packed no more."""
+        reason = self.runner.unpack(failure)
+        if reason is None:
             return False
         self.slowed_by.add(
             Topic.HOOKS(

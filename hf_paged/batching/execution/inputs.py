@@ -1,13 +1,20 @@
-"""A packed step on the host, and its block tables as tensors."""
+"""A packed step on the host: its tokens one behind the other, their slots and block tables; these
+tables as tensors."""
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...plan import StepPlan
+from ..decoding.scores import PromptLogprobs
+
+_BLOCK_IDS = operator.attrgetter("block_ids")
 
 
 class GroupTokens(NamedTuple):
@@ -30,6 +37,133 @@ class PackedTokens(NamedTuple):
     # positions on each axis, if a sequence does not just count tokens
     axes: list[list[int]] | None = None
     has_drafts: bool = False  # whether some rows are draft tokens of a row before them
+
+
+def pack(
+    plan: StepPlan,
+    block_sizes: list[int],
+    rope: Any,
+    is_ahead: bool = False,
+) -> PackedTokens:
+    """Lays out the tokens of a step, for layer groups with blocks of these sizes. `rope`: rotary
+    factors that depend on a sequence's length (`model.rope.LengthRope`), or `None`. `is_ahead`: the
+    tokens are on the device only, one of each row."""
+    # leading rows of one token each, whose columns need no look at each row
+    num_plain = plan.num_decodes
+    if plan.has_drafts or rope is not None:
+        num_plain = 0
+    positions = list(plan.starts[:num_plain])
+    if is_ahead:
+        token_ids = [0] * num_plain
+    else:
+        plain = zip(plan.sequences, positions)
+        token_ids = [sequence.token_ids[position] for sequence, position in plain]
+    last = [row for row in range(num_plain) if plan.num_logits[row]]
+    query_start = list(range(num_plain + 1))
+    factors: list[int] = []
+    num_decodes = num_plain
+    for row in range(num_plain, len(plan.sequences)):
+        sequence = plan.sequences[row]
+        start = plan.starts[row]
+        count = plan.counts[row]
+        draft = sequence.draft
+        end = start + count
+        first = len(token_ids)
+        behind = first + count
+        if num_decodes == first and (draft or count == 1):  # only leading ones
+            num_decodes += count
+        if is_ahead:
+            token_ids += [0] * count
+        else:
+            token_ids += sequence.token_ids[start : end - len(draft)]
+            token_ids += draft
+        positions += range(start, end)
+        query_start += _row_ends(first, count, draft)
+        last += range(behind - plan.num_logits[row], behind)
+        if rope is not None:
+            num_prompt_tokens = sequence.request.num_prompt_tokens
+            length = max(end, len(sequence.token_ids))
+            factors += rope.token_factors(start, end, num_prompt_tokens, length)
+    if rope is not None and rope.is_fresh and not any(factors):
+        factors = []
+    groups = [_pack_group(plan, number, size, num_plain) for number, size in enumerate(block_sizes)]
+    return PackedTokens(
+        token_ids,
+        positions,
+        last,
+        query_start,
+        num_decodes,
+        groups,
+        factors,
+        axes_of(plan, positions) if plan.has_inputs else None,
+        plan.has_drafts,
+    )
+
+
+def _row_ends(first: int, count: int, draft: list[int]) -> range:
+    """Where the rows of `count` tokens from `first` on end: one row, or with a draft rows of one
+    token each."""
+    step = 1 if draft else count
+    return range(first + step, first + count + 1, step)
+
+
+def _pack_group(plan: StepPlan, number: int, size: int, num_plain: int) -> GroupTokens:
+    held = [sequence.blocks.tables[number] for sequence in plan.sequences]
+    plain = held[:num_plain]
+    origins = [table.num_dropped * size for table in plain]
+    tables = list(map(_BLOCK_IDS, plain))
+    indices = list(map(operator.sub, plan.starts, origins))
+    slots = [ids[index // size] * size + index % size for ids, index in zip(tables, indices)]
+    seq_lens = list(map((1).__add__, indices))
+    for row in range(num_plain, len(held)):
+        table = held[row]
+        count = plan.counts[row]
+        origin = table.num_dropped * size
+        first = plan.starts[row] - origin
+        slots += table.slots(first, first + count)
+        lengths = _row_ends(first, count, plan.sequences[row].draft)
+        seq_lens += lengths
+        tables += [table.block_ids] * len(lengths)
+        origins += [origin] * len(lengths)
+    return GroupTokens(slots, tables, seq_lens, origins)
+
+
+def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
+    """Returns, for each prompt whose log-probabilities are recorded: the recording, the position of
+    the first token computed now, and the packed tokens that a prompt token follows."""
+    recordings = []
+    first = 0
+    for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):
+        recording = sequence.request.prompt_logprobs
+        if recording is not None:
+            # a draft is not among the computed tokens
+            count = recording.num_wanted(start, start + num_tokens - len(sequence.draft))
+            if count:
+                tokens = range(first, first + count)
+                recordings.append((recording, start, tokens))
+        first += num_tokens
+    return recordings
+
+
+def axes_of(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
+    """Makes `PackedTokens.axes`; sequences with several axes must have equally many."""
+    axes_of_rows: list[list[list[int]]] = []
+    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
+        row_axes = None
+        if sequence.request.inputs is not None:
+            prompts, row = sequence.request.inputs
+            row_axes = prompts.positions(row, start, start + count)
+        axes_of_rows.append(row_axes or [])
+    num_axes = max(map(len, axes_of_rows))
+    if not num_axes:
+        return None
+    axes: list[list[int]] = [[] for _ in range(num_axes)]
+    for row_axes, count in zip(axes_of_rows, plan.counts):
+        first = len(axes[0])
+        counted = [positions[first : first + count]] * num_axes
+        for axis, values in zip(axes, row_axes or counted):
+            axis += values
+    return axes
 
 
 def write_changed(

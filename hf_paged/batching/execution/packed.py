@@ -32,12 +32,9 @@ from ...step import StepMetadata, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
-from .inputs import PackedTokens, TableRows
-from .packing import Packing, recorded_prompts
-from .prompts import Prompts
+from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .rectangle import padding_mask
-from .runner import Part, in_order
-from .whole_prompts import PromptsRunner, Whole, num_cached, sort_places
+from .runner import Part, Runner, Whole, in_order, num_cached, sort_places
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ MAX_GATHERED_EXPERTS = 64
 memory."""
 
 
-class PackedRunner(PromptsRunner):
+class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
     The caller has switched the model's attention. `cache`, empty, tells which layers share block
     tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
@@ -75,7 +72,6 @@ class PackedRunner(PromptsRunner):
         self._rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
         self.takes_drafts = self.rope is None
-        self._packing = Packing(self._block_sizes, self.rope)
         self.recorder = recorder
         self._invariant: TapeRoom | None = None
         if is_invariant:
@@ -94,19 +90,17 @@ class PackedRunner(PromptsRunner):
         hidden_size)` to `store` while the cache's layers have its slots."""
         self.store_hidden = store
 
-    def reason_against_packing(self) -> str | None:
-        if not self.is_packed:
-            return None
-        return structural_reason(self.model, self.cache)
-
-    def unpack(self, reason: str) -> bool:
+    def unpack(self, reason: str | None = None) -> str | None:
         is_led = self._processes is not None and self._processes.leads
         must_pack = self._invariant is not None or is_led
         if must_pack or not self.is_packed:
-            return False
-        note_unpackable(self.model, self.cache, reason)
-        self.is_packed = False
-        return True
+            return None
+        if reason is None:
+            reason = structural_reason(self.model, self.cache)
+        if reason is not None:
+            note_unpackable(self.model, self.cache, reason)
+            self.is_packed = False
+        return reason
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model that stays in this state. Without one, as at first, no step is a
@@ -121,11 +115,6 @@ class PackedRunner(PromptsRunner):
             self._shows_rows = not calls_interface(self.model.modules())
         if state is not None and self.recorder is not None:
             self.recorder.begin(state)
-
-    def ordered(self) -> contextlib.AbstractContextManager[None]:
-        if self.recorder is None:
-            return NOTHING
-        return self.recorder.in_order()
 
     def rest(self) -> None:
         self._state = None  # it holds the weights
@@ -152,11 +141,7 @@ class PackedRunner(PromptsRunner):
         for places in self._divide(plan, others):
             logits = self._run_packed(plan.select(places), context)
             parts.append((places, logits))
-        rows = plan.rows_of_logits()
-        by_row: list[Part] = []
-        for places, logits in parts:
-            by_row.append(([row for place in places for row in rows[place]], logits))
-        return in_order(by_row)
+        return in_order(parts, plan.num_logits)
 
     def _divide(self, plan: StepPlan, places: list[int]) -> Iterable[list[int]]:
         """Divides these places into forwards of rows with equally many position axes; if they are
@@ -178,19 +163,16 @@ class PackedRunner(PromptsRunner):
             forwards.setdefault(kind, []).append(place)
         return forwards.values()
 
-    def _run_merged(self, wholes: list[Whole], plan: StepPlan) -> Part:
-        (first, _), *others = wholes
-        partners = [prompts for prompts, _ in others]
-        merged = first.merged(partners, pad_token_id(self.model))
-        all_rows: dict[int, int] = {}
+    def _run_prompts(self, wholes: list[Whole], plan: StepPlan) -> Part:
+        rows: dict[int, int] = {}
         num_rows = 0
-        for prompts, rows in wholes:
-            for row, place in rows.items():
-                all_rows[num_rows + row] = place
-            num_rows += len(prompts.paddings)
-        return self._run_whole(merged, all_rows, plan)
-
-    def _run_whole(self, prompts: Prompts, rows: dict[int, int], plan: StepPlan) -> Part:
+        for each, places in wholes:
+            for row, place in places.items():
+                rows[num_rows + row] = place
+            num_rows += len(each.paddings)
+        prompts, *others = [each for each, _ in wholes]
+        if others:
+            prompts = prompts.merged(others, pad_token_id(self.model))
         sequences = {row: plan.sequences[place] for row, place in rows.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
         with self._rotating([]), self.products:
@@ -215,7 +197,7 @@ class PackedRunner(PromptsRunner):
         plan: StepPlan,
         context: ForwardContext | None,
     ) -> Tensor:
-        tokens = self._packing.pack(plan)
+        tokens = pack(plan, self._block_sizes, self.rope)
         # decodes compute no prompt tokens whose log-probabilities are recorded
         wanted: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
@@ -253,7 +235,7 @@ class PackedRunner(PromptsRunner):
         in_order = NOTHING if self._invariant is None else self._invariant.in_fixed_order()
         with in_order:
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
-            tokens = self._packing.pack(plan, is_ahead=True)
+            tokens = pack(plan, self._block_sizes, self.rope, is_ahead=True)
             return self._replay(tokens, context, token_ids)
 
     def _replay(
@@ -348,22 +330,16 @@ class PackedRunner(PromptsRunner):
     def _kernels(self, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
         if self._invariant is not None:
             return self._invariant.by_kernels()
-        return self._experts(num_tokens)
-
-    def _experts(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Around a forward of few tokens on a device: uses the expert products that `generate` uses
-        for decodes. In other dtypes than bfloat16, grouped expert products wait for the device, and
-        cannot be recorded."""
         if (
             self.device.type == "cpu"
             or self.model.dtype is torch.bfloat16
             or num_tokens > MAX_GATHERED_EXPERTS
         ):
             return NOTHING
-        context: contextlib.AbstractContextManager[None] = compat.with_experts_of_decodes(
-            self.model
-        )
-        return context
+        # for few tokens on a device the expert products that `generate` uses for decodes: in other
+        # dtypes than bfloat16, grouped ones wait for the device, and cannot be recorded
+        experts: contextlib.AbstractContextManager[Any] = compat.with_experts_of_decodes(self.model)
+        return experts
 
     def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
         if self.rope is None:

@@ -65,29 +65,29 @@ class Rectangle:
             paddings = tuple(width - length for length in self._encoder_lengths)
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
-    def select(self, rows: list[int]) -> None:
-        """Replaces row `i` by row `rows[i]`; the cache must borrow the tables again."""
+    def select(self, rows: list[int], cache: Any) -> Rectangle:
+        """Returns row `rows[i]` as row `i`, with `cache` in the place of this one's; it must then
+        get these rows, and borrow the tables."""
         index = torch.tensor(rows, device=self.token_ids.device)
-        origins = [self.origins[row] for row in rows]
-        is_same = origins == self.origins
-        for name, value in self.inputs.items():
-            is_constant = is_same and name in self.constants
-            if value is not self.cache and not is_constant:
-                self.inputs[name] = select_rows(name, value, index, len(self.blocks))
-        if self.cache is not None:
-            self.cache.reorder_cache(index)
-        self.token_ids = self.token_ids[index]
+        selected = copy.copy(self)
         for name in ("blocks", "encoded", "paddings", "origins"):
             values = getattr(self, name)
-            setattr(self, name, [values[row] for row in rows])
+            setattr(selected, name, [values[row] for row in rows])
+        is_same = selected.origins == self.origins
+        selected.inputs = {}
+        for name, value in self.inputs.items():
+            if value is self.cache:
+                value = cache
+            elif not is_same or name not in self.constants:
+                value = select_rows(name, value, index, len(self.blocks))
+            selected.inputs[name] = value
+        selected.cache = cache
+        selected.token_ids = self.token_ids[index]
+        return selected
 
-    def twin(self, cache: Any) -> Rectangle:
-        """Copies the rows onto an empty `cache`, which continues from this one's; nothing may be
-        written before a `select`."""
-        twin = copy.copy(self)
-        if self.cache is None:
-            twin.inputs = copy.deepcopy(self.inputs)
-            return twin
+    def fork_cache(self, cache: Any) -> Any:
+        """Makes an empty `cache` continue from this one's; nothing may be written to it before its
+        rows are reordered. Returns it."""
         paged, *others = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
         for cross in others:
@@ -97,56 +97,45 @@ class Rectangle:
             elif isinstance(cross, PagedCache):
                 cache.cross_attention_cache.continue_from(cross)
             cache.is_updated = dict(self.cache.is_updated)
-        twin.cache = cache
-        twin.inputs = {}
-        for name, value in self.inputs.items():
-            twin.inputs[name] = cache if value is self.cache else value
-        return twin
+        return cache
 
     @classmethod
     def join(
         cls,
-        parts: Items[tuple[Rectangle, list[int]]],
+        sources: Items[tuple[Rectangle, list[int]]],
         cache: Any,
     ) -> Rectangle:
         """Joins rows of several rectangles, aligned on the right, on an empty `cache`."""
-        first = parts[0][0]
+        parts = [source.select(rows, cache) for source, rows in sources]
+        for part in parts:
+            part.inputs.pop(_MASK, None)
+        first = parts[0]
         device = first.token_ids.device
-        lengths = []
-        blocks = []
-        encoded = []
-        selections = []
-        for holder, rows in parts:
-            for row in rows:
-                lengths.append(holder.width - holder.paddings[row])
-                blocks.append(holder.blocks[row])
-                encoded.append(holder.encoded[row])
-            selections.append((holder, torch.tensor(rows, device=device)))
+        lengths = [part.width - padding for part in parts for padding in part.paddings]
+        blocks = [blocks for part in parts for blocks in part.blocks]
+        encoded = [blocks for part in parts for blocks in part.encoded]
         width = max(lengths)
         paddings = [width - length for length in lengths]
-        ids = [holder.token_ids[index] for holder, index in selections]
+        ids = [part.token_ids for part in parts]
         ids = join_rows(ids, [part.shape[1] for part in ids], width)
         joined = cls(blocks, encoded, width, paddings, ids, cache, {})
-        widths = [holder.encoder_width for holder, _ in parts]
-        has_masks = any(holder.inputs.get(_ENCODER_MASK) is not None for holder, _ in parts)
+        widths = [part.encoder_width for part in parts]
+        has_masks = any(part.inputs.get(_ENCODER_MASK) is not None for part in parts)
         if len(set(widths)) > 1 or has_masks:
-            for holder, _ in parts:
-                holder._mask_encoder()
+            for part in parts:
+                part._mask_encoder()
         for name, value in first.inputs.items():
-            if value is first.cache:
-                joined.inputs[name] = cache
-            elif name != _MASK:
-                values = []
-                for holder, index in selections:
-                    carried = holder.inputs.get(name)
-                    values.append(select_rows(name, carried, index, len(holder.blocks)))
-                joined.inputs[name] = join_rows(values, widths, joined.encoder_width)
+            if value is not cache:
+                values = [part.inputs.get(name) for part in parts]
+                value = join_rows(values, widths, joined.encoder_width)
+            joined.inputs[name] = value
         if any(paddings):  # with a column for the next token
             joined.inputs[_MASK] = padding_mask(paddings, width + 1, device).long()
-        constants = (holder.constants for holder, _ in parts)
+        constants = (part.constants for part in parts)
         joined.constants = set.intersection(*constants) - {_MASK}
         if isinstance(cache, EncoderDecoderCache):
-            cache.is_updated = dict(first.cache.is_updated)
+            source, _ = sources[0]
+            cache.is_updated = dict(source.cache.is_updated)
         return joined
 
     def _mask_encoder(self) -> None:
@@ -162,8 +151,7 @@ class Rectangle:
         """Appends the token that the step computes of each sequence to its row, and takes over the
         sequences' blocks."""
         blocks = [sequence.blocks for sequence in plan.sequences]
-        columns = zip(plan.sequences, plan.starts, plan.counts)
-        tokens = [[sequence.token_ids[start + count - 1]] for sequence, start, count in columns]
+        tokens = [[row.token_ids[start]] for row, start in zip(plan.sequences, plan.starts)]
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
         # after what may raise: the rows then still fit together

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections.abc import Hashable
@@ -29,13 +30,11 @@ from ...model.registry import warn_once
 from ...plan import StepPlan
 from ...seams import ForwardContext
 from ...topics import Topic
-from .prompts import Prompts
 from .rectangle import Rectangle, padding_mask
-from .runner import Part, in_order
-from .whole_prompts import PromptsRunner, Whole, divide, sort_places
+from .runner import Part, Runner, Whole, divide, in_order, sort_places
 
 
-class RectangleRunner(PromptsRunner):
+class RectangleRunner(Runner):
     """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the
     next tokens of all rows together. The caller has switched the model's attention. Padding is not
     stored. Prompts after cached tokens, and drafts, only run with rows of equally many new tokens,
@@ -90,11 +89,7 @@ class RectangleRunner(PromptsRunner):
             parts.append((places, logits))
         self._holders = set(self.states.holders())
         num_rows = [max(1, number) for number in plan.num_logits]  # of logits, wanted or not
-        by_row: list[Part] = []
-        for places, logits in parts:
-            numbers = [(place, number) for place in places for number in range(num_rows[place])]
-            by_row.append((numbers, logits))
-        logits = in_order(by_row)
+        logits = in_order(parts, num_rows)
         if all(plan.num_logits):
             return logits
         counted = zip(plan.num_logits, num_rows)
@@ -119,25 +114,21 @@ class RectangleRunner(PromptsRunner):
             return holder
         return prompts.joins, prompts.joins.equal_lengths and start
 
-    def _run_merged(self, wholes: list[Whole], plan: StepPlan) -> Part:
-        parts = []
+    def _run_prompts(self, wholes: list[Whole], plan: StepPlan) -> Part:
+        sources = []
         all_places: list[int] = []
-        for prompts, rows in wholes:
-            sequences = {row: plan.sequences[place] for row, place in rows.items()}
+        for prompts, places in wholes:
+            sequences = {row: plan.sequences[place] for row, place in places.items()}
             rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
-            parts.append((rectangle, list(rows)))
-            all_places += rows.values()
-        rectangle = Rectangle.join(parts, self._new_cache())
+            sources.append((rectangle, list(places)))
+            all_places += places.values()
+        rectangle, rows = sources[0]
+        if len(sources) > 1:
+            rectangle = Rectangle.join(sources, self._new_cache())
+            rows = list(range(len(all_places)))
         rectangle.borrow(0)
-        return all_places, self._forward(rectangle, begins=True)
-
-    def _run_whole(self, prompts: Prompts, rows: dict[int, int], plan: StepPlan) -> Part:
-        sequences = {row: plan.sequences[place] for row, place in rows.items()}
-        rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
-        rectangle.borrow(0)
-        numbers = list(rows)
-        logits = self._forward(rectangle, begins=True, rows=numbers)
-        return list(rows.values()), logits[numbers]
+        logits = self._forward(rectangle, begins=True, rows=rows)
+        return all_places, logits[rows]
 
     def _forward(
         self,
@@ -184,7 +175,7 @@ class RectangleRunner(PromptsRunner):
         if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
-            rectangle.select(rows)
+            rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)
         slots = [_slot(blocks) for blocks in rectangle.blocks]
         self.states.put(slots, rectangle, rectangle.row_bytes)
@@ -197,40 +188,46 @@ class RectangleRunner(PromptsRunner):
         sequences = plan.sequences
         num_new = plan.counts[0]
         slots = [_slot(sequence.blocks) for sequence in sequences]
-        states = [self._find(slot) for slot in slots]
-        rectangle = states[0][0]
-        rows = [row for _, row in states]
-        is_one = isinstance(rectangle, Rectangle) and all(
-            holder is rectangle for holder, _ in states
-        )
+        groups = itertools.groupby(map(self._find, slots), operator.itemgetter(0))
+        sources = [(holder, [row for _, row in group]) for holder, group in groups]
+        rectangle, rows = sources[0]
+        is_one = len(sources) == 1 and isinstance(rectangle, Rectangle)
         if num_new > 1 or not is_one or self._is_too_wide(rectangle, rows):
-            groups = itertools.groupby(states, operator.itemgetter(0))
-            sources = [(holder, [row for _, row in group]) for holder, group in groups]
-            if sequences[0].request.inputs is not None:
-                rectangle = Rectangle.join(sources, self._new_cache())
-                num_cached = rectangle.width
-                rectangle.append(plan)
-                rectangle.borrow(num_cached)
-                return self._forward(rectangle, begins=False)
-            rectangle = self._lay_out(plan, num_new)
-            if self._knows_states:
-                layers = [(holder.state_layers, rows) for holder, rows in sources]
-                gather_states(rectangle.state_layers, layers)
-            num_logits = num_new if sequences[0].draft else 1
-            return self._forward(rectangle, begins=False, num_new=num_new, num_logits=num_logits)
-        others = self.states.holders()[rectangle] - set(slots)
-        is_moved = bool(others) or rows != list(range(len(rectangle.blocks)))
-        if others:  # other sequences still continue from this rectangle
-            rectangle = rectangle.twin(self._new_cache())
-        if is_moved and self._has_cache:
-            rectangle.select(rows)
-        if not is_moved:
-            is_moved = rectangle.blocks != [sequence.blocks for sequence in sequences]
+            if sequences[0].request.inputs is None:
+                rectangle = self._lay_out(plan)
+                if self._knows_states:
+                    layers = [(holder.state_layers, rows) for holder, rows in sources]
+                    gather_states(rectangle.state_layers, layers)
+                num_logits = num_new if sequences[0].draft else 1
+                return self._forward(rectangle, False, num_new=num_new, num_logits=num_logits)
+            rectangle = Rectangle.join(sources, self._new_cache())
+            is_moved = True
+        else:
+            # whether other sequences still continue from this rectangle
+            is_shared = bool(self.states.holders()[rectangle] - set(slots))
+            is_moved = is_shared or rows != list(range(len(rectangle.blocks)))
+            if is_moved:
+                rectangle = self._select(rectangle, rows, is_shared)
+            else:
+                is_moved = rectangle.blocks != [sequence.blocks for sequence in sequences]
         num_cached = rectangle.width
         rectangle.append(plan)
         if is_moved:
             rectangle.borrow(num_cached)
         return self._forward(rectangle, begins=False)
+
+    def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
+        """Returns these rows of a rectangle, from which others continue if it `is_shared`; the
+        cache must borrow the tables again."""
+        if not self._has_cache:  # it is among the inputs
+            alone = copy.copy(rectangle)
+            alone.inputs = copy.deepcopy(rectangle.inputs)
+            return alone
+        cache = rectangle.cache
+        if is_shared:
+            cache = rectangle.fork_cache(self._new_cache())
+        cache.reorder_cache(torch.tensor(rows, device=rectangle.token_ids.device))
+        return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
         """Whether the next column is past the model's positions, which its code may count with the
@@ -254,13 +251,8 @@ class RectangleRunner(PromptsRunner):
         with self.memory.lock:
             self.states.copy_kept()
 
-    def _lay_out(
-        self,
-        plan: StepPlan,
-        num_new: int | None = None,
-    ) -> Rectangle:
-        """Prepares a batch as `generate` does, padded on the left; the last `num_new` columns, or
-        all, are new."""
+    def _lay_out(self, plan: StepPlan) -> Rectangle:
+        """Prepares a batch as `generate` does, padded on the left."""
         model = self.model
         device = compute_device(model)
         sequences = plan.sequences
@@ -287,7 +279,7 @@ class RectangleRunner(PromptsRunner):
             cache,
             inputs,
         )
-        rectangle.borrow(0 if num_new is None else width - num_new)
+        rectangle.borrow(width - max(plan.counts))
         return rectangle
 
     def _new_cache(self) -> Any:

@@ -1,15 +1,22 @@
-"""The interface of runners, which compute scheduled tokens."""
+"""The base of runners, which compute scheduled tokens: how a step is divided among forwards, which
+of them begin prompts with inputs beside token ids, how logits are put in order again."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import operator
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...cache.block_manager import BlockManager
+from ...cache.memory import PagedMemory
+from ...interrupts import is_interrupt
 from ...model.state import ModelState
 from ...plan import StepPlan
 from ...rooms import TapeRoom, is_installed, room
@@ -17,11 +24,25 @@ from ...seams import ForwardContext, Recorder
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence
+from .prompts import Prompts, PromptsError
+
+logger = logging.getLogger(__name__)
+
+Member = TypeVar("Member")
+
+Part = tuple[list[int], Tensor]
+"""Places of rows in a step, and their logits."""
+
+Whole = tuple[Prompts, dict[int, int]]
+"""Prompts that the model's own forward computes as a whole, with the place in the step of each row
+that is wanted."""
 
 
-class Runner(Protocol):
+class Runner:
     """Computes scheduled tokens."""
 
+    model: PreTrainedModel
+    memory: PagedMemory
     is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
     recorder: Recorder | None = None  # replays steps, for which it needs the model's state
     takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
@@ -50,6 +71,7 @@ class Runner(Protocol):
     ) -> Tensor:
         """Computes the tokens of a step, within `torch.no_grad` and `context`. Returns logits `(n,
         vocab_size)` in the model's dtype, as many as the plan says, in its order."""
+        raise NotImplementedError
 
     def run_ahead(
         self,
@@ -65,38 +87,101 @@ class Runner(Protocol):
         """Starts work on a model for which this runner's layout was chosen; undoes `unpack`."""
         return None
 
-    def reason_against_packing(self) -> str | None:
-        """Why the model's structure rules out the packed forwards that this runner makes; `None` if
-        it does not."""
+    def unpack(self, reason: str | None = None) -> str | None:
+        """After a packed step that failed for `reason` ([`NotPackable`]), or if the model's
+        structure now rules packed forwards out: computes none any more. Returns why; `None` if it
+        goes on as before."""
         return None
-
-    def unpack(self, reason: str) -> bool:
-        """After a packed step that failed for `reason` ([`NotPackable`]): computes no packed
-        forwards any more. Returns whether the step can be repeated so."""
-        return False
 
     def ordered(self) -> contextlib.AbstractContextManager[None]:
         """Around a step: orders its device work after the previous step's, also across streams."""
-        return NOTHING
+        return NOTHING if self.recorder is None else self.recorder.in_order()
 
     def rest(self) -> None:
         """Releases what is held for steps; nothing is in flight any more."""
         return None
 
+    def run_wholes(self, wholes: list[Whole], plan: StepPlan) -> list[Part]:
+        """Runs prompts of equal `merges` in one forward, or each in one of its own if that fails,
+        so that errors stay with their prompts: they become a [`PromptsError`]. Those behind cached
+        tokens run alone. Returns places with their logits."""
+        rows = []
+        for prompts, places in wholes:
+            kind: Hashable = None if num_cached(places, plan) else prompts.merges
+            if kind is None:
+                kind = object()
+            rows.append((kind, len(prompts.paddings), prompts.length, (prompts, places)))
+        parts: list[Part] = []
+        for together in divide(rows, self.memory.config.max_num_batched_tokens):
+            parts += self._run_or_fail(together, plan)
+        return parts
 
-Part = tuple[list[Any], Tensor]
-"""Places of rows in a step, and their logits `(rows, vocab)`."""
+    def _run_or_fail(self, wholes: list[Whole], plan: StepPlan) -> list[Part]:
+        (prompts, _), *others = wholes
+        try:
+            return [self._run_prompts(wholes, plan)]
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            if not others:
+                raise PromptsError(prompts, error) from error
+            logger.debug("prompts of several requests fail in one forward: %s", error)
+        return [part for whole in wholes for part in self._run_or_fail([whole], plan)]
+
+    def _run_prompts(self, wholes: list[Whole], plan: StepPlan) -> Part:
+        """Runs one forward of all rows of these prompts, those included that are not wanted."""
+        raise NotImplementedError
 
 
-def in_order(parts: Items[Part]) -> Tensor:
-    """Merges parts into `(n, vocab)`, sorted by place."""
+def in_order(parts: Items[Part], num_logits: Items[int]) -> Tensor:
+    """Merges parts into `(n, vocab)`, sorted by place; place `i` has `num_logits[i]` rows."""
     places, logits = parts[0]
     if len(parts) == 1 and places == sorted(places):
         return logits
-    rows = {}
+    by_place: dict[int, Tensor] = {}
     for places, logits in parts:
-        for place, row in zip(places, logits):
-            rows[place] = row
-    if not rows:
-        return parts[0][1]
-    return torch.stack([rows[place] for place in sorted(rows)])
+        counts = [num_logits[place] for place in places]
+        by_place.update(zip(places, logits.split(counts)))
+    return torch.cat([by_place[place] for place in sorted(by_place)])
+
+
+def divide(
+    rows: Iterable[tuple[Hashable, int, int, Member]],
+    max_tokens: int,
+) -> list[list[Member]]:
+    """Divides rows among forwards of at most `max_tokens` tokens, padding included, the longest
+    first. Each member of a forward is given with its kind, of which there is one in a forward, and
+    with the number and the length of its rows."""
+    forwards: list[list[Member]] = []
+    last: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
+    for kind, num_rows, length, member in sorted(rows, key=operator.itemgetter(2), reverse=True):
+        members, num_earlier, width = last.get(kind, ([], 0, length))
+        if not members or (num_earlier + num_rows) * width > max_tokens:
+            members, num_earlier, width = [], 0, length
+            forwards.append(members)
+        members.append(member)
+        last[kind] = (members, num_earlier + num_rows, width)
+    return forwards
+
+
+def sort_places(plan: StepPlan) -> tuple[list[Whole], list[int]]:
+    """Returns the prompts of the step that are computed as a whole, and the places of its other
+    rows."""
+    wholes: dict[tuple[Prompts, int], dict[int, int]] = {}
+    others: list[int] = []
+    for place, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
+        prompts, row = sequence.request.inputs or (None, 0)
+        if prompts is None or num_computed > sequence.request.num_text:
+            others.append(place)
+            continue
+        # a row that is there twice needs a forward of its own
+        turn = 0
+        while row in wholes.get((prompts, turn), ()):
+            turn += 1
+        wholes.setdefault((prompts, turn), {})[row] = place
+    return [(prompts, rows) for (prompts, _), rows in wholes.items()], others
+
+
+def num_cached(rows: dict[int, int], plan: StepPlan) -> int:
+    """Tokens in front of those that a forward over whole prompts computes: 0 for several rows."""
+    return min(plan.starts[place] for place in rows.values())

@@ -29,6 +29,14 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=is_cuda)
 
 
+def numbers_on(
+    device: torch.device, numbers: Sequence[Any], dtype: torch.dtype | None = torch.long
+) -> Tensor:
+    """Copies numbers, or lists of equally many, to `device`, as `to_device` does; `None`: in
+    torch's dtype for them."""
+    return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
+
+
 class NotPackable(RuntimeError):
     """The model used packed keys, values or masks in a way that is only correct with one sequence
     per row."""

@@ -11,7 +11,7 @@ import torch
 from .. import compat
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
-from ..batching.execution.prompt_inputs import is_unset
+from ..batching.execution.prompt_inputs import other_names
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import choose_layout, make_runner
 from ..cache.paged_cache import PagedCache
@@ -29,16 +29,6 @@ from .call import Call, first_rows
 RIGHT_PADDED = Topic.RIGHT_PADDING(
     "the batch is right-padded: set `tokenizer.padding_side = 'left'`"
 )
-# Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code
-# drops them.
-_SERVED_INPUTS = {
-    *compat.CACHE_NAMES,
-    "use_cache",
-    "logits_to_keep",
-    "tokenizer",
-    "attention_mask",
-    "position_ids",
-}
 
 
 def _applying(reasons: dict[str, Any]) -> Iterator[str]:
@@ -231,12 +221,11 @@ class Candidate:
 
     def _other_inputs(self) -> str | None:
         """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
-        others = {name for name, value in self.model_kwargs.items() if not is_unset(value)}
-        others -= _SERVED_INPUTS
-        if is_stock(self.model, "prepare_inputs_for_generation"):
-            others.discard("labels")
+        others = list(other_names(self.model_kwargs))
+        if "labels" in others and is_stock(self.model, "prepare_inputs_for_generation"):
+            others.remove("labels")  # transformers' stock code drops them
         if others:
-            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(sorted(others))}")
+            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(others)}")
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
             # (rows, length), or with axes in front

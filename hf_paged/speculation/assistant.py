@@ -167,7 +167,8 @@ class Assistant:
         try:
             with self.executor.lock, self.executor.attention():
                 self.executor.notice_model()
-                self.executor.check_model(is_due=True)
+                self.executor.is_unchecked = True
+                self.executor.check_model()
                 for row, target, _ in wanted:
                     self._follow(row, target.token_ids)
                 drafts = self._draft(wanted)

@@ -18,7 +18,7 @@ from ..batching.scheduling.scheduler import Scheduler
 from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
 from ..plan import StepPlan
-from ..step import to_device
+from ..step import numbers_on
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,7 @@ class RunAhead:
             return None, 0
         logits = launched.logits
         if rows != list(range(len(logits))):
-            rows_on_host = torch.tensor(rows, device="cpu")
-            logits = logits[to_device(rows_on_host, logits.device)]
+            logits = logits[numbers_on(logits.device, rows)]
         return logits, len(rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as known
 
-from ...step import to_device
+from ...step import numbers_on
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
@@ -153,10 +153,8 @@ def hits(
 ) -> list[bool]:
     """Evaluates a criterion for each row; a single bool holds for all rows, as in transformers'
     list."""
-    num_rows = ids.shape[0]
-    none = torch.zeros(num_rows, dtype=torch.bool, device=ids.device)
-    are_hits = none | criterion(ids, scores)
-    return are_hits.tolist()
+    are_hits = torch.as_tensor(criterion(ids, scores))
+    return are_hits.expand(len(ids)).tolist()
 
 
 def stop_string_hits(
@@ -255,8 +253,7 @@ class Decoding:
         """`(rows, cur_len)`, contiguous, int64 (the prompts' dtype before the first token). Later
         steps make a new tensor."""
         if self._new:
-            new = torch.tensor(self._new, dtype=torch.long, device="cpu")
-            columns = to_device(new, self._ids.device).t()
+            columns = numbers_on(self._ids.device, self._new).t()
             # int64 from the first token on, as transformers' are
             ids = torch.cat([self._ids, columns], dim=-1)
             self._ids, self._new = ids, []  # at once: a fault between them would repeat the tokens
@@ -269,7 +266,5 @@ class Decoding:
             return values
         vocab = values.shape[-1]
         every = torch.ones((self.num_rows, vocab), device=values.device)
-        rows = torch.tensor(self.open_rows, dtype=torch.long, device="cpu")
-        indices = to_device(rows, values.device)
-        every[indices] = values
+        every[numbers_on(values.device, self.open_rows)] = values
         return every

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
@@ -22,7 +21,7 @@ _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not b
 
 
 class _DrawsFrom(TorchDispatchMode):
-    """Makes operations draw from a generator, on the generator's device, where they would draw from
+    """Makes operations draw from a generator, which is on their device, where they would draw from
     the global one."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -42,22 +41,7 @@ class _DrawsFrom(TorchDispatchMode):
             draw = _takes_generator(func)
         if draw is None:
             return func(*args, **given)
-        device = self._generator.device
-        inputs, options = tree_map_only(Tensor, lambda x: x.to(device), (args, given))
-        if given.get("device") is not None:
-            options["device"] = device
-        options["generator"] = self._generator
-        shown = None
-        if args and isinstance(args[0], Tensor):
-            shown = args[0]
-        drawn = draw(*inputs, **options)
-        if shown is None:
-            return drawn.to(given.get("device"))
-        if not func._schema.is_mutable:
-            return drawn.to(shown.device)
-        if shown is inputs[0]:
-            return shown
-        return shown.copy_(drawn)
+        return draw(*args, **{**given, "generator": self._generator})
 
 
 @functools.cache
@@ -225,7 +209,7 @@ class BeamDecoding(Decoding):
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         logits = self._of_all_rows(logits)
-        raw = torch.nn.functional.log_softmax(logits, dim=-1)
+        raw = logits.log_softmax(dim=-1)
         given = raw
         if self.record_logprobs:
             given = raw.clone()
@@ -236,7 +220,7 @@ class BeamDecoding(Decoding):
             self.scores += (log_probs.clone(),)
         by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
         totals = by_beam + self.running_scores[:, :, None]
-        drawing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        drawing: AbstractContextManager[Any] = nullcontext()
         if self.generator is not None:
             drawing = _DrawsFrom(self.generator)
         with drawing:

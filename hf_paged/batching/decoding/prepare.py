@@ -114,14 +114,7 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     with raw images, which the first forward encodes. Runs no decoding loop and allocates no paged
     memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. For
     use under the model's `step_lock`."""
-    config = arguments.get("generation_config")
-    if config is None:
-        arguments["cache_implementation"] = "dynamic"
-    else:
-        # transformers then accepts no options beside it
-        config = copy.deepcopy(config)
-        config.cache_implementation = "dynamic"
-        arguments["generation_config"] = config
+    arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
     try:
@@ -138,6 +131,17 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
             ' engine\'s request has one: call `model.generate(..., cache_implementation="paged")`'
         )
     return capture.calls[0]
+
+
+def _with_option(keywords: Keywords, name: str, value: Any) -> Keywords:
+    """The keyword arguments of `generate` with one more option, in the config if that is given:
+    transformers then accepts none beside it."""
+    config = keywords.get("generation_config")
+    if config is None:
+        return {**keywords, name: value}
+    config = copy.copy(config)
+    setattr(config, name, value)
+    return {**keywords, "generation_config": config}
 
 
 def request_decoding(
@@ -273,18 +277,13 @@ def _captured_request(
     if len(input_ids):
         given["input_ids"] = _row(model, input_ids)
     stop_strings = _given(keywords, "stop_strings")
-    config = keywords["generation_config"]
     if stop_strings is not None:
-        if config is not None and model.generation_config.stop_strings is not None:
+        has_config = keywords["generation_config"] is not None
+        if has_config and model.generation_config.stop_strings is not None:
             given["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
         else:
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
-            if config is None:
-                keywords = {**keywords, "stop_strings": None}
-            else:
-                config = copy.copy(config)
-                config.stop_strings = None
-                keywords = {"generation_config": config}
+            keywords = _with_option(keywords, "stop_strings", None)
     with step_lock(model), use_adapter(model, options.adapter):
         call = captured_call(
             model,
@@ -337,11 +336,9 @@ def _keywords(
             default = getattr(defaults, name, None)
             if value != default and value not in harmless:
                 raise ValueError(f"`{name}` is {shown(value)}: {why}")
-    kept: Keywords = {}
-    for name, value in keywords.items():
-        if value is not None or name not in _REFUSED:
-            kept[name] = value
-    return kept
+    return {
+        name: value for name, value in keywords.items() if value is not None or name not in _REFUSED
+    }
 
 
 def check_options(model: PreTrainedModel, generation_config: Any) -> None:

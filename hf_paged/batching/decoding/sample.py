@@ -169,10 +169,9 @@ class SampleDecoding(Decoding):
         """Returns the `(open rows, vocab)` logits as float32, and the scores after the
         processors."""
         rows = self.open_rows
-        narrows = self._narrows and len(rows) < self.num_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        if not narrows:
+        if not self._narrows:
             logits = self._of_all_rows(logits)
         raw = logits
         if self.record_logprobs:
@@ -180,11 +179,11 @@ class SampleDecoding(Decoding):
         scores = logits
         if self.logits_processor or not self._runs_known_code:
             ids = self.input_ids
-            if narrows:
+            if self._narrows:
                 ids = pick(ids, rows)
-            if self._narrows and self._narrowed[0] != rows:
-                narrowed = for_rows(self.logits_processor, rows, self.num_rows)
-                self._narrowed = (rows, narrowed)
+                if self._narrowed[0] != rows:
+                    narrowed = for_rows(self.logits_processor, rows, self.num_rows)
+                    self._narrowed = (rows, narrowed)
             _, processors = self._narrowed
             scores = processors(ids, logits)
             if scores.dim() != 2 or len(scores) != len(ids):

@@ -26,6 +26,9 @@ from .beam import BeamDecoding
 from .sample import SampleDecoding
 from .scores import alternatives, argmax, invert, logprobs_of, pick, together
 
+Fetched = tuple["Choice", list[int], list[list[Any]]]
+"""A choice, its tokens and its log-probabilities on the host."""
+
 _NO_TOKEN = -1  # for a row whose scores allow no token
 _TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
 _IS_SIMPLE = operator.attrgetter("is_simple")
@@ -252,7 +255,7 @@ def _choose(
 def _draw(batch: list[SampleDecoding], scores: Tensor) -> Tensor:
     """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow none.
     For a single decoding on the CPU, raises torch's error instead."""
-    probs = torch.nn.functional.softmax(scores, dim=-1)
+    probs = scores.softmax(dim=-1)
     if len(batch) == 1 and probs.is_cpu:
         return batch[0].draw(probs)
     is_drawn = probs.sum(dim=-1) > 0
@@ -282,14 +285,14 @@ def _fetch_or_fail(
     choices: list[Choice],
     fetch: Fetch,
     results: dict[int, Result],
-) -> list[tuple[Choice, list[int], list[list[Any]]]]:
+) -> list[Fetched]:
     """Returns each choice with its tokens and log-probabilities on the host. If fetching fails,
     fetches each choice separately, and stores the errors of those that fail."""
-    fetched: list[tuple[Choice, list[int], list[list[Any]]]] = []
+    fetched: list[Fetched] = []
     try:
         tokens_of_choices = _fetch(choices, fetch)
         for choice, tokens in zip(choices, tokens_of_choices):
-            columns = [values.tolist() for values in choice.logprobs]
+            columns = list(map(Tensor.tolist, choice.logprobs))
             fetched.append((choice, tokens, columns))
         return fetched
     except Exception as error:

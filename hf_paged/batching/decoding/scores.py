@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from ...kernels import cpp
-from ...step import to_device
+from ...step import numbers_on
 
 _PENALTY = known.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # tokens of the vocabulary per partial maximum or sum
@@ -50,12 +50,11 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 
 _LEAST_LENGTHS = (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor)
 
-# Processors that compute each row from that row alone; some hold a value for each row of the call
-# (`for_rows`).
+# Processors that share calls (`BatchableProcessors`), and those that compute each row from that row
+# alone; some hold a value for each row of the call (`for_rows`).
+_BATCHABLE = {*_SEQUENCE_FREE, *_LENGTH_BOUND, _PENALTY}
 _ROW_WISE = {
-    *_SEQUENCE_FREE,
-    *_LENGTH_BOUND,
-    _PENALTY,
+    *_BATCHABLE,
     known.NoRepeatNGramLogitsProcessor,
     known.SequenceBiasLogitsProcessor,
     known.NoBadWordsLogitsProcessor,
@@ -164,10 +163,8 @@ class BatchableProcessors:
         """Makes them for a row of `(1, length)` ids. `None` if a processor depends on the order of
         tokens or is a caller's."""
         kinds = [type(processor) for processor in processors]
-        batchable = sum(kind in _SEQUENCE_FREE or kind in _LENGTH_BOUND for kind in kinds)
-        batchable += _PENALTY in kinds  # at most one
         is_plain = type(processors) is LogitsProcessorList
-        if not is_plain or batchable != len(processors):
+        if not is_plain or kinds.count(_PENALTY) > 1 or not _BATCHABLE.issuperset(kinds):
             return None
         return cls(processors, input_ids)
 
@@ -188,9 +185,7 @@ def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.d
             member.row = row
     new = [(row, token) for row in numbers for token in members[row].unseen if token < vocab]
     if new:
-        pairs = torch.tensor(new, device="cpu")
-        columns = pairs.t().contiguous()
-        rows_of_tokens, tokens = to_device(columns, device)
+        rows_of_tokens, tokens = numbers_on(device, list(zip(*new)))
         seen[rows_of_tokens, tokens] = True
     for member in members:
         member.unseen = []
@@ -211,7 +206,7 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             vocab = scores.shape[1]
             seen = _seen_by(members, vocab, scores.device)
             penalties = [processor.penalty for processor in stage]
-            penalty = _column(penalties, scores)
+            penalty = numbers_on(scores.device, penalties, None)[:, None]
             lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(seen, lowered, scores)
         elif name is None or values.count(values[0]) == len(values):
@@ -219,12 +214,12 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
         elif name == "top_k":
             vocab = scores.shape[1]
             counts = [min(value, vocab) for value in values]
-            sizes = _column(counts, scores)
+            sizes = numbers_on(scores.device, counts)[:, None]
             best, _ = torch.topk(scores, max(counts))
             least = best.gather(1, sizes - 1)
             scores = scores.masked_fill(scores < least, first.filter_value)
         else:  # transformers' formula broadcasts a `(rows, 1)` column
-            column = _column(values, scores, torch.double)
+            column = numbers_on(scores.device, values, torch.double)[:, None]
             # rounds to float32 where transformers does: `1 - top_p`, and the other numbers
             # themselves
             if name == "top_p":
@@ -235,16 +230,6 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             setattr(shared, name, column)
             scores = shared(None, scores)
     return scores
-
-
-def _column(
-    values: list[Any],
-    scores: Tensor,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Returns `values` as a `(len(values), 1)` tensor on the device of `scores`."""
-    row = torch.tensor(values, dtype=dtype, device="cpu")
-    return to_device(row, scores.device)[:, None]
 
 
 def argmax(scores: Tensor) -> Tensor:
@@ -347,8 +332,7 @@ def pick(values: Tensor, rows: list[int]) -> Tensor:
     """`values[rows]` for rising `rows`; the tensor itself if these are all rows."""
     if len(rows) == len(values):
         return values
-    indices = torch.tensor(rows, dtype=torch.long, device="cpu")
-    return values[to_device(indices, values.device)]
+    return values[numbers_on(values.device, rows)]
 
 
 def best_of(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:

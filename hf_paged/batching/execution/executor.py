@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
 from ...rooms import OnDemand
-from ...seams import Adapters, RunAhead
+from ...seams import Adapters, ForwardContext, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
 from ...threads import step_lock
@@ -77,7 +77,7 @@ class Executor:
         self._num_forwards = 0  # of the runner, at the last look at the state
         # around each step: compiled layers run without compiled code, and configs name our
         # attention
-        self._switches: tuple[contextlib.AbstractContextManager[None], ...] | None = None
+        self._switches: tuple[AbstractContextManager[None], ...] | None = None
         self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
         self._is_state_due = False  # whether the runner must still get the model's state
         self._state: ModelState | None = None
@@ -183,11 +183,11 @@ class Executor:
             is_read = self.runner.recorder is not None or self.guard.is_on
             self._is_state_due = self.replays and is_read
 
-    def check_model(self, is_due: bool = False) -> None:
+    def check_model(self) -> None:
         """Before a step, within `attention`: if other code may have run since the last one
-        (`is_unchecked` or `is_due`) and has changed the model, drops cached prefixes, graphs and
-        the step launched ahead. Rows are packed no more if its structure rules that out now."""
-        is_due, self.is_unchecked = is_due or self.is_unchecked, False
+        (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
+        launched ahead. Rows are packed no more if its structure rules that out now."""
+        is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due or self._state is None:
             return
         if not self._state.is_same() and self._read_model():
@@ -304,7 +304,7 @@ class Executor:
         with self._cast(), self._window():
             return work(*arguments)
 
-    def _window(self) -> contextlib.AbstractContextManager[None]:
+    def _window(self) -> AbstractContextManager[None]:
         """Around a forward that other processes compute as well."""
         if self._processes is None:
             return NOTHING
@@ -325,13 +325,13 @@ class Executor:
             return None
         # the host reports ids out of range once it has them
         known = token_ids.clamp(0, self.num_embeddings - 1)
-        with self.lock, self._cast():
-            if adapter is None:
-                return self.runner.run_ahead(sequences, known, None)
-            with self.adapters().using(adapter) as context:
-                return self.runner.run_ahead(sequences, known, context)
+        using: AbstractContextManager[ForwardContext | None] = nullcontext()
+        if adapter is not None:
+            using = self.adapters().using(adapter)
+        with self.lock, self._cast(), using as context:
+            return self.runner.run_ahead(sequences, known, context)
 
-    def _cast(self) -> contextlib.AbstractContextManager[Any]:
+    def _cast(self) -> AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:
             # `torch.autocast` would clear its weight cache in every step
             return NOTHING

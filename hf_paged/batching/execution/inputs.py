@@ -86,7 +86,9 @@ def pack(
             factors += rope.token_factors(start, end, num_prompt_tokens, length)
     if rope is not None and rope.is_fresh and not any(factors):
         factors = []
-    groups = [_pack_group(plan, number, size, num_plain) for number, size in enumerate(block_sizes)]
+    groups = []
+    for number, size in enumerate(block_sizes):
+        groups.append(_pack_group(plan, number, size, num_plain))
     return PackedTokens(
         token_ids,
         positions,
@@ -194,25 +196,23 @@ class TableRows:
 
     def __init__(self) -> None:
         self._known: list[list[int]] = []
-        self._width = 0
-        self._buffer = array("i")
         self._tensor = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+        self._numbers = memoryview(b"")  # its memory
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
         """`(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
         rows = len(tables)
         width = max(map(len, tables), default=0)
-        if rows > len(self._known) or width > self._width:
-            rows_held = max(rows, len(self._known))
-            width = max(width + width // 2, self._width)  # block tables grow by one block at a time
-            num_bytes = 4 * rows_held * width
-            buffer = array("i", bytes(num_bytes))
-            # shares the buffer, which must never be resized
-            flat = torch.frombuffer(buffer, dtype=torch.int32)
-            tensor = flat.view(rows_held, width)
+        rows_held, width_held = self._tensor.shape
+        if rows > rows_held or width > width_held:
+            rows_held = max(rows, rows_held)
+            # block tables grow by one block at a time
+            width_held = max(width + width // 2, width_held)
+            tensor = torch.zeros(rows_held, width_held, dtype=torch.int32, device="cpu")
             known: list[list[int]] = [[] for _ in range(rows_held)]
-            self._known, self._width, self._buffer, self._tensor = known, width, buffer, tensor
-        write_changed(self._buffer, self._width, self._known, tables)
+            numbers = memoryview(tensor.view(-1).numpy())
+            self._known, self._numbers, self._tensor = known, numbers, tensor
+        write_changed(self._numbers, width_held, self._known, tables)
         return self._tensor[:rows]
 
 

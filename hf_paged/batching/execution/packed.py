@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 from array import array
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...rooms import TapeRoom, room
 from ...seams import ForwardContext, Processes, Recorder
-from ...step import StepMetadata, to_device
+from ...step import StepMetadata, numbers_on, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .rectangle import padding_mask
-from .runner import Part, Runner, Whole, in_order, num_cached, sort_places
+from .runner import Part, Runner, Whole, in_order, num_cached
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,7 @@ class PackedRunner(Runner):
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
-        wholes, others = sort_places(plan)
-        parts = self.run_wholes(wholes, plan)
+        parts, others = self.run_wholes(plan)
         for places in self._divide(plan, others):
             logits = self._run_packed(plan.select(places), context)
             parts.append((places, logits))
@@ -202,14 +201,11 @@ class PackedRunner(Runner):
         wanted: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
             wanted = recorded_prompts(plan)
-        replayed = None
         if not wanted:
             replayed = self._replay(tokens, context)
-        if replayed is not None:
-            return replayed
-        others: list[int] = []
-        for _, _, places in wanted:
-            others += places
+            if replayed is not None:
+                return replayed
+        others = [token for *_, tokens_of_prompt in wanted for token in tokens_of_prompt]
         if self._processes is not None:
             names = None
             if context is not None:
@@ -277,8 +273,7 @@ class PackedRunner(Runner):
         if others or len(tokens.last) < num_tokens:
             # at least one row: a head with another library's weights may fail on none
             wanted = tokens.last + others or [num_tokens - 1]
-            on_host = torch.tensor(wanted, dtype=torch.long, device="cpu")
-            kept = to_device(on_host, self.device)
+            kept = numbers_on(self.device, wanted)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:
@@ -327,7 +322,7 @@ class PackedRunner(Runner):
             steps.append(step)
         return inputs, steps
 
-    def _kernels(self, num_tokens: int) -> contextlib.AbstractContextManager[Any]:
+    def _kernels(self, num_tokens: int) -> AbstractContextManager[Any]:
         if self._invariant is not None:
             return self._invariant.by_kernels()
         if (
@@ -338,10 +333,10 @@ class PackedRunner(Runner):
             return NOTHING
         # for few tokens on a device the expert products that `generate` uses for decodes: in other
         # dtypes than bfloat16, grouped ones wait for the device, and cannot be recorded
-        experts: contextlib.AbstractContextManager[Any] = compat.with_experts_of_decodes(self.model)
+        experts: AbstractContextManager[Any] = compat.with_experts_of_decodes(self.model)
         return experts
 
-    def _rotating(self, factors: list[int]) -> contextlib.AbstractContextManager[None]:
+    def _rotating(self, factors: list[int]) -> AbstractContextManager[None]:
         if self.rope is None:
             return NOTHING
         return self.rope.rotating(factors)

@@ -145,8 +145,7 @@ class PromptInputs:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the inputs beyond the common ones."""
-        names = self.model_kwargs.keys() - _COMMON
-        return tuple(sorted(name for name in names if not is_unset(self.model_kwargs[name])))
+        return other_names(self.model_kwargs)
 
     @property
     def _types(self) -> list[Tensor]:
@@ -244,9 +243,15 @@ class PromptInputs:
         return [(token, (*types, *positions), None) for token, *positions in columns]
 
 
-def is_unset(value: Any) -> bool:
-    is_empty = isinstance(value, (dict, list, tuple)) and not value
-    return value is None or value is False or is_empty
+def other_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Sorted names of the inputs that are set, beyond the common ones."""
+    names = []
+    for name in sorted(model_kwargs.keys() - _COMMON):
+        value = model_kwargs[name]
+        is_empty = isinstance(value, (dict, list, tuple)) and not value
+        if value is not None and value is not False and not is_empty:
+            names.append(name)
+    return tuple(names)
 
 
 def is_flag(value: Any) -> bool:

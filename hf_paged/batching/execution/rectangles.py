@@ -31,7 +31,7 @@ from ...plan import StepPlan
 from ...seams import ForwardContext
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
-from .runner import Part, Runner, Whole, divide, in_order, sort_places
+from .runner import Part, Runner, Whole, in_order
 
 
 class RectangleRunner(Runner):
@@ -77,10 +77,9 @@ class RectangleRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_kept_states()
-        wholes, others = sort_places(plan)
-        parts = self.run_wholes(wholes, plan)
+        parts, others = self.run_wholes(plan)
         rows = [(self._kind(plan, place), 1, plan.counts[place], place) for place in others]
-        for places in divide(rows, self.memory.config.max_num_batched_tokens):
+        for places in self.divide(rows):
             part = plan.select(places)
             if _begins(plan, places[0]):
                 logits = self._forward(self._lay_out(part), begins=True)

@@ -3,11 +3,11 @@ of them begin prompts with inputs beside token ids, how logits are put in order 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import operator
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +52,7 @@ class Runner:
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # around forwards that are no replays
-    products: contextlib.AbstractContextManager[Any] = NOTHING
+    products: AbstractContextManager[Any] = NOTHING
 
     def choose_products(self, modules: list[nn.Module]) -> None:
         """Chooses the products of forwards that are no replays, for a model with these modules."""
@@ -93,7 +93,7 @@ class Runner:
         goes on as before."""
         return None
 
-    def ordered(self) -> contextlib.AbstractContextManager[None]:
+    def ordered(self) -> AbstractContextManager[None]:
         """Around a step: orders its device work after the previous step's, also across streams."""
         return NOTHING if self.recorder is None else self.recorder.in_order()
 
@@ -101,10 +101,12 @@ class Runner:
         """Releases what is held for steps; nothing is in flight any more."""
         return None
 
-    def run_wholes(self, wholes: list[Whole], plan: StepPlan) -> list[Part]:
-        """Runs prompts of equal `merges` in one forward, or each in one of its own if that fails,
-        so that errors stay with their prompts: they become a [`PromptsError`]. Those behind cached
-        tokens run alone. Returns places with their logits."""
+    def run_wholes(self, plan: StepPlan) -> tuple[list[Part], list[int]]:
+        """Runs prompts that the model's own forward computes as a whole, those of equal `merges` in
+        one, or each in one of its own if that fails, so that errors stay with their prompts: they
+        become a [`PromptsError`]. Those behind cached tokens run alone. Returns places with their
+        logits, and the step's other places."""
+        wholes, others = _sort_places(plan)
         rows = []
         for prompts, places in wholes:
             kind: Hashable = None if num_cached(places, plan) else prompts.merges
@@ -112,9 +114,26 @@ class Runner:
                 kind = object()
             rows.append((kind, len(prompts.paddings), prompts.length, (prompts, places)))
         parts: list[Part] = []
-        for together in divide(rows, self.memory.config.max_num_batched_tokens):
+        for together in self.divide(rows):
             parts += self._run_or_fail(together, plan)
-        return parts
+        return parts, others
+
+    def divide(self, rows: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
+        """Divides rows among forwards of at most `max_num_batched_tokens` tokens, padding included,
+        the longest first. Each member of a forward is given with its kind, of which there is one in
+        a forward, and with the number and the length of its rows."""
+        max_tokens = self.memory.config.max_num_batched_tokens
+        forwards: list[list[Member]] = []
+        last: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
+        by_length = operator.itemgetter(2)
+        for kind, num_rows, length, member in sorted(rows, key=by_length, reverse=True):
+            members, num_earlier, width = last.get(kind, ([], 0, length))
+            if not members or (num_earlier + num_rows) * width > max_tokens:
+                members, num_earlier, width = [], 0, length
+                forwards.append(members)
+            members.append(member)
+            last[kind] = (members, num_earlier + num_rows, width)
+        return forwards
 
     def _run_or_fail(self, wholes: list[Whole], plan: StepPlan) -> list[Part]:
         (prompts, _), *others = wholes
@@ -145,26 +164,7 @@ def in_order(parts: Items[Part], num_logits: Items[int]) -> Tensor:
     return torch.cat([by_place[place] for place in sorted(by_place)])
 
 
-def divide(
-    rows: Iterable[tuple[Hashable, int, int, Member]],
-    max_tokens: int,
-) -> list[list[Member]]:
-    """Divides rows among forwards of at most `max_tokens` tokens, padding included, the longest
-    first. Each member of a forward is given with its kind, of which there is one in a forward, and
-    with the number and the length of its rows."""
-    forwards: list[list[Member]] = []
-    last: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
-    for kind, num_rows, length, member in sorted(rows, key=operator.itemgetter(2), reverse=True):
-        members, num_earlier, width = last.get(kind, ([], 0, length))
-        if not members or (num_earlier + num_rows) * width > max_tokens:
-            members, num_earlier, width = [], 0, length
-            forwards.append(members)
-        members.append(member)
-        last[kind] = (members, num_earlier + num_rows, width)
-    return forwards
-
-
-def sort_places(plan: StepPlan) -> tuple[list[Whole], list[int]]:
+def _sort_places(plan: StepPlan) -> tuple[list[Whole], list[int]]:
     """Returns the prompts of the step that are computed as a whole, and the places of its other
     rows."""
     wholes: dict[tuple[Prompts, int], dict[int, int]] = {}

@@ -167,8 +167,8 @@ def stop_string_hits(
         return criterion.hits(rows)
     width = criterion.maximum_token_len
     nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing
-    tails = [tokens[-width:] for tokens in rows]
-    padded = [[nothing] * (width - len(tail)) + tail for tail in tails]
+    padding = [nothing] * width
+    padded = [(padding + tokens)[-width:] for tokens in rows]
     # on the CPU, without a device sync
     ids = torch.tensor(padded, device="cpu")
     return hits(criterion, ids, None)

@@ -88,13 +88,13 @@ class LoopCall(NamedTuple):
         )
 
 
+@dataclasses.dataclass
 class Capture:
     """Records calls of a model's decoding loops without running them; each returns the ids plus one
     end token."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.calls: list[LoopCall] = []
+    model: PreTrainedModel
+    calls: list[LoopCall] = dataclasses.field(default_factory=list)
 
     def add(self, call: LoopCall) -> Tensor:
         self.calls.append(call)
@@ -102,8 +102,7 @@ class Capture:
         ids = call.arguments["input_ids"]
         eos = compat.special_token(config, "eos")
         last = 0 if eos is None else int(eos.flatten()[0])
-        column = torch.full_like(ids[:, :1], last)
-        return torch.cat([ids, column], dim=1)
+        return torch.nn.functional.pad(ids, (0, 1), value=last)
 
 
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)

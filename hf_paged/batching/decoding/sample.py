@@ -211,12 +211,11 @@ class SampleDecoding(Decoding):
 
     def tail(self, row: int, count: int) -> list[int]:
         first = max(0, len(self._new) - count)
-        recent = self._new[first:]
-        new = [tokens[row] for tokens in recent]
-        if len(new) == count:
-            return new
+        new = [tokens[row] for tokens in self._new[first:]]
         missing = count - len(new)
-        earlier = self._ids[row, -missing:].tolist()
+        if not missing:
+            return new
+        earlier: list[int] = self._ids[row, -missing:].tolist()
         return earlier + new
 
     def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:

@@ -184,12 +184,9 @@ def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[in
     if None not in constants and len(set(constants)) == 1:
         return [range(len(ready))]
     groups: dict[Hashable, list[int]] = {}
-    for index, ((decoding, _), key) in enumerate(zip(ready, constants)):
-        if key is None:
-            key = decoding.batch_key
-        if key is None:
-            key = index
-        groups.setdefault(key, []).append(index)
+    for index, (decoding, _) in enumerate(ready):
+        key = constants[index] or decoding.batch_key
+        groups.setdefault(index if key is None else key, []).append(index)
     return groups.values()
 
 

@@ -95,23 +95,21 @@ def for_rows(
     """Narrows the row-wise processors of a call over `num_rows` rows to a batch of `rows`."""
     narrowed = LogitsProcessorList()
     for processor in processors:
-        kind = type(processor)
-        narrow = copy.copy(processor)
-        if kind is known.EncoderRepetitionPenaltyLogitsProcessor:
-            prompt_ids = processor.encoder_input_ids
-            narrow.encoder_input_ids = prompt_ids[list(rows)]
-        elif kind is known.EncoderNoRepeatNGramLogitsProcessor:
+        changed: dict[str, Any] = {}
+        for name in ("encoder_input_ids", "prompt_ignore_length"):
+            of_rows = getattr(processor, name, None)
+            if isinstance(of_rows, Tensor):
+                changed[name] = of_rows[list(rows)]
+        if type(processor) is known.EncoderNoRepeatNGramLogitsProcessor:
             ngrams = processor.generated_ngrams
             num_prompts = processor.batch_size
             prompts = [row * num_prompts // num_rows for row in rows]
-            narrow.generated_ngrams = [ngrams[prompt] for prompt in prompts]
-            narrow.batch_size = len(rows)
-        elif isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
-            lengths = processor.prompt_ignore_length
-            narrow.prompt_ignore_length = lengths[list(rows)]
-        else:
-            narrow = processor
-        narrowed.append(narrow)
+            changed["generated_ngrams"] = [ngrams[prompt] for prompt in prompts]
+            changed["batch_size"] = len(rows)
+        if changed:
+            processor = copy.copy(processor)
+            vars(processor).update(changed)
+        narrowed.append(processor)
     return narrowed
 
 
@@ -283,10 +281,8 @@ def _races(device: torch.device) -> bool:
         probs = logits.mul_(3).softmax(dim=-1)
         drawn = torch.multinomial(probs, num_samples=1, generator=first)
         raced = race(probs, second)
-        if not torch.equal(raced, drawn.squeeze(1)):
-            return False
-        state = first.get_state()
-        if not torch.equal(state, second.get_state()):
+        has_equal_state = torch.equal(first.get_state(), second.get_state())
+        if not has_equal_state or not torch.equal(raced, drawn.squeeze(1)):
             return False
     return True
 

@@ -301,14 +301,10 @@ class Executor:
 
     def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Runs a forward, `work`: one of the runner's methods."""
-        with self._cast(), self._window():
+        # which other processes may compute as well
+        window = NOTHING if self._processes is None else self._processes.forward()
+        with self._cast(), window:
             return work(*arguments)
-
-    def _window(self) -> AbstractContextManager[None]:
-        """Around a forward that other processes compute as well."""
-        if self._processes is None:
-            return NOTHING
-        return self._processes.forward()
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         if self.ahead is None or not self.runner.is_packed:

@@ -94,8 +94,7 @@ class PromptInputs:
             return [None] * len(self.input_ids)
         if ids.dim() != 3:
             ids = ids[None]
-        num_axes = len(ids)
-        ids = ids.expand(num_axes, len(self.input_ids), self.length)
+        ids = ids.expand(-1, len(self.input_ids), self.length)
         counted = torch.arange(self.length, device=ids.device)
         rows: list[list[list[int]] | None] = []
         for row, padding in enumerate(self.paddings):
@@ -148,14 +147,14 @@ class PromptInputs:
         return other_names(self.model_kwargs)
 
     @property
-    def _types(self) -> list[Tensor]:
-        """Token type inputs, `(rows, length)` each."""
-        types = []
+    def _types(self) -> dict[str, Tensor]:
+        """Token type inputs, `(rows, length)` each, by name."""
+        types = {}
         for name in self.names:
             value = self.model_kwargs[name]
             is_types = name.endswith("token_type_ids") and isinstance(value, Tensor)
             if is_types and value.shape == self.input_ids.shape:
-                types.append(value)
+                types[name] = value
         return types
 
     def content(self, config: PreTrainedConfig) -> Tensor | None:
@@ -166,7 +165,7 @@ class PromptInputs:
             return None
         content = torch.zeros_like(ids, dtype=torch.bool)
         types = self._types
-        for token_types in types:
+        for token_types in types.values():
             content |= token_types.to(ids.device) != 0
         attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
@@ -193,13 +192,9 @@ class PromptInputs:
         if content is None:
             return None
         types = self._types
-        others = {}
-        for name in self.names:
-            value = self.model_kwargs[name]
-            if not any(value is token_types for token_types in types):
-                others[name] = value
+        others = {name: self.model_kwargs[name] for name in self.names if name not in types}
         # models assign images and sound to placeholder tokens in order, over all rows
-        kinds = (self.input_ids, *types)
+        kinds = (self.input_ids, *types.values())
         placed = []
         for row, stands in enumerate(content):
             placed.append([kind[row, stands].tolist() for kind in kinds])
@@ -216,7 +211,7 @@ class PromptInputs:
             if any(stands):
                 num_content = len(ids) - stands[::-1].index(True)
             axes = self.axes[row] or []
-            columns = [token_types[row, padding:].tolist() for token_types in types]
+            columns = [token_types[row, padding:].tolist() for token_types in types.values()]
             columns += axes
             keys: list[Hashable] = list(ids)
             for i, (token, is_content) in enumerate(zip(ids, stands)):

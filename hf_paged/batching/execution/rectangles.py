@@ -102,8 +102,6 @@ class RectangleRunner(Runner):
         begins = _begins(plan, place)
         prompts, _ = sequence.request.inputs or (None, 0)
         if prompts is None and self.layout.side_by_side:
-            if count == 1 and not begins:
-                return "decodes"
             is_any_length = begins and self.layout.mixed_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
         if begins or not self._has_cache:  # each row runs alone with a copy of the model's

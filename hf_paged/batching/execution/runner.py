@@ -106,9 +106,20 @@ class Runner:
         one, or each in one of its own if that fails, so that errors stay with their prompts: they
         become a [`PromptsError`]. Those behind cached tokens run alone. Returns places with their
         logits, and the step's other places."""
-        wholes, others = _sort_places(plan)
+        wholes: dict[tuple[Prompts, int], dict[int, int]] = {}
+        others: list[int] = []
+        for place, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
+            prompts, row = sequence.request.inputs or (None, 0)
+            if prompts is None or num_computed > sequence.request.num_text:
+                others.append(place)
+                continue
+            # a row that is there twice needs a forward of its own
+            turn = 0
+            while row in wholes.get((prompts, turn), ()):
+                turn += 1
+            wholes.setdefault((prompts, turn), {})[row] = place
         rows = []
-        for prompts, places in wholes:
+        for (prompts, _), places in wholes.items():
             kind: Hashable = None if num_cached(places, plan) else prompts.merges
             if kind is None:
                 kind = object()
@@ -162,24 +173,6 @@ def in_order(parts: Items[Part], num_logits: Items[int]) -> Tensor:
         counts = [num_logits[place] for place in places]
         by_place.update(zip(places, logits.split(counts)))
     return torch.cat([by_place[place] for place in sorted(by_place)])
-
-
-def _sort_places(plan: StepPlan) -> tuple[list[Whole], list[int]]:
-    """Returns the prompts of the step that are computed as a whole, and the places of its other
-    rows."""
-    wholes: dict[tuple[Prompts, int], dict[int, int]] = {}
-    others: list[int] = []
-    for place, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
-        prompts, row = sequence.request.inputs or (None, 0)
-        if prompts is None or num_computed > sequence.request.num_text:
-            others.append(place)
-            continue
-        # a row that is there twice needs a forward of its own
-        turn = 0
-        while row in wholes.get((prompts, turn), ()):
-            turn += 1
-        wholes.setdefault((prompts, turn), {})[row] = place
-    return [(prompts, rows) for (prompts, _), rows in wholes.items()], others
 
 
 def num_cached(rows: dict[int, int], plan: StepPlan) -> int:

@@ -200,6 +200,7 @@ class Decoding:
     is_streamed = False
     draft: Draft | None = None  # the draft computed together with the last token of its only row
     takes_maximum = False  # whether the next token is simply the argmax of the logits
+    takes_runs = False  # whether the tokens of a draft can be chosen and accepted at once
     # whether its only row needs nobody's look at a new token but `stop_checker`'s at its id and at
     # the length
     is_simple = False

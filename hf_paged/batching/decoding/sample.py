@@ -126,7 +126,6 @@ class SampleDecoding(Decoding):
         looks = has_readers or streamer is not None
         is_alone = self.num_rows == 1
         self.is_simple = is_alone and not looks and not self.record_logprobs
-        # whether the tokens of a draft can be chosen and accepted at once
         self.takes_runs = self.takes_maximum and self.is_simple
         self.batchable: BatchableProcessors | None = None
         if is_alone and not self._keeps_scores and not checker.others:
@@ -370,8 +369,7 @@ class SampleDecoding(Decoding):
             part = SampleDecoding(inputs, streamer)
             part.finish_reasons = [self.finish_reasons[row]]
             part._ends = [self._ends[row]]
-            is_open = row in self.open_rows
-            part.open_rows = [0] if is_open else []
+            part.open_rows = [0] if row in self.open_rows else []
             part.records = [self.records[row]]  # the same list
             parts.append(part)
         return parts

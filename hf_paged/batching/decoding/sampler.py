@@ -84,9 +84,15 @@ def sample_step(
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [(index, *ready[index]) for index in drafted if ready[index][0].takes_runs]
+    greedy = [index for index in drafted if ready[index][0].takes_runs]
     if greedy:
-        results.update(_accept_best(greedy))
+        logits = join_rows([ready[index][1] for index in greedy])
+        tokens = iter(argmax(logits).tolist())  # with one argmax for all
+        for index in greedy:
+            decoding: Any
+            decoding, rows = ready[index]
+            num_tokens = rows.end - rows.start
+            results[index] = decoding.accept_run(list(itertools.islice(tokens, num_tokens)))
     indices = range(len(ready))
     rest = [index for index in indices if index not in results]
     while rest:
@@ -114,17 +120,6 @@ def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
                 " the id"
             )
     return None
-
-
-def _accept_best(members: list[tuple[int, Any, LogitRows]]) -> dict[int, Result]:
-    """Accepts drafts of decodings that take the maximum, with one argmax for all."""
-    logits = join_rows([rows for _, _, rows in members])
-    tokens = iter(argmax(logits).tolist())
-    results: dict[int, Result] = {}
-    for index, decoding, rows in members:
-        chosen = list(itertools.islice(tokens, rows.end - rows.start))
-        results[index] = decoding.accept_run(chosen)
-    return results
 
 
 def _with_earlier(before: Result | None, result: Result) -> Result:

@@ -177,16 +177,10 @@ class PackedRunner(Runner):
         with self._rotating([]), self.products:
             num_computed = num_cached(rows, plan)
             logits, ahead = prompts.forward(self.model, cache, sequences, num_computed)
-        content = None
-        if ahead is not None:
-            content = prompts.content(self.model.config)
+        content = prompts.content(self.model.config)
+        # the prefix cache may only share K/V whose key covers all that the token has seen
         for row, sequence in sequences.items():
-            # the prefix cache may only share K/V whose key covers all that the token has seen
-            is_covered = False
-            if ahead is not None and content is not None:
-                uncovered = ahead[row] & ~content[row].cpu()
-                is_covered = not bool(uncovered.any())
-            if not is_covered:
+            if ahead is None or content is None or bool((ahead[row] & ~content[row].cpu()).any()):
                 sequence.request.namespace = UNCACHED
         answered = {row: place for row, place in rows.items() if plan.num_logits[place]}
         return list(answered.values()), logits[list(answered)]

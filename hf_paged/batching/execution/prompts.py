@@ -158,8 +158,7 @@ class Prompts(PromptInputs):
                     more = more * 0
                 value = torch.cat([value, more], dim=-1)
             given[name] = value
-        column = torch.full_like(self.input_ids[:, :1], token_id)
-        ids = torch.cat([self.input_ids, column], dim=1)
+        ids = functional.pad(self.input_ids, (0, 1), value=token_id)
         return Prompts(ids, given, self.paddings)
 
     def merged(self, others: Items[Prompts], pad_token_id: int) -> Prompts:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedConfig
 
 from ... import compat
@@ -257,23 +256,31 @@ def _digest(value: Any) -> bytes:
     """Hashes all tensors and plain values in nested containers, so that no two inputs with equal
     digests can be constructed: a user could otherwise be served another's content. Raises
     `TypeError` for other objects."""
-    leaves, form = tree_flatten(value)
     tensors: list[Tensor] = []
-    described: list[Any] = [repr(form)]
-    for leaf in leaves:
-        if is_flag(leaf):
-            described.append(leaf)
-            continue
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"a {type(leaf).__name__} among the inputs of a model")
-        if leaf.layout is not torch.strided or leaf.is_quantized:
-            raise TypeError(
-                f"a tensor of layout {leaf.layout} and {leaf.dtype} among the inputs of a model"
-            )
-        tensors.append(leaf)
-        described.append((str(leaf.dtype), tuple(leaf.shape)))
-    # the description says where each tensor's bytes end, and so precedes them
-    digest = hashlib.blake2b(marshal.dumps(described, MARSHAL_VERSION), digest_size=32)
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.is_quantized:
+                raise TypeError(
+                    f"a tensor of layout {value.layout} and {value.dtype} among the inputs of a"
+                    " model"
+                )
+            tensors.append(value)
+            return "tensor", str(value.dtype), tuple(value.shape)
+        if isinstance(value, dict):
+            parts = []
+            for name, part in value.items():
+                parts.append((described(name), described(part)))
+            return "dict", parts
+        if isinstance(value, (list, tuple)):
+            return "list", [described(part) for part in value]
+        if is_flag(value):
+            return value
+        raise TypeError(f"a {type(value).__name__} among the inputs of a model")
+
+    # the form says where each tensor's bytes end, and so precedes them
+    form = marshal.dumps(described(value), MARSHAL_VERSION)
+    digest = hashlib.blake2b(form, digest_size=32)
     for tensor in tensors:
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
         digest.update(content.reshape(-1).view(torch.uint8).numpy())

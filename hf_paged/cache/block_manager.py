@@ -6,35 +6,33 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
 from .epochs import Epochs
-from .groups import UNBOUNDED, BlockGroup, StateSpec
+from .groups import UNBOUNDED, StateSpec
 from .prefix_index import PrefixIndex
 from .sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
-from .supply import BlockSupply
+
+if TYPE_CHECKING:  # not imported at run time: they use tensors
+    from .group_memory import GroupMemory
+    from .memory import PagedMemory
 
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
-    shared blocks are queued (`flush_copies`). `supply` counts the blocks that it may take (default:
-    those of the pools). `prefix_caching`: keep full blocks, and reuse them for the same tokens."""
+    shared blocks are queued (`flush_copies`). `memory`, whose groups these are, counts the blocks
+    that it may take."""
 
-    def __init__(
-        self,
-        groups: Sequence[BlockGroup],
-        block_size: int,
-        prefix_caching: bool = True,
-        supply: BlockSupply | None = None,
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
+        """`memory`: may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
-        self.prefix_caching = prefix_caching
-        self._block_sizes = [
-            group.spec.block_size(group.block_size or block_size) for group in groups
-        ]
-        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
+        self.memory = memory
+        self._ended = memory.sizes  # sequences may end when the memory is collected, too
+        self.prefix_caching = True  # keep full blocks, and reuse them for the same tokens
+        self._block_sizes = [group.block_size for group in groups]
+        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
         # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
         # prefixes may end
         self.block_size = max(sizes)
@@ -48,7 +46,6 @@ class BlockManager:
         self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
-        self.supply = supply or BlockSupply(self.groups)
         self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
         # of blocks for other content; each has `recover`
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -66,7 +63,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups, including cached ones."""
-        return self.supply.num_free
+        return self.memory.num_obtainable(self.groups)
 
     @property
     def size_text(self) -> str:
@@ -91,7 +88,7 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if nothing else ran."""
-        return self.supply.num_total
+        return self.memory.num_obtainable(self.groups, if_unused=True)
 
     def num_spanned(
         self,
@@ -321,8 +318,8 @@ class BlockManager:
         """Frees a finished sequence and notes its length."""
         if blocks.tables:
             length = blocks.tables[0].num_tokens
-            if length:
-                self.supply.note_length(length)
+            if length and self._ended is not None:
+                self._ended.note(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:

@@ -437,7 +437,7 @@ def make_store(
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     # those of layers on several are known from the first forward
     device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
+    return PrefixStore(tiers, memory, blocks.groups, device, layout.layers)
 
 
 def check(config: PagedConfig) -> None:

@@ -34,7 +34,7 @@ class DictTier(dict[bytes, Any]):
     wants_confirmation = False
 
     def __init__(self, memory: PagedMemory, blocks: BlockManager) -> None:
-        (self.group,) = memory.groups_of(blocks)
+        (self.group,) = blocks.groups
         self.num_restored = 0
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:

@@ -412,8 +412,12 @@ class BlockTable:
             num_tokens = num_blocks * self.block_size
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
-        self.num_dropped = num_dropped
-        self.num_tokens = num_tokens
+        self.num_dropped, self.num_tokens = num_dropped, num_tokens
+
+    def hold(self, block_ids: list[int]) -> None:
+        """Holds these blocks, with the content for its tokens, in place of none."""
+        self.block_ids = block_ids
+        self.pool.acquire(block_ids)
 
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are

@@ -25,10 +25,10 @@ class StateRows:
         self.state_layers = [SimpleNamespace() for _ in layers]
         gather_states(self.state_layers, parts, device)
 
-    def put_back(self, storage: StateStorage, index: int, block_ids: dict[int, int]) -> None:
+    def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
         """Makes copies of row `row` the state of slot `block_ids[row]`, on the original device."""
         rows = StateRows([(self.state_layers, list(block_ids))])
-        storage.keep(block_ids.values(), rows)
+        group.storage.keep(block_ids.values(), rows)
 
 
 class StateStorage:

@@ -301,8 +301,6 @@ class PrefixStore:
         has_other_layers = held and held.keys() != layers.keys()
         if have_other_forms or has_other_layers:
             raise ValueError("the blocks are not those of these layers")
-        block_bytes = sum(layer.blocks.block_bytes for layer in layers.values())
-        memory.expect(block_bytes)
         host = HostBlocks()
         for index, layer in layers.items():
             data = [content[index].blocks.data for content in contents]

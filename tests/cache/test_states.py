@@ -236,7 +236,7 @@ def test_states_are_swapped_with_the_blocks() -> None:
     assert blocks.append(sequence.blocks, 20)
     twin = SimpleNamespace(blocks=blocks.fork(sequence.blocks), swapped=None, is_finished=False)
     request = SimpleNamespace(sequences=[sequence, twin], open_sequences=[sequence, twin])
-    swapper = BlockSwapper([memory.group(GroupSpec()), group], blocks.flush_copies)
+    swapper = BlockSwapper(blocks)
     assert not swapper.swap_out(request), "a state that was never computed cannot be swapped"
     holder = Holder(3, 10)
     group.storage.put([9, 8, sequence.blocks.tables[1].block_ids[0]], holder, 48)

@@ -241,9 +241,7 @@ class Preemption:
         if num_needed + reserve > manager.num_free:
             return False
         manager.flush_copies()  # the targets of queued copies may be handed out again
-        try:
-            self.swapper.swap_in(request)
-        except OutOfBlocksError:
+        if not self.swapper.swap_in(request):
             return False
         if manager.has_room(growth):
             return True

@@ -154,7 +154,7 @@ class FakeSwapper:
     def num_blocks(self, request: Request) -> int:
         return sum(map(len, self.held(request)))
 
-    def swap_in(self, request: Request) -> None:
+    def swap_in(self, request: Request) -> bool:
         taken: list[dict[int, int]] = []
         try:
             for group, ids in zip(self.groups, self.held(request)):
@@ -163,7 +163,7 @@ class FakeSwapper:
         except OutOfBlocksError:
             for group, blocks in zip(self.groups, taken):
                 group.pool.release(blocks.values())
-            raise
+            return False
         for sequence in request.sequences:
             if sequence.swapped is None:
                 continue
@@ -182,6 +182,7 @@ class FakeSwapper:
         for group, blocks in zip(self.groups, taken):
             group.pool.release(blocks.values())
         self.restored.append(request)
+        return True
 
 
 class Engine(RuleBasedStateMachine):

@@ -366,7 +366,8 @@ class BlockManager:
             return 0
         size = self.unit
         max_nodes = (len(token_ids) - 1) // size
-        path = self.index.find(token_ids, namespace, max_nodes)
+        links = self.index.find(token_ids, namespace, max_nodes)
+        path = [link.node for link in links if link.node is not None]
         num_nodes = len(path)
         num_tokens = num_nodes * size
         if not path or num_tokens < least:

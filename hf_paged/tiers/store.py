@@ -220,7 +220,7 @@ class PrefixStore:
         if not blocks.prefix_caching or namespace is UNCACHED:
             return []
         max_nodes = (sequence.num_tokens - 1) // blocks.unit
-        return blocks.index.reach(sequence.keys, namespace, max_nodes, self.has)
+        return blocks.index.find(sequence.keys, namespace, max_nodes, self.has)
 
     def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
         try:

@@ -43,7 +43,7 @@ class DictTier(dict[bytes, Any]):
     def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
         most = (sequence.num_tokens - 1) // blocks.unit
         namespace = sequence.request.namespace
-        return blocks.index.reach(sequence.keys, namespace, most, lambda _, digest: digest in self)
+        return blocks.index.find(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
     def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
         return len(self.path(blocks, sequence)) * blocks.unit

@@ -43,7 +43,6 @@ class BlockManager:
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
         self.index = PrefixIndex(pools, windows, self.unit, ratios)
-        self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
         self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
@@ -160,12 +159,11 @@ class BlockManager:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        last = None
-        if self._has_order:
-            last = [table.last_block for table in tables]
-        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
+        needs = [table.num_needed(end - table.num_tokens) for table in tables]
+        taken = self.take(needs, tables)
         if taken is None and self._unname_state(blocks):
-            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
+            needs = [table.num_needed(end - table.num_tokens) for table in tables]
+            taken = self.take(needs, tables)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -246,10 +244,10 @@ class BlockManager:
     def take(
         self,
         needs: Sequence[int],
-        after: Sequence[int | None] | None = None,
+        tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after the block
-        `after[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
+        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after those of
+        `tables[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
         raises."""
         self.refusal = None
         are_free = [
@@ -261,15 +259,16 @@ class BlockManager:
             if total and total > self.num_free:
                 return None
         taken: list[list[int]] = []
-        lasts = after or [None] * len(needs)
         try:
-            for group, needed, last, is_free in zip(self.groups, needs, lasts, are_free):
+            for number, (group, needed) in enumerate(zip(self.groups, needs)):
+                after = tables[number].block_ids if tables else ()
                 if not needed:
                     taken.append([])
-                elif is_free and needed <= group.pool.num_free:  # making room may have shrunk it
-                    taken.append(group.pool.allocate(needed, last))
+                elif are_free[number] and needed <= group.pool.num_free:
+                    # else making room for another group has shrunk it
+                    taken.append(group.pool.allocate(needed, after))
                 else:
-                    taken.append(group.take(needed, last))
+                    taken.append(group.take(needed, after))
         except BaseException as error:
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)

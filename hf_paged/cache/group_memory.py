@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,9 +149,9 @@ class GroupMemory:
         if missing > 0:
             self._grow(num_blocks, missing)
 
-    def take(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """Takes `num_blocks` new blocks with refcount 1, preferably after block `after`. Raises
-        `OutOfBlocksError`."""
+    def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
+        """Takes `num_blocks` new blocks with refcount 1, preferably after the blocks `after` of
+        their table. Raises `OutOfBlocksError`."""
         self.make_room(num_blocks)
         return self.pool.allocate(num_blocks, after)
 

@@ -180,9 +180,9 @@ class LayerGroup:
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
         self.blocks.pool.note_write(
-            table.block_ids[place]
+            block_id
             for table, tokens in zip(tables, ranges)
-            for place in table.places(*tokens)
+            for block_id in table.shared_blocks(*tokens)
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:

@@ -30,7 +30,7 @@ class PoolGroup:
     def make_room(self, num_blocks: int) -> None:
         pass
 
-    def take(self, num_blocks: int, after: int | None = None) -> list[int]:
+    def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         self.make_room(num_blocks)
         return self.pool.allocate(num_blocks, after)
 

@@ -22,9 +22,8 @@ from benchmarks.report import markdown
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import BlockGroup
+from tests.support.pools import PoolGroup, manager_of
 
 MEAN_IN, MEAN_OUT, SIGMA, LONGEST = 161, 338, 1.0, 2048
 BLOCK_SIZE, MAX_TOKENS, MAX_SEQS = 16, 2048, 256
@@ -60,7 +59,7 @@ def simulate(
             timing.
     """
     generator = random.Random(0)
-    blocks = BlockManager([BlockGroup(BlockPool(num_blocks))], BLOCK_SIZE)
+    blocks = manager_of([PoolGroup(BlockPool(num_blocks))], BLOCK_SIZE)
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )

@@ -13,9 +13,8 @@ from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import BlockGroup
+from tests.support.pools import PoolGroup, manager_of
 
 MAX_SEQS, MAX_TOKENS = 256, 2048
 BLOCK_SIZE = 16
@@ -247,7 +246,7 @@ def serve_paged(
     outcome, usage = Outcome(name, num_slots), Usage()
     outcome.usage = usage
     pool = BlockPool(num_slots // block_size)
-    blocks = BlockManager([BlockGroup(pool)], block_size, prefix_caching=False)
+    blocks = manager_of([PoolGroup(pool)], block_size, prefix_caching=False)
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )

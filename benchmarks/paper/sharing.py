@@ -13,7 +13,7 @@ from benchmarks.paper.serving import BLOCK_SIZE
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import BlockGroup
+from tests.support.pools import PoolGroup, manager_of
 
 SAMPLES = {
     "Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"},
@@ -56,8 +56,8 @@ def sampling_saving(lengths: Lengths, count: int, requests: int, seed: int = 0) 
     """Percent of the blocks saved by sharing over all steps of a trace; samples of a request are
     equally long."""
     trace = make_trace(lengths, requests, seed=seed)
-    manager = BlockManager(
-        [BlockGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False
+    manager = manager_of(
+        [PoolGroup(BlockPool((count + 1) * 2048 // BLOCK_SIZE))], BLOCK_SIZE, prefix_caching=False
     )
     named = taken = 0
     for prompt, output in zip(trace.prompts, trace.outputs):
@@ -174,8 +174,8 @@ def example(size: Size) -> list[Row]:
     """
     count, prompt, output = 16, 2048, 128
     apart, together = count * (prompt + output), prompt + count * output
-    manager = BlockManager(
-        [BlockGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False
+    manager = manager_of(
+        [PoolGroup(BlockPool(count * 2048 // 4))], BLOCK_SIZE, prefix_caching=False
     )
     _, _, peak = grow(manager, count, prompt, output)
     gib = OPT_13B_KV_BYTES / 2**30

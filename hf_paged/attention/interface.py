@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .. import compat
-from ..cache.handles import LazyTensor, PagedTensor, implements
+from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.kv_blocks import KVBlocks
 from ..step import NotPackable, StepMetadata
 from . import backends, switch
@@ -262,7 +262,6 @@ def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., An
     return {}
 
 
-@implements(F.scaled_dot_product_attention)
 def sdpa_on_handles(
     query: Tensor,
     key: Any,
@@ -296,3 +295,6 @@ def sdpa_on_handles(
         is_causal,
         **options,
     )
+
+
+PagedTensor.functions[F.scaled_dot_product_attention] = sdpa_on_handles

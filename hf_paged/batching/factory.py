@@ -76,7 +76,7 @@ def make_loop(
         tier, reason = make_tier(model, memory, blocks, config, layout)
     blocks.set_tier(tier)
     guard = WeightsGuard(model, memory, blocks)
-    swapper = BlockSwapper(memory.groups_of(blocks), blocks.flush_copies)
+    swapper = BlockSwapper(blocks)
     preemption = Preemption(
         blocks,
         config.preemption,

@@ -6,35 +6,33 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
 from .epochs import Epochs
-from .groups import UNBOUNDED, BlockGroup, StateSpec
+from .groups import UNBOUNDED, StateSpec
 from .prefix_index import PrefixIndex
 from .sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
-from .supply import BlockSupply
+
+if TYPE_CHECKING:  # not imported at run time: they use tensors
+    from .group_memory import GroupMemory
+    from .memory import PagedMemory
 
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
-    shared blocks are queued (`flush_copies`). `supply` counts the blocks that it may take (default:
-    those of the pools). `prefix_caching`: keep full blocks, and reuse them for the same tokens."""
+    shared blocks are queued (`flush_copies`). `memory`, whose groups these are, counts the blocks
+    that it may take."""
 
-    def __init__(
-        self,
-        groups: Sequence[BlockGroup],
-        block_size: int,
-        prefix_caching: bool = True,
-        supply: BlockSupply | None = None,
-    ) -> None:
+    def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
+        """`memory`: may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
-        self.prefix_caching = prefix_caching
-        self._block_sizes = [
-            group.spec.block_size(group.block_size or block_size) for group in groups
-        ]
-        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [block_size]
+        self.memory = memory
+        self._ended = memory.sizes  # sequences may end when the memory is collected, too
+        self.prefix_caching = True  # keep full blocks, and reuse them for the same tokens
+        self._block_sizes = [group.block_size for group in groups]
+        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
         # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
         # prefixes may end
         self.block_size = max(sizes)
@@ -45,10 +43,8 @@ class BlockManager:
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
         self.index = PrefixIndex(pools, windows, self.unit, ratios)
-        self._has_order = any(pool.take is not None for pool in pools)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
-        self.supply = supply or BlockSupply(self.groups)
         self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
         # of blocks for other content; each has `recover`
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -66,7 +62,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups, including cached ones."""
-        return self.supply.num_free
+        return self.memory.num_obtainable(self.groups)
 
     @property
     def size_text(self) -> str:
@@ -91,7 +87,7 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if nothing else ran."""
-        return self.supply.num_total
+        return self.memory.num_obtainable(self.groups, if_unused=True)
 
     def num_spanned(
         self,
@@ -163,12 +159,11 @@ class BlockManager:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_settled)
-        last = None
-        if self._has_order:
-            last = [table.last_block for table in tables]
-        taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
+        needs = [table.num_needed(end - table.num_tokens) for table in tables]
+        taken = self.take(needs, tables)
         if taken is None and self._unname_state(blocks):
-            taken = self.take([table.num_needed(end - table.num_tokens) for table in tables], last)
+            needs = [table.num_needed(end - table.num_tokens) for table in tables]
+            taken = self.take(needs, tables)
         if taken is None:
             return False
         for table, copies, new_ids in zip(tables, self._copies, taken):
@@ -249,10 +244,10 @@ class BlockManager:
     def take(
         self,
         needs: Sequence[int],
-        after: Sequence[int | None] | None = None,
+        tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after the block
-        `after[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
+        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after those of
+        `tables[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
         raises."""
         self.refusal = None
         are_free = [
@@ -264,15 +259,16 @@ class BlockManager:
             if total and total > self.num_free:
                 return None
         taken: list[list[int]] = []
-        lasts = after or [None] * len(needs)
         try:
-            for group, needed, last, is_free in zip(self.groups, needs, lasts, are_free):
+            for number, (group, needed) in enumerate(zip(self.groups, needs)):
+                after = tables[number].block_ids if tables else ()
                 if not needed:
                     taken.append([])
-                elif is_free and needed <= group.pool.num_free:  # making room may have shrunk it
-                    taken.append(group.pool.allocate(needed, last))
+                elif are_free[number] and needed <= group.pool.num_free:
+                    # else making room for another group has shrunk it
+                    taken.append(group.pool.allocate(needed, after))
                 else:
-                    taken.append(group.take(needed, last))
+                    taken.append(group.take(needed, after))
         except BaseException as error:
             for group, block_ids in zip(self.groups, taken):
                 group.pool.release(block_ids)
@@ -321,8 +317,8 @@ class BlockManager:
         """Frees a finished sequence and notes its length."""
         if blocks.tables:
             length = blocks.tables[0].num_tokens
-            if length:
-                self.supply.note_length(length)
+            if length and self._ended is not None:
+                self._ended.note(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
@@ -369,7 +365,8 @@ class BlockManager:
             return 0
         size = self.unit
         max_nodes = (len(token_ids) - 1) // size
-        path = self.index.find(token_ids, namespace, max_nodes)
+        links = self.index.find(token_ids, namespace, max_nodes)
+        path = [link.node for link in links if link.node is not None]
         num_nodes = len(path)
         num_tokens = num_nodes * size
         if not path or num_tokens < least:

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from ..topics import Topic, TopicError
 
-Take: TypeAlias = Callable[[dict[int, None], int, int, int | None], list[int]]
+Take: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
 """Takes block ids out of the free ones, given the number of all blocks, how many to take, and the
-block that they should follow."""
+blocks of their table, the last of which they should follow."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
@@ -97,9 +97,9 @@ class BlockPool:
             del self._free[len(self._refcounts)]
         self.peak_used = self.num_used
 
-    def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
+    def allocate(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free.
-        `after`: the last block of their table, for `take`. Raises `OutOfBlocksError`, with none
+        `after`: the blocks of their table, for `take`. Raises `OutOfBlocksError`, with none
         taken or evicted."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
@@ -188,17 +188,15 @@ class BlockPool:
             held = Counter(block_id for table in tables for block_id in table)
             self._refcounts = [held[block_id] for block_id in range(self.num_blocks)]
             self.num_shared = sum(refcount > 1 for refcount in self._refcounts)
-            cached = [
-                block_id
-                for block_id in dict.fromkeys([*self._cached, *self._kept])
-                if block_id in self._kept
-            ]
-            self._cached = OrderedDict.fromkeys(
-                block_id for block_id in cached if not held[block_id]
+            unused = dict.fromkeys(
+                block_id for block_id in range(self.num_blocks) if not held[block_id]
             )
-            unused = (block_id for block_id in range(self.num_blocks) if not held[block_id])
             self._free = OrderedDict.fromkeys(
                 block_id for block_id in unused if block_id not in self._kept
+            )
+            order = [*self._cached, *self._kept]
+            self._cached = OrderedDict.fromkeys(
+                block_id for block_id in order if block_id in unused and block_id in self._kept
             )
         except BaseException:
             self.has_lost = True
@@ -233,24 +231,13 @@ class BlockPool:
                 )
         if self._wrong_write is not None:
             raise AssertionError(self._wrong_write)
-        for block_id, refcount in enumerate(self._refcounts):
-            state = (block_id in self._free, block_id in self._cached)
-            is_unused = refcount == 0
-            is_kept = block_id in self._kept
-            expected = (is_unused and not is_kept, is_unused and is_kept)
-            if state != expected:
-                raise AssertionError(
-                    f"block {block_id}: refcount {refcount}, kept: {is_kept}, (free,"
-                    f" cached): {state}"
-                )
-        counts = (self.num_free, self.num_cached, self.num_used, self.num_shared)
-        num_used = sum(refcount > 0 for refcount in self._refcounts)
+        unused = {block_id for block_id, count in enumerate(self._refcounts) if not count}
+        kept = self._kept.keys()
         num_shared = sum(refcount > 1 for refcount in self._refcounts)
-        num_counted = sum(counts[:3])
-        if num_counted != self.num_blocks or counts[2:] != (num_used, num_shared):
-            raise AssertionError(
-                f"(free, cached, used, shared) is {counts} of {self.num_blocks} blocks"
-            )
+        expected = (unused - kept, unused & kept, num_shared)
+        states = (set(self._free), set(self._cached), self.num_shared)
+        if states != expected:
+            raise AssertionError(f"(free, cached, number shared) is {states}, not {expected}")
 
 
 @dataclass(slots=True, eq=False)
@@ -269,10 +256,6 @@ class BlockTable:
     @property
     def first_token(self) -> int:
         return self.num_dropped * self.block_size
-
-    @property
-    def last_block(self) -> int | None:
-        return self.block_ids[-1] if self.block_ids else None
 
     @property
     def num_unused_slots(self) -> int:
@@ -307,25 +290,17 @@ class BlockTable:
             return None
         return self.block_ids[number - self.num_dropped]
 
-    def places(self, first: int, last: int) -> range:
-        """Returns the indices into `block_ids` of the existing blocks for tokens `[first,
-        last)`."""
-        begin = first // self.block_size - self.num_dropped
-        end = -(-last // self.block_size) - self.num_dropped
-        num_held = len(self.block_ids)
-        return range(max(0, begin), max(0, min(end, num_held)))
-
     def shared_blocks(self, first: int, last: int) -> list[int]:
-        """Returns the blocks of tokens `[first, last)` that must not be written to, since they are
-        shared or kept."""
+        """Returns the blocks of tokens `[first, last)`, of those that exist, that must not be
+        written to, since they are shared or kept."""
         pool = self.pool
         if pool.is_exclusive:
             return []
-        indices = self.places(first, last)
-        block_ids = (self.block_ids[index] for index in indices)
+        begin = first // self.block_size - self.num_dropped
+        end = -(-last // self.block_size) - self.num_dropped
         return [
             block_id
-            for block_id in block_ids
+            for block_id in self.block_ids[max(0, begin) : max(0, end)]
             if pool.refcount(block_id) > 1 or pool.is_kept(block_id)
         ]
 
@@ -383,8 +358,7 @@ class BlockTable:
             return None
         tail = self.shared_tail
         if new_ids is None:
-            num_needed = self.num_new_blocks(num_tokens) + (tail is not None)
-            new_ids = self.pool.allocate(num_needed, self.last_block)
+            new_ids = self.pool.allocate(self.num_needed(num_tokens), self.block_ids)
         copy = None
         if tail is not None:
             copy = (tail, new_ids[0])
@@ -412,8 +386,12 @@ class BlockTable:
             num_tokens = num_blocks * self.block_size
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
-        self.num_dropped = num_dropped
-        self.num_tokens = num_tokens
+        self.num_dropped, self.num_tokens = num_dropped, num_tokens
+
+    def hold(self, block_ids: list[int]) -> None:
+        """Holds these blocks, with the content for its tokens, in place of none."""
+        self.block_ids = block_ids
+        self.pool.acquire(block_ids)
 
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are

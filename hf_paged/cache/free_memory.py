@@ -8,6 +8,7 @@ import functools
 import mmap
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
@@ -30,6 +31,7 @@ def commits_when_touched(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+@dataclass(eq=False)
 class Reservation:
     """Expected memory use of a call or an engine, so that memory need not grow step by step:
     `num_blocks[spec]` blocks per layer, within `share` of the memory that is free when the first
@@ -37,22 +39,15 @@ class Reservation:
     which running sequences hold. Memory that layers do not need is divided among the other layers,
     of which `num_layers[spec]` have that spec."""
 
-    def __init__(
-        self,
-        num_blocks: dict[GroupSpec, int],
-        live: dict[GroupSpec, int],
-        num_layers: dict[GroupSpec, int],
-        share: float,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self._live = live
-        self._num_layers = num_layers
-        self._share = share
-        self._budget = -1  # bytes; -1: not known yet
+    num_blocks: dict[GroupSpec, int]
+    live: dict[GroupSpec, int]
+    num_layers: dict[GroupSpec, int]
+    share: float
+    _budget: int = field(default=-1, init=False)  # bytes; -1: not known yet
 
     def limit(self, free: int) -> None:
         """Sets the budget from `free` bytes of memory."""
-        self._budget = int(self._share * free)
+        self._budget = int(self.share * free)
 
     def renew(self) -> None:
         """Makes the next `num_rows` query free memory again."""
@@ -71,10 +66,10 @@ class Reservation:
                 self._budget = min(self._budget, left)
         most = self.num_blocks
         if not commits_when_touched(device):
-            live = self._live.items()
+            live = self.live.items()
             most = {other: min(most[other], count) for other, count in live}
         left = self._budget // max(block_bytes, 1)
-        counts = self._num_layers.items()
+        counts = self.num_layers.items()
         others = sorted(most[other] for other, count in counts for _ in range(count))
         for number, num_blocks in enumerate(others):
             even = left // (len(others) - number)

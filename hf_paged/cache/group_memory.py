@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from ..seams import Storage
 from . import budget
 from .block_pool import BlockPool, BlockTable, OutOfBlocksError
 from .free_memory import commits_when_touched, free_bytes
-from .groups import UNBOUNDED, BlockGroup, GroupSpec, StateSpec
+from .groups import UNBOUNDED, GroupSpec, StateSpec
 from .kv_blocks import KVBlocks
 from .states import StateStorage
 
@@ -47,8 +47,9 @@ def mirrored(move: Callable[..., Any]) -> Any:
     return both
 
 
-class GroupMemory(BlockGroup):
-    can_grow = True
+class GroupMemory:
+    """One layer group of a memory. Its blocks are taken by `BlockManager`s, and copied and written
+    here."""
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
@@ -57,16 +58,16 @@ class GroupMemory(BlockGroup):
         self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
         self.storage: Storage
         if self.holds_states:
-            block_size = UNBOUNDED
+            self.block_size = UNBOUNDED
             self.storage = StateStorage(BlockPool())
         else:
-            block_size = memory.block_size_of(spec)
+            self.block_size = memory.block_size_of(spec)
             weak_memory = self.memory
             self.storage = memory.make_storage(
-                memory.config, spec, block_size, lambda: weak_memory.gather_handles()
+                memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
             )
-        super().__init__(self.storage.pool, spec, block_size)
-        self.is_counted = spec.is_counted
+        self.pool = self.storage.pool
+        self.spec = spec
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
         self._is_short = False  # a layer could not be allocated for all blocks of the pool
         self._is_making = False  # a layer is being made, without content for cached blocks
@@ -116,6 +117,8 @@ class GroupMemory(BlockGroup):
             )
 
     def has_free(self, num_blocks: int) -> bool:
+        """Whether this many blocks are free and no limit need be looked at, so that `make_room` has
+        nothing to do."""
         memory = self.memory
         pool = self.pool
         if memory.config.num_blocks is not None:  # which counts the blocks of all groups
@@ -145,6 +148,12 @@ class GroupMemory(BlockGroup):
             missing -= self._num_evicted(missing)
         if missing > 0:
             self._grow(num_blocks, missing)
+
+    def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
+        """Takes `num_blocks` new blocks with refcount 1, preferably after the blocks `after` of
+        their table. Raises `OutOfBlocksError`."""
+        self.make_room(num_blocks)
+        return self.pool.allocate(num_blocks, after)
 
     @property
     def _has_limit(self) -> bool:
@@ -253,7 +262,8 @@ class GroupMemory(BlockGroup):
 
     @mirrored
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies block `source` to block `target` in every layer, and counts them."""
+        """Copies block `source` to block `target` in every layer, for each pair, and counts them;
+        all are read before one is written."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
-
-from .block_pool import BlockPool
 
 UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
@@ -20,13 +17,6 @@ class GroupSpec:
     kind: str = "self"  # which of a model's caches; or "cross"
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
-
-    def block_size(self, num_tokens: int) -> int:
-        """Returns the block size, given the configured one."""
-        return num_tokens
-
-    def storage_dtype(self, dtype: Any) -> Any:
-        return dtype
 
     @property
     def is_counted(self) -> bool:
@@ -75,9 +65,6 @@ class StateSpec(GroupSpec):
     kind: str = "states"
     is_empty: bool = False  # without states in the model: the slot only identifies the sequence
 
-    def block_size(self, num_tokens: int) -> int:
-        return UNBOUNDED
-
     @property
     def is_counted(self) -> bool:
         return not self.is_empty
@@ -92,51 +79,6 @@ class StateSpec(GroupSpec):
     def prefix_window(self) -> int | None:
         """2: needs the snapshot after the previous token; 1: without states, needs no block."""
         return 1 if self.is_empty else 2
-
-
-class BlockGroup:
-    """One layer group for the manager, with a pool of fixed size. `cache.memory` has a subclass
-    with memory."""
-
-    can_grow = False
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        spec: GroupSpec = FULL_ATTENTION,
-        block_size: int = 0,
-    ) -> None:
-        """`block_size`: tokens per block of this group; 0: the manager's."""
-        self.pool = pool
-        self.spec = spec
-        self.block_size = block_size
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers; 0 if not known yet."""
-        return 0
-
-    @property
-    def is_sized(self) -> bool:
-        """Whether the bytes of a block are known, or no limit in bytes needs them."""
-        return True
-
-    def has_free(self, num_blocks: int) -> bool:
-        """Whether this many blocks are free and no limit need be looked at, so that `make_room` has
-        nothing to do."""
-        return False
-
-    def make_room(self, num_blocks: int) -> None:
-        """Makes this many blocks allocatable, or raises `OutOfBlocksError`."""
-
-    def take(self, num_blocks: int, after: int | None = None) -> list[int]:
-        """Takes `num_blocks` new blocks with refcount 1, preferably after block `after`. Raises
-        `OutOfBlocksError`."""
-        self.make_room(num_blocks)
-        return self.pool.allocate(num_blocks, after)
-
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies the first block of each pair to the second; all are read before one is written."""
 
 
 def group_label(key: Hashable) -> str:

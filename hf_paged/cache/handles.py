@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,25 +16,11 @@ from ..step import NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 READ_ONLY = (
     "keys and values of a paged cache cannot be written to in place, since other rows and prefixes"
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
-
-_OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def implements(torch_function: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Decorates the replacement of `torch_function` for calls with a `PagedTensor` argument."""
-
-    def register(function: Function) -> Function:
-        _OVERRIDES[torch_function] = function
-        return function
-
-    return register
 
 
 class LazyTensor(Tensor):
@@ -78,6 +64,8 @@ class ReadOnlyTensor(LazyTensor):
     change a copy."""
 
     keeps_views = True  # whether views are read-only, too
+    # for torch functions of such tensors: what runs in their place
+    functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
@@ -112,6 +100,8 @@ class ReadOnlyTensor(LazyTensor):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in cls.functions:
+            return cls.functions[func](*args, **kwargs)
         if func in _WRITERS and isinstance(args[0], ReadOnlyTensor):
             args[0].refuse_write()
         requires_grad = func in _GRADIENT_FLAGS and (*args[1:], *kwargs.values(), True)[0]
@@ -171,9 +161,9 @@ class ViewTensor(ReadOnlyTensor):
 class PagedTensor(ReadOnlyTensor):
     """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention
     function reads `blocks` through `step`; any other operation gathers a contiguous tensor, or
-    raises [`NotPackable`] for packed rows, `(1, heads, num_tokens, dim)`. Torch functions
-    registered with `implements` are replaced."""
+    raises [`NotPackable`] for packed rows, `(1, heads, num_tokens, dim)`."""
 
+    functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}  # set by attention
     step: StepMetadata
     layer: KVBlocks
     blocks: Tensor
@@ -285,19 +275,6 @@ class PagedTensor(ReadOnlyTensor):
         self.layer.rows.stop_lending()
         self._dense = contiguous
         return True
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if func in _OVERRIDES:
-            function = _OVERRIDES[func]
-            return function(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Handles:

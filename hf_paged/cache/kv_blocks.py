@@ -16,7 +16,7 @@ from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
 from ..seams import MappedRows
 from .free_memory import commits_when_touched, reserved
-from .groups import FULL_ATTENTION, GroupSpec
+from .groups import GroupSpec
 from .store import Look, Store, choose_store
 
 MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
@@ -28,7 +28,7 @@ Kind: TypeAlias = tuple[int, int, torch.dtype]
 @dataclass(eq=False)
 class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of
-    `data`, for K/V of `dtypes`, which may be stored in another dtype (`GroupSpec.storage_dtype`).
+    `data`, for K/V of `dtypes`, which may be stored in another dtype.
     If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
     block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With quantization, `data`
@@ -162,7 +162,6 @@ class KVBlocks:
         block_size: int,
         keys: Tensor,
         values: Tensor,
-        spec: GroupSpec = FULL_ATTENTION,
         kv_dtype: str | None = None,
     ) -> KVBlocks:
         """Allocates uninitialised blocks for K/V like `keys` and `values`, each `(batch, heads, n,
@@ -172,7 +171,7 @@ class KVBlocks:
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
         if kv_dtype is None:
-            stored = [spec.storage_dtype(dtype) for dtype in _attended(*dtypes)]
+            stored = list(_attended(*dtypes))
         else:
             stored = [quantized.DTYPES[kv_dtype]] * 2
         key_dtype, value_dtype = stored

@@ -180,9 +180,9 @@ class LayerGroup:
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
         self.blocks.pool.note_write(
-            table.block_ids[place]
+            block_id
             for table, tokens in zip(tables, ranges)
-            for place in table.places(*tokens)
+            for block_id in table.shared_blocks(*tokens)
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
@@ -275,10 +275,7 @@ class LayerGroup:
             origin = padding + table.num_dropped * size
             end = max(0, length - origin)
             start = max(0, length - origin - query_len)
-            if query_len == 1 and start < end:
-                block_id = table.block_ids[start // size]
-                slots.append(block_id * size + start % size)
-            elif query_len:
+            if query_len:
                 num_unstored = query_len - (end - start)
                 slots.extend([-1] * num_unstored + table.slots(start, end))
             seq_lens.append(end)

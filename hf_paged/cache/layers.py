@@ -357,11 +357,8 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
-        rows = self.group.rows
-        numbers = torch.arange(len(rows.held))
-        repeated = numbers.repeat_interleave(repeats)
-        self._once(rows.select, repeated.tolist())
-        self._select_in_graph(lambda states: states.repeat_interleave(repeats, dim=0))
+        num_rows = len(self.group.rows.held)
+        self.reorder_cache(repeated(num_rows, repeats))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
@@ -428,6 +425,7 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
     update = PagedLayer.update
     lazy_initialization = PagedLayer.lazy_initialization
     batch_select_indices = PagedLayer.batch_select_indices
+    batch_repeat_interleave = PagedLayer.batch_repeat_interleave
 
 
 class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLayer):
@@ -457,12 +455,6 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.reorder_cache(self, _as_tensor(beam_idx))
         PagedLayer.reorder_cache(self, beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        numbers = torch.arange(num_state_rows(self), device="cpu")
-        repeated = numbers.repeat_interleave(repeats)
-        self._linear.reorder_cache(self, repeated)
-        PagedLayer.batch_repeat_interleave(self, repeats)
-
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
@@ -487,6 +479,11 @@ def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
             f" pass ({num_rows},)"
         )
     return indices.nonzero().squeeze(-1)
+
+
+def repeated(num_rows: int, repeats: int) -> Tensor:
+    """Returns the numbers of all rows, each `repeats` times."""
+    return torch.arange(num_rows, device="cpu").repeat_interleave(repeats)
 
 
 def num_state_rows(layer: Any) -> int:

@@ -32,7 +32,6 @@ from .kv_blocks import LayerKV
 from .memory_stats import MemoryStats, share_of_unused_slots, stats_of
 from .sequence_blocks import SequenceBlocks
 from .storage import storage_of
-from .supply import MemorySupply
 from .waits import Holder
 
 if TYPE_CHECKING:
@@ -149,8 +148,7 @@ class PagedMemory:
         with self.lock:
             if specs not in self.managers:
                 groups = [self.group(spec) for spec in specs]
-                supply = MemorySupply(groups, self)
-                self.managers[specs] = BlockManager(groups, self.block_size, supply=supply)
+                self.managers[specs] = BlockManager(groups, weakref.proxy(self))
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
@@ -230,17 +228,13 @@ class PagedMemory:
         for handles in list(self.handles.values()):
             handles.gather()
 
-    def groups_of(self, blocks: BlockManager) -> list[GroupMemory]:
-        """Returns the groups of a manager of this memory."""
-        return [self.groups[group.spec] for group in blocks.groups]
-
     @property
     def num_used(self) -> int:
         """Blocks that a table holds, over all counted groups."""
         self.free_abandoned()
         num_used = 0
         for group in self.groups.values():
-            if group.is_counted:
+            if group.spec.is_counted:
                 num_used += group.pool.num_used
         return num_used
 
@@ -298,7 +292,7 @@ class PagedMemory:
         within `num_blocks`."""
         total = self.config.num_blocks
         used = self.num_used
-        if total is None or not first.is_counted:
+        if total is None or not first.spec.is_counted:
             return
         free = total - used
         if needed > free:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, row_numbers
+from .layers import PagedLayer, num_state_rows, repeated, row_numbers
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
@@ -235,23 +234,18 @@ class PagedCache(DynamicCache):
         the largest size per layer, as many tokens in other layers, and `num_sequences` at a
         time."""
         config = self.memory.config
-        groups = [group.blocks for group in self.groups.values()]
         num_tokens = num_blocks * self.memory.block_size
-        sizes = {group.spec: group.block_size for group in groups}
-        live = {}
-        for spec, size in sizes.items():
+        reservation = Reservation({}, {}, {}, config.memory_fraction or SHARE)
+        for spec, group in self.groups.items():
+            size = group.blocks.block_size
             of_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
             of_step = config.max_num_batched_tokens // size
-            live[spec] = num_sequences * of_sequence + of_step
-        wanted = {spec: -(-num_tokens // size) for spec, size in sizes.items()}
-        paged_layers = (layer for layer in self.layers if isinstance(layer, PagedLayer))
-        counts = Counter(layer.group.spec for layer in paged_layers)
-        # without a configuration: one
-        num_layers = {spec: max(1, counts[spec]) for spec in self.groups}
-        share = config.memory_fraction or SHARE
-        reservation = Reservation(wanted, live, num_layers, share)
+            reservation.num_blocks[spec] = -(-num_tokens // size)
+            reservation.live[spec] = num_sequences * of_sequence + of_step
+            reservation.num_layers[spec] = max(1, group.num_layers)  # without a configuration: one
         with self.memory.lock:
-            for blocks in groups:
+            for group in self.groups.values():
+                blocks = group.blocks
                 has_content = blocks.pool.num_used or blocks.pool.num_cached
                 blocks.storage.reserve(reservation, drops=not has_content)
 
@@ -320,23 +314,23 @@ class PagedCache(DynamicCache):
             return self.get_seq_length(layer_idx)
         return super().get_seq_length(layer_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
-        copied."""
-        for layer in self.layers:
-            if hasattr(layer, "batch_repeat_interleave"):
-                layer.batch_repeat_interleave(repeats)
-            else:
-                rows = torch.arange(num_state_rows(layer))
-                layer.reorder_cache(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the cache; those of states if it has no others."""
         num_rows = len(self.rows.held)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
                 num_rows = max(num_rows, num_state_rows(layer))
-        self.reorder_cache(row_numbers(indices, num_rows))
+        return num_rows
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
+        copied."""
+        self.reorder_cache(repeated(self._num_rows, repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+        self.reorder_cache(row_numbers(indices, self._num_rows))
 
     def reset(self) -> None:
         """Frees every block; the cache is then empty and can be reused."""

@@ -102,86 +102,45 @@ class PrefixIndex:
         token_ids: Sequence[Hashable],
         namespace: Hashable,
         max_nodes: int,
+        has: Callable[[int, bytes], bool] | None = None,
         without: int | None = None,
-    ) -> list[Node]:
-        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a
-        sequence can start; ignores the blocks that it needs of group `without`."""
-        node: Node | None = self._roots.get(namespace)
-        if node is None:
-            return []
-        size = self.block_size
-        usable = 0
-        path: list[Node] = []
-        # consecutive existing blocks of each group, up to this node
-        present = [0] * len(self._pools)
-        while len(path) < max_nodes:
-            first = len(path) * size
-            tokens = tuple(token_ids[first : first + size])
-            child = node.children.get(tokens)
-            if child is None:
-                break
-            node = child
-            path.append(node)
-            num_nodes = len(path)
-            can_start = num_nodes % self.stride == 0
-            for group, block_id in enumerate(node.block_ids):
-                if num_nodes % self._ratios[group] == 0:
-                    if block_id is None:
-                        present[group] = 0
-                    else:
-                        present[group] += 1
-                    if group != without:
-                        num_needed = len(self.needed(group, num_nodes))
-                        can_start &= num_needed <= present[group]
-            if can_start:
-                usable = num_nodes
-        return path[:usable]
-
-    def reach(
-        self,
-        token_ids: Sequence[Hashable],
-        namespace: Hashable,
-        max_nodes: int,
-        has: Callable[[int, bytes], bool],
     ) -> list[Link]:
-        """Returns the path that `find` would return if the pools also had the tier's blocks:
-        `has(group, digest)`."""
+        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a
+        sequence can start; ignores the blocks that it needs of group `without`. With `has`, the
+        path if the pools also had a tier's blocks: `has(group, digest)`."""
         node = self._roots.get(namespace)
         digest = namespace_digest(namespace)
         links: list[Link] = []
         usable = 0
-        size = self.block_size
+        # consecutive existing blocks of each group, up to this node
         present = [0] * len(self._pools)
         while len(links) < max_nodes:
-            first = len(links) * size
-            tokens = tuple(token_ids[first : first + size])
+            first = len(links) * self.block_size
+            tokens = tuple(token_ids[first : first + self.block_size])
             if node is not None:
                 node = node.children.get(tokens)
-            if node is not None and node.digest:
-                digest = node.digest
-            else:
-                digest = _next_digest(digest, tokens)
-            if not digest:
+            if has is not None:
+                digest = _next_digest(digest, tokens) if node is None else self.digest(node)
+            if not digest or (has is None and node is None):
                 break
-            if node is not None:
-                node.digest = digest
             links.append(Link(tokens, digest, node))
             num_links = len(links)
-            missing = []
-            for group in range(len(self._pools)):
-                if self._windows[group] == 1 or num_links % self._ratios[group]:
-                    continue  # it needs no blocks, or none ends here
-                is_in_pool = node is not None and node.block_ids[group] is not None
-                if is_in_pool or has(group, digest):
+            lacking = []
+            for group, ratio in enumerate(self._ratios):
+                if num_links % ratio:
+                    continue  # none of its blocks ends here
+                exists = node is not None and node.block_ids[group] is not None
+                if not exists and has is not None:
+                    exists = has(group, digest)
+                if exists or group == without:
                     present[group] += 1
                 else:
                     present[group] = 0
-                num_needed = len(self.needed(group, num_links))
-                if num_needed > present[group]:
-                    missing.append(group)
-            if not missing and num_links % self.stride == 0:
+                if len(self.needed(group, num_links)) > present[group]:
+                    lacking.append(group)
+            if not lacking and num_links % self.stride == 0:
                 usable = num_links
-            elif any(self._windows[group] is None for group in missing):
+            elif any(self._windows[group] is None for group in lacking):
                 break
         return links[:usable]
 

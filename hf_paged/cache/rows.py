@@ -14,6 +14,7 @@ from .handles import Handles, PagedTensor
 from .layer_group import LayerGroup
 from .memory import PagedMemory
 from .sequence_blocks import SequenceBlocks
+from .swap import HostBlocks, HostLayer, numbered, put_back, rows_of
 
 
 class CacheRows:
@@ -155,56 +156,40 @@ class CacheRows:
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle, with the content of the tables' blocks, renumbered from 0."""
         state = {name: getattr(self, name) for name in self._OWN}
-        state["tables"] = []
-        state["contents"] = []
+        state["groups"] = []
         with self.memory.changing():
             for number, group in enumerate(self.manager.groups):
                 tables = [blocks.tables[number] for blocks in self.held]
-                block_ids = (block_id for table in tables for block_id in table.block_ids)
-                ids = list(dict.fromkeys(block_ids))
-                numbers = {block_id: number for number, block_id in enumerate(ids)}
-                rows = []
-                for table in tables:
-                    renumbered = [numbers[block_id] for block_id in table.block_ids]
-                    rows.append((renumbered, table.num_dropped, table.num_tokens))
-                state["tables"].append(rows)
+                numbers = numbered(tables)
+                rows = [
+                    (rows_of(table, numbers), table.num_dropped, table.num_tokens)
+                    for table in tables
+                ]
                 contents = {}
-                if ids:
-                    layers = self.memory.group(group.spec).storage.layers
-                    contents = {index: layer.at(ids) for index, layer in layers.items()}
-                state["contents"].append(contents)
+                if numbers:
+                    layers = group.storage.layers.items()
+                    contents = {index: layer.at(list(numbers)) for index, layer in layers}
+                state["groups"].append((rows, contents))
         return state
 
     @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
-        arguments = [state[name] for name in self._OWN[:4]]
-        tables_by_group = state["tables"]
-        contents_by_group = state["contents"]
-        rows = tables_by_group[0] if tables_by_group else ()
-        self.__init__(*arguments)  # type: ignore[misc]
+        self.__init__(*(state[name] for name in self._OWN[:4]))  # type: ignore[misc]
         self.num_operations = state["num_operations"]
         with self.memory.changing():
-            self.held = [self.manager.new() for _ in rows]
-            by_group = zip(tables_by_group, contents_by_group)
-            for number, (tables, contents) in enumerate(by_group):
-                spec = self.specs[number]
-                group = self.memory.group(spec)
-                numbers = (number for ids, _, _ in tables for number in ids)
-                num_blocks = 1 + max(numbers, default=-1)
+            for number, (group, (rows, contents)) in enumerate(
+                zip(self.manager.groups, state["groups"])
+            ):
+                if not self.held:
+                    self.held = [self.manager.new() for _ in rows]
+                num_blocks = 1 + max((row for ids, _, _ in rows for row in ids), default=-1)
                 taken = group.take(num_blocks)
-                for blocks, (ids, num_dropped, num_tokens) in zip(self.held, tables):
-                    table = blocks.tables[number]
-                    table.block_ids = [taken[block] for block in ids]
-                    table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    group.pool.acquire(table.block_ids)
-                group.pool.release(taken)
+                host = HostBlocks()
                 for index, content in contents.items():
-                    keys, values = content.no_states(content.keys.device)
-                    layer = group.layer(
-                        index,
-                        keys,
-                        values,
-                        num_layers=len(contents),
-                        num_begun=len(tables),
-                    )
-                    layer.put_blocks(taken, content)
+                    host[index] = HostLayer(content, content.keys.device)
+                put_back(group, host, dict(enumerate(taken)))
+                for blocks, (ids, num_dropped, num_tokens) in zip(self.held, rows):
+                    table = blocks.tables[number]
+                    table.num_dropped, table.num_tokens = num_dropped, num_tokens
+                    table.hold([taken[row] for row in ids])
+                group.pool.release(taken)

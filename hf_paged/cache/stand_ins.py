@@ -17,8 +17,6 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
     cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
     cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
 }
-SPECS: dict[type, type[GroupSpec]] = {}
-"""The spec class of a stock layer class, if it is not [`GroupSpec`]."""
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
@@ -26,12 +24,10 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
     paged class."""
     if isinstance(layer, PagedLayer):
         return dataclasses.replace(layer.group.spec, kind=kind)
-    stock = type(layer)
-    if stock not in _STAND_INS:
+    if type(layer) not in _STAND_INS:
         return None
-    spec_class = SPECS.get(stock, GroupSpec)
     window = getattr(layer, "sliding_window", None)
-    return spec_class(kind, window)
+    return GroupSpec(kind, window)
 
 
 def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:

@@ -25,10 +25,10 @@ class StateRows:
         self.state_layers = [SimpleNamespace() for _ in layers]
         gather_states(self.state_layers, parts, device)
 
-    def put_back(self, storage: StateStorage, index: int, block_ids: dict[int, int]) -> None:
+    def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
         """Makes copies of row `row` the state of slot `block_ids[row]`, on the original device."""
         rows = StateRows([(self.state_layers, list(block_ids))])
-        storage.keep(block_ids.values(), rows)
+        group.storage.keep(block_ids.values(), rows)
 
 
 class StateStorage:
@@ -36,13 +36,12 @@ class StateStorage:
     of its state. A copied slot refers to the same row until one of the two is computed again. The
     runner keeps steps alive that are holders (`holders`); the storage keeps `StateRows` alive."""
 
+    nbytes = num_rows = growth_step = 0
+    is_elastic = True
+    most_bytes: int | None = None
+
     def __init__(self, pool: BlockPool) -> None:
         self.block_bytes = 0
-        self.nbytes = 0
-        self.num_rows = 0
-        self.is_elastic = True
-        self.most_bytes: int | None = None
-        self.growth_step = 0
         self.layers: dict[int, Any] = {}  # always empty
         self.pool = pool
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}

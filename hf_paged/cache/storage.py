@@ -143,7 +143,6 @@ class BlockStorage:
             self.block_size,
             keys,
             values,
-            spec=self.spec,
             kv_dtype=self.kv_dtype,
         )
 

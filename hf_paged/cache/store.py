@@ -65,9 +65,12 @@ def choose_store(
             )
             if dtypes == stored_dtypes:
                 return store
-            return _cast_first(store, *stored_dtypes)
+            key_dtype, value_dtype = stored_dtypes
+            return lambda keys, values, slots: store(
+                keys.to(key_dtype), values.to(value_dtype), slots
+            )
 
-    return _store_again(chosen, key_blocks, value_blocks)
+    return lambda keys, values, slots: chosen(keys, values, key_blocks, value_blocks, slots)
 
 
 def _store_triton(*tensors: Tensor) -> None:
@@ -77,22 +80,6 @@ def _store_triton(*tensors: Tensor) -> None:
         triton.store(*tensors)
     except LaunchFailedError:
         store_portable(*tensors)
-
-
-def _store_again(
-    chosen: Callable[..., None],
-    key_blocks: Tensor,
-    value_blocks: Tensor,
-) -> Store:
-    return lambda keys, values, slots: chosen(keys, values, key_blocks, value_blocks, slots)
-
-
-def _cast_first(
-    store: Store,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-) -> Store:
-    return lambda keys, values, slots: store(keys.to(key_dtype), values.to(value_dtype), slots)
 
 
 def store_portable(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ..interrupts import is_interrupt
-from ..seams import Storage
+from .block_manager import BlockManager
+from .block_pool import BlockTable
 from .group_memory import GroupMemory, mirrored
 from .kv_blocks import KVBlocks
 
@@ -26,14 +27,13 @@ class HostLayer(NamedTuple):
         data = [_to_cpu(tensor, block_ids) for tensor in layer.data]
         return cls(layer.like(data), layer.keys.device)
 
-    def put_back(self, storage: Storage, index: int, block_ids: dict[int, int]) -> None:
+    def put_back(
+        self, group: GroupMemory, index: int, num_layers: int, block_ids: dict[int, int]
+    ) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
-        states = self.blocks.no_states(self.device)
         # since then, the storage may have grown, changed its dtype or been recreated
-        if index in storage.layers:
-            target = storage.promote(index, *states)
-        else:
-            target = storage.make(index, *states)
+        keys, values = self.blocks.no_states(self.device)
+        target = group.layer(index, keys, values, num_layers, num_begun=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
         rows = list(block_ids)
         moved = []
@@ -67,7 +67,7 @@ def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) ->
     """Writes row `row` of the copies to block `block_ids[row]`."""
     if block_ids:
         for index, layer in host.items():
-            layer.put_back(group.storage, index, block_ids)
+            layer.put_back(group, index, len(host), block_ids)
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
@@ -95,88 +95,75 @@ class SwappedSequence:
 
 class BlockSwapper:
     """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its
-    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts."""
+    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts. No copy
+    of a block may be queued."""
 
-    def __init__(self, groups: Sequence[GroupMemory], flush_copies: Callable[[], Any]) -> None:
-        self.groups = list(groups)
-        self.flush_copies = flush_copies
+    def __init__(self, blocks: BlockManager) -> None:
+        self.blocks = blocks
 
     def num_blocks(self, request: Any) -> int:
         """Returns how many blocks `swap_in` takes, over all counted groups."""
         rows = self._rows(_swapped(request))
-        groups = zip(self.groups, rows)
+        groups = zip(self.blocks.groups, rows)
         return sum(len(ids) for group, ids in groups if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
         """Returns the bytes of the distinct blocks of unfinished sequences, over all layers."""
         rows = [sequence.blocks.tables for sequence in request.open_sequences]
-        num_bytes = 0
-        for number, group in enumerate(self.groups):
-            distinct = _numbered(tables[number].block_ids for tables in rows)
-            num_bytes += len(distinct) * group.storage.block_bytes
-        return num_bytes
+        groups = zip(self.blocks.groups, zip(*rows))
+        return sum(len(numbered(tables)) * group.storage.block_bytes for group, tables in groups)
 
     def swap_out(self, request: Any) -> bool:
         """Copies every block of `request` to host memory and releases it; other holders keep shared
         blocks. Returns `False`, with nothing changed, if the host has too little memory, or a state
         is missing."""
-        self.flush_copies()
-        held = [
-            (sequence, sequence.blocks.tables)
-            for sequence in request.sequences
-            if sequence.blocks.tables
-        ]
-        with self.groups[0].memory.lock:
-            # per group: distinct block ids, in order of appearance, to rows in host memory
-            rows = [
-                _numbered(tables[g].block_ids for _, tables in held)
-                for g in range(len(self.groups))
-            ]
+        held = [sequence for sequence in request.sequences if sequence.blocks.tables]
+        with self.blocks.memory.lock:
+            of_groups = list(zip(*(sequence.blocks.tables for sequence in held)))
+            numbers = [numbered(tables) for tables in of_groups]
             try:
-                host = [copy_out(group, list(ids)) for group, ids in zip(self.groups, rows)]
+                groups = zip(self.blocks.groups, numbers)
+                host = [copy_out(group, list(ids)) for group, ids in groups]
             except (MemoryError, RuntimeError, KeyError) as error:  # torch raises the second
                 if is_interrupt(error):
                     raise
                 return False
-            for sequence, tables in held:
-                table_rows = [
-                    [ids[block_id] for block_id in table.block_ids]
-                    for table, ids in zip(tables, rows)
-                ]
-                sequence.swapped = SwappedSequence(host, table_rows)
+            for sequence in held:
+                tables = sequence.blocks.tables
+                sequence.swapped = SwappedSequence(host, list(map(rows_of, tables, numbers)))
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
         return True
 
-    def swap_in(self, request: Any) -> None:
+    def swap_in(self, request: Any) -> bool:
         """Takes blocks for the swapped-out sequences of `request` (at least one), copies their
-        content back and restores the tables. Raises `OutOfBlocksError`, with nothing changed."""
+        content back and restores the tables. Returns `False`, with nothing changed, if there are
+        too few blocks."""
         swapped = _swapped(request)
         rows = self._rows(swapped)
         host = swapped[0][1].host
-        taken: list[list[int]] = []
-        with self.groups[0].memory.lock:
+        with self.blocks.memory.lock:
+            taken = self.blocks.take(list(map(len, rows)))
+            if taken is None:
+                return False
             try:
-                for group, ids in zip(self.groups, rows):
-                    taken.append(group.take(len(ids)) if ids else [])
                 targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
-                for group, copies, block_ids in zip(self.groups, host, targets):
+                for group, copies, block_ids in zip(self.blocks.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
                     for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
-                        table.block_ids = [block_ids[row] for row in held]
-                        table.pool.acquire(table.block_ids)
+                        table.hold([block_ids[row] for row in held])
                     sequence.swapped = None
             finally:  # the tables hold their blocks now
-                for group, new_ids in zip(self.groups, taken):
+                for group, new_ids in zip(self.blocks.groups, taken):
                     group.pool.release(reversed(new_ids))
+        return True
 
-    def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[dict[int, int]]:
-        """Returns, per group, the host rows that the remaining swapped sequences need, numbered
-        from 0."""
-        numbers = range(len(self.groups))
-        return [_numbered(state.rows[number] for _, state in swapped) for number in numbers]
+    def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
+        """Returns, per group, the host rows that the remaining swapped sequences need."""
+        of_groups = zip(*(state.rows for _, state in swapped))
+        return [list(dict.fromkeys(itertools.chain(*rows))) for rows in of_groups]
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
@@ -184,6 +171,11 @@ def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
     return [(sequence, state) for sequence, state in states if state is not None]
 
 
-def _numbered(lists: Iterable[list[int]]) -> dict[int, int]:
-    items = dict.fromkeys(itertools.chain.from_iterable(lists))
-    return {item: number for number, item in enumerate(items)}
+def numbered(tables: Iterable[BlockTable]) -> dict[int, int]:
+    """Numbers the distinct blocks of some tables, in order of appearance."""
+    block_ids = dict.fromkeys(block_id for table in tables for block_id in table.block_ids)
+    return {block_id: number for number, block_id in enumerate(block_ids)}
+
+
+def rows_of(table: BlockTable, numbers: dict[int, int]) -> list[int]:
+    return [numbers[block_id] for block_id in table.block_ids]

@@ -142,7 +142,7 @@ class Leader:
         return layout
 
     def make(self, loop: StepLoop) -> None:
-        self._groups = loop.memory.groups_of(loop.blocks)
+        self._groups = loop.blocks.groups
         self._histories = [TableHistory() for _ in self._groups]
         self.note("make", self._config)
 
@@ -289,7 +289,7 @@ class Follower:
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
         self._executor = loop.executor
-        self._groups = self._memory.groups_of(loop.blocks)
+        self._groups = loop.blocks.groups
         self._histories = [TableHistory() for _ in self._groups]
 
     def begin(self, autocast: torch.dtype | None) -> None:

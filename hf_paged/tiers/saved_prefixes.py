@@ -120,7 +120,7 @@ def _save(
                 " whole prompt"
             )
         num_nodes = num_tokens // manager.index.block_size
-        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: False)
+        links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: False)
         if len(links) < num_nodes:
             raise OutOfBlocksError(
                 f"{len(links) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
@@ -186,7 +186,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             if needed:
                 outline |= outline_of(group, store.layers(group), len(needed))
         parts = file.read(outline)
-        links = manager.index.reach(token_ids, namespace, num_nodes, lambda group, digest: True)
+        links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
         contents: list[dict[int, Any]] = []

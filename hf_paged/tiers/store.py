@@ -220,7 +220,7 @@ class PrefixStore:
         if not blocks.prefix_caching or namespace is UNCACHED:
             return []
         max_nodes = (sequence.num_tokens - 1) // blocks.unit
-        return blocks.index.reach(sequence.keys, namespace, max_nodes, self.has)
+        return blocks.index.find(sequence.keys, namespace, max_nodes, self.has)
 
     def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
         try:
@@ -301,8 +301,6 @@ class PrefixStore:
         has_other_layers = held and held.keys() != layers.keys()
         if have_other_forms or has_other_layers:
             raise ValueError("the blocks are not those of these layers")
-        block_bytes = sum(layer.blocks.block_bytes for layer in layers.values())
-        memory.expect(block_bytes)
         host = HostBlocks()
         for index, layer in layers.items():
             data = [content[index].blocks.data for content in contents]
@@ -437,7 +435,7 @@ def make_store(
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     # those of layers on several are known from the first forward
     device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, memory.groups_of(blocks), device, layout.layers)
+    return PrefixStore(tiers, memory, blocks.groups, device, layout.layers)
 
 
 def check(config: PagedConfig) -> None:

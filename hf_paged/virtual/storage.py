@@ -51,12 +51,12 @@ def make_storage(
 
 
 def _take_runs(
-    run: int, free: dict[int, None], num_blocks: int, count: int, after: int | None
+    run: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes blocks (`cache.block_pool.Take`) that follow block `after`, or the first whole run of
-    `run` free blocks; without one, those of the lowest ids."""
+    """Takes blocks (`cache.block_pool.Take`) that follow the last of `after`, or the first whole
+    run of `run` free blocks; without one, those of the lowest ids."""
     taken = []
-    following = -1 if after is None else after + 1
+    following = after[-1] + 1 if after else -1
     for _ in range(count):
         if following not in free:  # begin a free run
             starts: Sequence[int] = ()

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hf_paged.adapters.pages import AdapterPages
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import FULL_ATTENTION, BlockGroup
+from hf_paged.cache.groups import FULL_ATTENTION
+from tests.support.pools import PoolGroup, manager_of
 
 BYTES = 100
 
 
-class Group(BlockGroup):
+class Group(PoolGroup):
     size = BYTES
 
     @property
@@ -20,7 +21,7 @@ class Group(BlockGroup):
 
 def make(num_blocks: int) -> tuple[AdapterPages, BlockManager, Group, list[str]]:
     group, evicted = Group(BlockPool(num_blocks), FULL_ATTENTION), list[str]()
-    blocks = BlockManager([group], 4)
+    blocks = manager_of([group], 4)
     return AdapterPages(blocks, lambda: evicted.append), blocks, group, evicted
 
 

@@ -34,7 +34,7 @@ class DictTier(dict[bytes, Any]):
     wants_confirmation = False
 
     def __init__(self, memory: PagedMemory, blocks: BlockManager) -> None:
-        (self.group,) = memory.groups_of(blocks)
+        (self.group,) = blocks.groups
         self.num_restored = 0
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
@@ -43,7 +43,7 @@ class DictTier(dict[bytes, Any]):
     def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
         most = (sequence.num_tokens - 1) // blocks.unit
         namespace = sequence.request.namespace
-        return blocks.index.reach(sequence.keys, namespace, most, lambda _, digest: digest in self)
+        return blocks.index.find(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
     def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
         return len(self.path(blocks, sequence)) * blocks.unit

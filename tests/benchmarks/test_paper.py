@@ -29,9 +29,8 @@ from benchmarks.paper.serving import (
     sum_of_products,
 )
 from benchmarks.paper.traces import ALPACA, LONGEST, SHAREGPT, Trace, make_trace
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import BlockGroup
+from tests.support.pools import PoolGroup, manager_of
 
 COST = StepCost("test", fixed=1.0, per_token=0.25, per_context=0.001)
 TRACE = make_trace(SHAREGPT, 80, rate=0.02)
@@ -196,7 +195,7 @@ def test_the_example_s_arithmetic_and_the_block_manager_agree():
 @pytest.mark.parametrize(("count", "prompt", "output"), [(4, 19, 40), (3, 32, 17)])
 def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, output):
     shape = SHAPES["llama-tiny"]
-    manager = BlockManager([BlockGroup(BlockPool(100))], 16, prefix_caching=False)
+    manager = manager_of([PoolGroup(BlockPool(100))], 16, prefix_caching=False)
     # the last token's K and V are never computed
     _, _, peak = sharing.grow(manager, count, prompt, output - 1)
     assert manager.groups[0].pool.num_used == 0
@@ -212,11 +211,11 @@ def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, outp
 
 
 def test_samples_that_need_more_than_the_pool_has_say_so():
-    manager = BlockManager([BlockGroup(BlockPool(3))], 16, prefix_caching=False)
+    manager = manager_of([PoolGroup(BlockPool(3))], 16, prefix_caching=False)
     with pytest.raises(ValueError, match="no room for 4 samples"):
         sharing.grow(manager, 4, 20, 20)
     with pytest.raises(ValueError, match="no room for a prompt of 64"):
-        sharing.grow(BlockManager([BlockGroup(BlockPool(3))], 16, prefix_caching=False), 1, 64, 1)
+        sharing.grow(manager_of([PoolGroup(BlockPool(3))], 16, prefix_caching=False), 1, 64, 1)
 
 
 def test_kernel_contenders_read_the_same_numbers(monkeypatch):

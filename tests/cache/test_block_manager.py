@@ -9,19 +9,19 @@ import torch
 
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.groups import BlockGroup, GroupSpec
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.sequence_blocks import SequenceBlocks
-from hf_paged.cache.supply import BlockSupply
 from hf_paged.config import PagedConfig
+from tests.support.pools import PoolGroup, Pools, manager_of
 
 SIZE = 4
 
 
 def manager(*windows: int | None, num_blocks: int = 16, **options: object) -> BlockManager:
     """A manager with a separate pool per window."""
-    return BlockManager(
-        [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows],
+    return manager_of(
+        [PoolGroup(BlockPool(num_blocks), GroupSpec(window=window)) for window in windows],
         SIZE,
         **options,
     )
@@ -171,7 +171,7 @@ def test_an_error_in_one_group_leaves_no_block_of_another(
 
 def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
     pools = [BlockPool(4), BlockPool(1)]
-    blocks = BlockManager([BlockGroup(pool) for pool in pools], SIZE)
+    blocks = manager_of([PoolGroup(pool) for pool in pools], SIZE)
     sequence = blocks.new()
     assert not blocks.append(sequence, 5)
     assert [pool.num_free for pool in pools] == [4, 1] and sequence.tables[0].num_tokens == 0
@@ -184,9 +184,9 @@ def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
 
 def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
     made: list[tuple[int, int]] = []
-    group = BlockGroup(BlockPool(8))
+    group = PoolGroup(BlockPool(8))
     group.copy_blocks = made.extend  # type: ignore[method-assign]
-    blocks = BlockManager([group], SIZE)
+    blocks = manager_of([group], SIZE)
     first = blocks.new()
     blocks.append(first, 6)
     second = blocks.fork(first)
@@ -203,9 +203,9 @@ def test_copies_of_shared_tails_are_queued_and_flushed_once() -> None:
 
 def test_a_copy_whose_target_went_back_is_not_made() -> None:
     made: list[tuple[int, int]] = []
-    group = BlockGroup(BlockPool(3))
+    group = PoolGroup(BlockPool(3))
     group.copy_blocks = made.extend  # type: ignore[method-assign]
-    blocks = BlockManager([group], SIZE)
+    blocks = manager_of([group], SIZE)
     first = blocks.new()
     blocks.append(first, 6)
     second = blocks.fork(first)
@@ -221,9 +221,9 @@ def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> Non
     """An interrupted step leaves no copies to the next one: a cache of the same memory may hold the
     blocks."""
     made: list[tuple[int, int]] = []
-    group = BlockGroup(BlockPool(3))
+    group = PoolGroup(BlockPool(3))
     group.copy_blocks = made.extend  # type: ignore[method-assign]
-    blocks = BlockManager([group], SIZE)
+    blocks = manager_of([group], SIZE)
     first = blocks.new()
     blocks.append(first, 6)
     second = blocks.fork(first)
@@ -350,10 +350,10 @@ def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
 
 def test_groups_with_blocks_of_other_sizes_share_prefixes_in_steps_of_the_largest() -> None:
     full, window = (
-        BlockGroup(BlockPool(16), GroupSpec(), 8),
-        BlockGroup(BlockPool(16), GroupSpec(window=5), 2),
+        PoolGroup(BlockPool(16), GroupSpec(), 8),
+        PoolGroup(BlockPool(16), GroupSpec(window=5), 2),
     )
-    blocks = BlockManager([full, window], SIZE)
+    blocks = manager_of([full, window], SIZE)
     sequence = stored(blocks, range(21))
     assert [len(table.block_ids) for table in sequence.tables] == [3, 11]
     assert [hit(blocks, range(n)) for n in (8, 9, 16, 17, 21)] == [0, 8, 8, 16, 16]
@@ -381,16 +381,11 @@ def test_groups_with_blocks_of_other_sizes_share_prefixes_in_steps_of_the_larges
 
 
 def test_a_manager_tells_of_sequences_that_end() -> None:
-    told: list[int] = []
-
-    class Supply(BlockSupply):
-        def note_length(self, length: int) -> None:
-            told.append(length)
-
-    groups = [BlockGroup(BlockPool(16))]
-    blocks = BlockManager(groups, SIZE, supply=Supply(groups))
+    groups = [PoolGroup(BlockPool(16))]
+    pools = Pools(groups, SIZE)
+    blocks = manager_of(groups, SIZE, pools=pools)
     for length in (3, 10):
         blocks.end(stored(blocks, range(length)))
     blocks.free(stored(blocks, range(6)))
     blocks.end(blocks.new())
-    assert told == [3, 10] and blocks.groups[0].pool.num_used == 0
+    assert list(pools.sizes.seen) == [3, 10] and blocks.groups[0].pool.num_used == 0

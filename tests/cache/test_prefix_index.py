@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.prefix_index import PrefixIndex
+from hf_paged.cache.prefix_index import Link, Node, PrefixIndex
 
 SIZE, MAX_BLOCKS = 2, 3
 NAMESPACES = ("one", "two")
@@ -28,6 +28,10 @@ Key = tuple[str, tuple[tuple[int, int], ...]]
 class Entry:
     block_ids: list[int | None]
     epoch: int = sys.maxsize
+
+
+def nodes_of(links: list[Link]) -> list[Node]:
+    return [link.node for link in links if link.node is not None]
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
@@ -108,7 +112,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(NAMESPACES), path=st.sampled_from(PATHS))
     def attach(self, namespace: str, path: tuple[tuple[int, int], ...]) -> None:
         """Adds a sequence that begins with the cached prefix."""
-        nodes = self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS)
+        nodes = nodes_of(self.index.find(list(itertools.chain(*path)), namespace, MAX_BLOCKS))
         ids = [
             [i for node in nodes if (i := node.block_ids[group]) is not None]
             for group in range(len(self.pools))
@@ -171,7 +175,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         ):
             for max_blocks in (1, MAX_BLOCKS):
                 found = self.index.find(list(itertools.chain(*path, (5,))), namespace, max_blocks)
-                assert [node.block_ids for node in found] == self.expected(
+                assert [node.block_ids for node in nodes_of(found)] == self.expected(
                     namespace, path[:max_blocks]
                 )
 
@@ -203,7 +207,7 @@ def test_of_two_blocks_with_the_same_content_the_first_has_the_name() -> None:
     first, second = pool.allocate(2)
     for block_id in (first, second):
         index.add(index.root(None), (5, 6), [block_id])
-    assert [node.block_ids for node in index.find([5, 6], None, 1)] == [[first]]
+    assert [node.block_ids for node in nodes_of(index.find([5, 6], None, 1))] == [[first]]
     assert not pool.is_kept(second)
 
 
@@ -273,7 +277,7 @@ def test_what_goes_is_told_of_while_it_is_there_and_only_if_it_is_computed() -> 
     node = index.add(index.add(index.root("a"), (1, 2), [second]), (3, 4), [third])
     index.end_step()
     digests = [
-        link.digest for link in index.reach([1, 2, 3, 4], "a", 2, lambda group, digest: False)
+        link.digest for link in index.find([1, 2, 3, 4], "a", 2, lambda group, digest: False)
     ]
     assert node.parent is not None and [index.digest(node.parent), index.digest(node)] == digests
     index.undo_step()

@@ -14,12 +14,13 @@ import torch
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.group_memory import KEPT_STATES
-from hf_paged.cache.groups import BlockGroup, GroupSpec, StateSpec
+from hf_paged.cache.groups import GroupSpec, StateSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.cache.states import StateStorage
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.config import PagedConfig
+from tests.support.pools import PoolGroup, manager_of
 
 SIZE = 4
 TOKENS = list(range(40))
@@ -27,11 +28,11 @@ TOKENS = list(range(40))
 
 def manager(*, num_blocks: int = 40, num_slots: int = 16, is_empty: bool = False) -> BlockManager:
     groups = [
-        BlockGroup(BlockPool(num_blocks)),
-        BlockGroup(BlockPool(num_blocks), GroupSpec(window=6)),
-        BlockGroup(BlockPool(num_slots), StateSpec(is_empty=is_empty)),
+        PoolGroup(BlockPool(num_blocks)),
+        PoolGroup(BlockPool(num_blocks), GroupSpec(window=6)),
+        PoolGroup(BlockPool(num_slots), StateSpec(is_empty=is_empty)),
     ]
-    return BlockManager(groups, SIZE)
+    return manager_of(groups, SIZE)
 
 
 def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceBlocks:
@@ -157,7 +158,7 @@ def test_without_states_a_sequence_begins_behind_any_block() -> None:
 def test_with_states_alone_only_snapshots_are_known() -> None:
     """Prefixes without a snapshot have no block to keep their place in the index, or to give it
     up."""
-    blocks = BlockManager([BlockGroup(BlockPool(9), StateSpec())], SIZE)
+    blocks = manager_of([PoolGroup(BlockPool(9), StateSpec())], SIZE)
     blocks.free(grown(blocks, TOKENS[:30]))
     assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
     blocks.free(grown(blocks, TOKENS[:30], 20))
@@ -235,7 +236,7 @@ def test_states_are_swapped_with_the_blocks() -> None:
     assert blocks.append(sequence.blocks, 20)
     twin = SimpleNamespace(blocks=blocks.fork(sequence.blocks), swapped=None, is_finished=False)
     request = SimpleNamespace(sequences=[sequence, twin], open_sequences=[sequence, twin])
-    swapper = BlockSwapper([memory.group(GroupSpec()), group], blocks.flush_copies)
+    swapper = BlockSwapper(blocks)
     assert not swapper.swap_out(request), "a state that was never computed cannot be swapped"
     holder = Holder(3, 10)
     group.storage.put([9, 8, sequence.blocks.tables[1].block_ids[0]], holder, 48)

@@ -98,11 +98,9 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(
 def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
     """Contiguous addresses are one mapping: two of these have more bytes than the machine."""
     keys = torch.empty(1, 2, 0, 64)
-    block_bytes = KVBlocks.allocate(
-        1, 16, keys.to("meta"), keys.to("meta"), FULL_ATTENTION, None
-    ).block_bytes
+    block_bytes = KVBlocks.allocate(1, 16, keys.to("meta"), keys.to("meta")).block_bytes
     num_blocks = int(0.7 * psutil.virtual_memory().total) // block_bytes
-    pools = [KVBlocks.allocate(num_blocks, 16, keys, keys, FULL_ATTENTION, None) for _ in range(2)]
+    pools = [KVBlocks.allocate(num_blocks, 16, keys, keys) for _ in range(2)]
     for pool in pools:
         pool.keys[-1] = 7
     assert holds_in_child(lambda: all(bool((pool.keys[-1] == 7).all()) for pool in pools))

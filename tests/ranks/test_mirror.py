@@ -23,7 +23,6 @@ PACKAGE = Path(hf_paged.__file__).parent
 WRITERS: dict[str, set[str]] = {
     "put_blocks": {
         "HostLayer.put_back",
-        "CacheRows.__setstate__",  # a separate memory
         "MappedStorage.after_in_child",  # a different process
     },
     "copy_blocks": {
@@ -37,6 +36,7 @@ WRITERS: dict[str, set[str]] = {
         "put_back",
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
+        "CacheRows.__setstate__",  # a separate memory
         "adopt",
     },
     "clear": {"GroupMemory.release"},  # of a storage

@@ -22,7 +22,6 @@ from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import BlockGroup
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
 from hf_paged.tape.run_ahead import Launched, RunAhead
@@ -40,6 +39,7 @@ from tests.support.engine_helpers import (
     run_all,
 )
 from tests.support.graph_helpers import graphs_of, results, use_fake_graphs
+from tests.support.pools import PoolGroup, manager_of
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 CONFIG = PagedConfig(block_size=SIZE)
@@ -358,7 +358,7 @@ def test_only_what_was_launched_is_taken() -> None:
     """Items match in scheduled order up to the first that differs: token, length, block, or more
     than one token."""
     pool = BlockPool(32)
-    manager = BlockManager([BlockGroup(pool)], SIZE)
+    manager = manager_of([PoolGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequences = [Sequence([1] * length) for length in (3, SIZE, 9, 5)]
     for number, sequence in enumerate(sequences):
@@ -398,7 +398,7 @@ def test_what_is_reserved() -> None:
     """Allocates a block for the next token if needed and indexes full blocks before it; no copy,
     never the last block."""
     pool = BlockPool(6)
-    manager = BlockManager([BlockGroup(pool)], SIZE)
+    manager = manager_of([PoolGroup(pool)], SIZE)
     scheduler = Scheduler(Preemption(manager), max_num_batched_tokens=100, max_num_seqs=8)
     sequence = Sequence(list(range(SIZE - 1)))
     scheduler.add(Request("a", [sequence], 3 * SIZE))

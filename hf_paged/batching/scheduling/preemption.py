@@ -135,10 +135,6 @@ class Preemption:
         itself."""
         needed = self.num_needed(request)
         total = self.blocks.num_total
-        for group, group_needs in zip(self.blocks.groups, self._needs(request)):
-            if not group.can_grow and group_needs > group.pool.num_blocks:
-                needed = group_needs
-                total = group.pool.num_blocks
         if needed > total:
             raise OutOfBlocksError(
                 f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text}"
@@ -245,9 +241,7 @@ class Preemption:
         if num_needed + reserve > manager.num_free:
             return False
         manager.flush_copies()  # the targets of queued copies may be handed out again
-        try:
-            self.swapper.swap_in(request)
-        except OutOfBlocksError:
+        if not self.swapper.swap_in(request):
             return False
         if manager.has_room(growth):
             return True

@@ -161,11 +161,11 @@ class RequestQueue:
             f" {len(self.waiting)} requests wait, {len(self.running)} run, {total} blocks are"
             " available. "
         )
-        if self.running or blocks.supply.is_used:
+        if self.running or blocks.memory.is_used:
             return OutOfBlocksError(
                 shortage + "Others hold blocks: free their caches, or raise `num_blocks`"
             )
-        if blocks.supply.num_withheld:
+        if blocks.memory.num_withheld:
             return OutOfBlocksError(
                 shortage
                 + "Other models hold the rest of `hf_paged.budget`: end their requests, or raise it"

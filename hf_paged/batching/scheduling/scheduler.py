@@ -148,7 +148,7 @@ class Scheduler:
                 self._preempt(victim)
             elif self._scheduled.preempted:  # the next step can use the blocks that it freed
                 return
-            elif not is_released and self.blocks.supply.release_unused():
+            elif not is_released and self.blocks.memory.release_unused():
                 is_released = True
             else:
                 raise self.queue.out_of_blocks(first) from self.blocks.refusal
@@ -292,14 +292,14 @@ class Scheduler:
         """Preempts the only request left that could give blocks: the one that needs them. Raises
         `OutOfBlocksError` if it has made no progress since it was last preempted alone."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
-        is_alone = not self.blocks.supply.num_withheld
+        is_alone = not self.blocks.memory.num_withheld
         self._preempt(request)
         if self.queue.running or not is_alone:
             return
         if request.num_tokens_alone == num_tokens:
             raise self.queue.out_of_blocks(request) from self.blocks.refusal
         request.num_tokens_alone = num_tokens
-        if self.blocks.supply.release_unused() and self.blocks.has_windows:
+        if self.blocks.memory.release_unused() and self.blocks.has_windows:
             # cached window blocks would keep their bytes
             request.namespace = UNCACHED
 

@@ -10,11 +10,11 @@ import pytest
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.groups import BlockGroup, GroupSpec, StateSpec
+from hf_paged.cache.groups import GroupSpec, StateSpec
 from hf_paged.cache.sequence_blocks import NO_BLOCKS
 from hf_paged.plan import StepPlan
+from tests.support.pools import PoolGroup, manager_of
 
 SIZE = 4
 
@@ -24,8 +24,8 @@ def make(
 ) -> Scheduler:
     """A scheduler over one pool; no watermark by default."""
     caching = options.pop("prefix_caching", True)
-    blocks = BlockManager(
-        [BlockGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching
+    blocks = manager_of(
+        [PoolGroup(BlockPool(num_blocks), GroupSpec(window=window))], SIZE, prefix_caching=caching
     )
     options = {"watermark": 0.0, **options}
     return Scheduler(
@@ -268,8 +268,8 @@ def test_prompts_that_arrive_together_are_computed_once_in_chunks_of_any_size(to
 def test_prompts_that_await_another_let_others_pass() -> None:
     """With states, others can begin only behind a snapshot. They keep their seats and their
     turn."""
-    groups = [BlockGroup(BlockPool(200)), BlockGroup(BlockPool(9), StateSpec())]
-    preemption = Preemption(BlockManager(groups, SIZE), chunks=False)
+    groups = [PoolGroup(BlockPool(200)), PoolGroup(BlockPool(9), StateSpec())]
+    preemption = Preemption(manager_of(groups, SIZE), chunks=False)
     scheduler = Scheduler(preemption, max_num_batched_tokens=1 << 40, max_num_seqs=4, watermark=0.0)
     common = list(range(102))
     for name, start in (("a", 0), ("b", 0), ("c", 1000), ("d", 0), ("e", 2000)):

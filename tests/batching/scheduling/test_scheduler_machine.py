@@ -23,11 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import CostModel, Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
-from hf_paged.cache.groups import BlockGroup, GroupSpec
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.sequence_blocks import NO_BLOCKS
-from hf_paged.cache.supply import BlockSupply
+from tests.support.pools import PoolGroup, Pools, manager_of
 
 SIZES = [(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]  # tokens in a block of each layer group
 GARBAGE = ("garbage",)
@@ -66,7 +65,7 @@ class Host:
     contents: list[dict[int, list[Any]]]
 
 
-class Group(BlockGroup):
+class Group(PoolGroup):
     """A group whose block contents are in a `Memory`."""
 
     def __init__(self, pool: BlockPool, spec: GroupSpec, memory: Memory) -> None:
@@ -74,16 +73,26 @@ class Group(BlockGroup):
         self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
 
 
-class SharedSupply(BlockSupply):
-    """Blocks of pools that share one limit."""
+class ApartPools(Pools):
+    """Pools of which each has a limit: a request fits if the smallest could hold all of it."""
 
-    def __init__(self, groups: list[BlockGroup], num_blocks: int) -> None:
-        super().__init__(groups)
+    def num_obtainable(self, groups: Any, if_unused: bool = False) -> int:
+        if if_unused:
+            return min(group.pool.num_blocks for group in groups)
+        return super().num_obtainable(groups)
+
+
+class SharedPools(Pools):
+    """Pools that share one limit."""
+
+    def __init__(self, groups: list[Group], num_blocks: int) -> None:
+        super().__init__(groups, 16)
         self.num_blocks = num_blocks
 
-    @property
-    def num_free(self) -> int:
-        return self.num_blocks - sum(group.pool.num_used for group in self.groups)
+    def num_obtainable(self, groups: Any, if_unused: bool = False) -> int:
+        if if_unused:
+            return self.num_blocks
+        return self.num_blocks - sum(group.pool.num_used for group in groups)
 
 
 class AnyCost(CostModel):
@@ -101,7 +110,7 @@ class FakeSwapper:
     """Keeps contents, each distinct block once; refuses at random."""
 
     def __init__(
-        self, groups: list[BlockGroup], memories: list[Memory], generator: random.Random
+        self, groups: list[PoolGroup], memories: list[Memory], generator: random.Random
     ) -> None:
         self.groups, self.memories, self.random = groups, memories, generator
         self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
@@ -145,7 +154,7 @@ class FakeSwapper:
     def num_blocks(self, request: Request) -> int:
         return sum(map(len, self.held(request)))
 
-    def swap_in(self, request: Request) -> None:
+    def swap_in(self, request: Request) -> bool:
         taken: list[dict[int, int]] = []
         try:
             for group, ids in zip(self.groups, self.held(request)):
@@ -154,7 +163,7 @@ class FakeSwapper:
         except OutOfBlocksError:
             for group, blocks in zip(self.groups, taken):
                 group.pool.release(blocks.values())
-            raise
+            return False
         for sequence in request.sequences:
             if sequence.swapped is None:
                 continue
@@ -173,6 +182,7 @@ class FakeSwapper:
         for group, blocks in zip(self.groups, taken):
             group.pool.release(blocks.values())
         self.restored.append(request)
+        return True
 
 
 class Engine(RuleBasedStateMachine):
@@ -217,9 +227,11 @@ class Engine(RuleBasedStateMachine):
         ]
         if is_shared:
             for group, pool in zip(self.groups, pools):
-                group.make_room, group.can_grow = self.room(pool, pools), True
-        supply = SharedSupply(self.groups, num_blocks) if is_shared else None
-        self.manager = BlockManager(self.groups, 16, prefix_caching, supply)
+                group.make_room = self.room(pool, pools)
+            limited: Pools = SharedPools(self.groups, num_blocks)
+        else:
+            limited = ApartPools(self.groups, 16)
+        self.manager = manager_of(self.groups, 16, prefix_caching, limited)
         self.swapper = FakeSwapper(self.groups, self.memories, self.random)
         self.scheduler = Scheduler(
             Preemption(

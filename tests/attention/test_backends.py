@@ -18,8 +18,9 @@ from torch import Tensor
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
-from hf_paged.attention.backends.parts import SLICE_QUERIES, Layout, Part, plan_parts
+from hf_paged.attention.backends.parts import SLICE_QUERIES, Part, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
+from hf_paged.cache.reading import Layout
 from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention, Store
@@ -368,9 +369,7 @@ def test_scratch_survives_inference_mode() -> None:
 
 
 def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[Part, ...]:
-    layouts = [
-        Layout(x.shape, x.stride(), x.element_size()) for x in (call.key_blocks, call.value_blocks)
-    ]
+    layouts = [Layout.of(x) for x in (call.key_blocks, call.value_blocks)]
     return (step or call.step).plan(plan_parts, *layouts)[0]
 
 

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...cache.reading import Layout
 from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
 from . import reference
-from .parts import APART_QUERIES, SLICE_QUERIES, Layout, Part, plan_parts
+from .parts import APART_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
@@ -57,7 +58,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         return reference.attend(call)
     else:
         planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
-        layouts = [Layout(plane.shape, plane.stride(), plane.element_size()) for plane in planes]
+        layouts = map(Layout.of, planes)
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape
@@ -356,12 +357,10 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     visible = slice(part.offset, part.offset + part.length)
     picked = []
     for plane, units, begin, size in zip(planes, part.units, begins, sizes):
-        flat = plane.as_strided(units.shape, units.stride)
         out = None
         if scratch is not None:
             out = scratch[begin : begin + size].view(plane.dtype).view(-1, units.shape[1])
-        states = torch.index_select(flat, 0, units.indices, out=out)
-        states = states.view(rows, kv_heads, -1, plane.shape[3])
+        states = units.read(plane, out).view(rows, kv_heads, -1, plane.shape[3])
         picked.append(states[:, :, visible])
     half = len(picked) // 2
     dtype = call.query.dtype

@@ -244,6 +244,21 @@ class StepMetadata:
             cascade=cascade,
         )
 
+    def split(self, most: int) -> tuple[StepMetadata | None, StepMetadata | None]:
+        """Returns the leading rows of up to `most` queries each as a step, and the other rows;
+        `None` for no rows."""
+        num_rows = self.num_rows
+        count = 0
+        for start, end in itertools.pairwise(self.query_start):
+            if end - start > most:
+                break
+            count += 1
+        if count == num_rows:
+            return self, None
+        if not count:
+            return None, self
+        return self.rows(0, count), self.rows(count, num_rows)
+
     def visible(self, row: int, query: int) -> tuple[int, int]:
         """Returns the range `[low, high)` of positions that `query` of `row` attends to; empty for
         a padding query."""

@@ -111,7 +111,7 @@ def _paged_attention(
     if (is_pair or is_latent) and key.step.columns is None:
         return _packed(module, query, key, value, mask, kwargs), None
     if is_latent:
-        absorbed = key.absorb(module, query, value)
+        absorbed = key.absorb(query, value)
     elif is_pair and key.fresh is None:
         absorbed = query, pair(key, value), None
     is_causal = kwargs.get("is_causal")
@@ -169,7 +169,7 @@ def _packed(
     if isinstance(key, LatentTensor):
         if not isinstance(value, LatentTensor) or not key.is_with(value):
             raise NotPackable("values that are not of the latents that the keys are of")
-        return attend_packed(module, query, key, value, metadata, features[:3]).unsqueeze_(0)
+        return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:

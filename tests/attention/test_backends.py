@@ -379,7 +379,7 @@ def test_mask_of_a_step_is_a_corner_of_one() -> None:
     )
     call.run("gather")
     (mask,) = (made for made in call.step._plans.values() if isinstance(made, Tensor))
-    assert mask.untyped_storage().nbytes() <= 4 * SLICE_QUERIES * 700
+    assert mask.untyped_storage().nbytes() <= 4 * SLICE_QUERIES * 704  # rows of whole alignments
     for part in parts_of(call):
         assert [(q.stop - q.start, seen.start) for q, seen in part.slices] == [(150, 0), (150, 0)]
         assert [seen.stop for _, seen in part.slices] == [part.length - 150, part.length]

@@ -11,7 +11,7 @@ import torch
 from .. import compat
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
-from ..batching.execution.prompt_inputs import is_unset
+from ..batching.execution.prompt_inputs import COMMON_INPUTS, is_unset
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import (
     check_prompts,
@@ -34,16 +34,6 @@ from .call import Call, first_rows
 RIGHT_PADDED = Topic.RIGHT_PADDING(
     "the batch is right-padded: set `tokenizer.padding_side = 'left'`"
 )
-# Model inputs that the engine handles or ignores; `labels` too, where transformers' stock code
-# drops them.
-_SERVED_INPUTS = {
-    *compat.CACHE_NAMES,
-    "use_cache",
-    "logits_to_keep",
-    "tokenizer",
-    "attention_mask",
-    "position_ids",
-}
 
 
 def _applying(reasons: dict[str, Any]) -> Iterator[str]:
@@ -236,7 +226,8 @@ class Candidate:
     def _other_inputs(self) -> str | None:
         """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
         others = {name for name, value in self.model_kwargs.items() if not is_unset(value)}
-        others -= _SERVED_INPUTS
+        others -= COMMON_INPUTS
+        # transformers' stock code drops them
         if is_stock(self.model, "prepare_inputs_for_generation"):
             others.discard("labels")
         if others:

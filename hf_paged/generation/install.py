@@ -48,6 +48,7 @@ from .invocation import Invocation, Method
 from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
+_PEFT = "peft.peft_model"
 _RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
 
 _lock = forks.lock()
@@ -448,7 +449,7 @@ def install(
                 wrapper = _wrapper(_method(ContinuousMixin, name), replacement)
                 _replace(ContinuousMixin, name, wrapper)
     if native is not None:
-        after_import("peft.peft_model", _add_to_peft)
+        after_import(_PEFT, _add_to_peft)
 
 
 def install_of_environment() -> None:
@@ -479,7 +480,7 @@ def uninstall() -> None:
                 )
                 raise RuntimeError(message)
         _is_default = False
-        forget_import(_add_to_peft)
+        forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
             _native().destroy_kept()
         while _installed:

@@ -19,7 +19,7 @@ from ...cache.prefix_index import MARSHAL_VERSION
 from .rectangle import padding_mask
 
 # Inputs without prompt content, or with one value per token.
-_COMMON = {
+COMMON_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
@@ -144,7 +144,7 @@ class PromptInputs:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the inputs beyond the common ones."""
-        names = self.model_kwargs.keys() - _COMMON
+        names = self.model_kwargs.keys() - COMMON_INPUTS
         return tuple(sorted(name for name in names if not is_unset(self.model_kwargs[name])))
 
     @property

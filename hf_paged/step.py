@@ -9,6 +9,7 @@ row whose leading blocks were freed (sliding window) counts from its first remai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     is_cuda = device.type == "cuda"
     if is_cuda:
         host = host.pin_memory()
+    return host.to(device, non_blocking=is_cuda)
+
+
+def ids_to_device(ids: Sequence[Any], device: torch.device) -> Tensor:
+    """Makes an int64 tensor of integers, as `to_device` does."""
+    is_cuda = device.type == "cuda"
+    host = torch.tensor(ids, dtype=torch.long, device="cpu", pin_memory=is_cuda)
     return host.to(device, non_blocking=is_cuda)
 
 
@@ -194,6 +202,12 @@ class StepMetadata:
     @property
     def num_tokens(self) -> int:
         return self.query_start[-1]
+
+    @functools.cached_property
+    def max_query_len(self) -> int:
+        """The most queries of a row."""
+        pairs = itertools.pairwise(self.query_start)
+        return max((end - start for start, end in pairs), default=0)
 
     @property
     def on_device(self) -> Lengths:

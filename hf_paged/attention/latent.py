@@ -124,7 +124,7 @@ class LatentTensor(LazyTensor):
 def attend_packed(
     query: Tensor,
     key: LatentTensor,
-    value: LatentTensor,
+    value: Tensor,
     step: StepMetadata,
     features: Any,
 ) -> Tensor:

@@ -23,7 +23,7 @@ from ..interrupts import is_interrupt
 from ..model.own_loop import select_rows, tensors_of
 from ..model.wrappers import resolve_adapter, use_adapter
 from ..seams import Drafter
-from ..step import to_device
+from ..step import ids_to_device
 from ..threads import step_lock
 from .arguments import Assistance, RequestOptions, as_whole, check_streamed_rows
 from .decoding.base import Draft
@@ -118,7 +118,7 @@ class Generation:
         end = wanted[0] + len(wanted)
         if wanted == list(range(first, end)):
             return logits[first:end]  # a view needs no copy
-        return logits[to_device(torch.tensor(wanted, device="cpu"), logits.device)]
+        return logits[ids_to_device(wanted, logits.device)]
 
     def take_logits(self) -> Tensor | None:
         """Returns the logits of all open rows, in order, and forgets them; `None` if some are

@@ -31,7 +31,7 @@ from ..config import PagedConfig
 from ..kernels import quantized
 from ..model.sharding import is_sharded
 from ..plan import StepPlan
-from ..step import to_device
+from ..step import ids_to_device
 from ..threads import step_lock
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, Wanted, assistant_cache
@@ -124,8 +124,7 @@ class HiddenStates:
             slots += table.slots(first, end)
         with group.memory.lock:
             blocks = group.blocks.storage.layers[self._layer.index]
-            on_host = torch.tensor(slots, dtype=torch.long, device="cpu")
-            at = to_device(on_host, blocks.keys.device)
+            at = ids_to_device(slots, blocks.keys.device)
             size = group.blocks.block_size
             index = (at // size, slice(None), at % size)
             # each (n, heads, dim)
@@ -154,8 +153,7 @@ class MtpRunner(PackedRunner):
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]
         places = inputs[1:2]
-        last_on_host = torch.tensor(tokens.last, dtype=torch.long, device="cpu")
-        last = to_device(last_on_host, self.device)
+        last = ids_to_device(tokens.last, self.device)
         token_lists = [sequence.token_ids for sequence in plan.sequences]
         spans = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.begin(steps, places)
@@ -166,8 +164,7 @@ class MtpRunner(PackedRunner):
                         read: list[int] = []
                         for ids, first, count in spans:
                             read += ids[first + head : first + head + count]
-                        on_host = torch.tensor([read], dtype=torch.long, device="cpu")
-                        token_ids = to_device(on_host, self.device)
+                        token_ids = ids_to_device([read], self.device)
                     hidden = self.model.forward_layer(
                         head,
                         hidden,

@@ -17,7 +17,7 @@ from ..batching.scheduling.scheduler import Scheduler
 from ..cache.memory import PagedMemory
 from ..interrupts import is_interrupt
 from ..plan import StepPlan
-from ..step import to_device
+from ..step import ids_to_device
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,7 @@ class RunAhead:
                 is_next = self._scheduler.reserve_next(chosen, num_leaving)
         if going and is_next:
             if len(going) < len(sequences):
-                going_on_host = torch.tensor(going, device="cpu")
-                tokens = tokens[to_device(going_on_host, tokens.device)]
+                tokens = tokens[ids_to_device(going, tokens.device)]
             try:
                 logits = launch(chosen, tokens)
             except Exception as error:  # the step is then computed as usual, and raises the error
@@ -126,8 +125,7 @@ class RunAhead:
             return None, 0
         logits = launched.logits
         if rows != list(range(len(logits))):
-            rows_on_host = torch.tensor(rows, device="cpu")
-            logits = logits[to_device(rows_on_host, logits.device)]
+            logits = logits[ids_to_device(rows, logits.device)]
         return logits, len(rows)
 
 

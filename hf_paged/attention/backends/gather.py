@@ -74,8 +74,6 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         is_one_decode = step.query_len == len(parts) == 1 and is_complete
         if is_one_decode and call.is_plain and call.query.shape[1] != kv_heads:
             return _decode_in_place(call, parts[0], placed)
-    elif blocks.shares_scales:
-        return reference.attend(call)
     else:
         planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
         layouts = map(Layout.of, planes)

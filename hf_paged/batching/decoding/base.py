@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as known
 
-from ...step import to_device
+from ...step import ids_to_device
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
@@ -257,8 +257,7 @@ class Decoding:
         """`(rows, cur_len)`, contiguous, int64 (the prompts' dtype before the first token). Later
         steps make a new tensor."""
         if self._new:
-            new = torch.tensor(self._new, dtype=torch.long, device="cpu")
-            columns = to_device(new, self._ids.device).t()
+            columns = ids_to_device(self._new, self._ids.device).t()
             # int64 from the first token on, as transformers' are
             ids = torch.cat([self._ids, columns], dim=-1)
             self._ids, self._new = ids, []  # at once: a fault between them would repeat the tokens
@@ -271,7 +270,5 @@ class Decoding:
             return values
         vocab = values.shape[-1]
         every = torch.ones((self.num_rows, vocab), device=values.device)
-        rows = torch.tensor(self.open_rows, dtype=torch.long, device="cpu")
-        indices = to_device(rows, values.device)
-        every[indices] = values
+        every[ids_to_device(self.open_rows, values.device)] = values
         return every

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...interrupts import is_interrupt
-from ...step import to_device
+from ...step import ids_to_device
 from .base import (
     Decoding,
     Fetch,
@@ -304,8 +304,7 @@ def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
     order = sorted(range(len(batch)), key=sources.__getitem__)
     inverted = invert(pick(probs, unseeded))
     all_drawn = torch.cat([drawn, inverted])
-    host_order = torch.tensor(order, device="cpu")
-    return all_drawn[to_device(host_order, probs.device)]
+    return all_drawn[ids_to_device(order, probs.device)]
 
 
 def _fetch_or_fail(

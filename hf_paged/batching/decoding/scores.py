@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as known
 
 from ...kernels import cpp
-from ...step import to_device
+from ...step import ids_to_device, to_device
 
 _PENALTY = known.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # tokens of the vocabulary per partial maximum or sum
@@ -191,9 +191,7 @@ def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.d
         if token < vocab
     ]
     if new:
-        pairs = torch.tensor(new, device="cpu")
-        columns = pairs.t().contiguous()
-        rows, tokens = to_device(columns, device)
+        rows, tokens = ids_to_device(new, device).t()
         seen[rows, tokens] = True
     for member in members:
         member.unseen = []
@@ -366,8 +364,7 @@ def pick(values: Tensor, rows: list[int]) -> Tensor:
     """`values[rows]` for rising `rows`; the tensor itself if these are all rows."""
     if len(rows) == len(values):
         return values
-    indices = torch.tensor(rows, dtype=torch.long, device="cpu")
-    return values[to_device(indices, values.device)]
+    return values[ids_to_device(rows, values.device)]
 
 
 def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from ...model.structure import structural_reason
 from ...plan import StepPlan
 from ...rooms import TapeRoom, room
 from ...seams import ForwardContext, Processes, Recorder
-from ...step import StepMetadata, to_device
+from ...step import StepMetadata, ids_to_device, to_device
 from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
@@ -273,8 +273,7 @@ class PackedRunner(Runner):
         if others or len(tokens.last) < num_tokens:
             # at least one row: a head with another library's weights may fail on none
             wanted = tokens.last + others or [num_tokens - 1]
-            on_host = torch.tensor(wanted, dtype=torch.long, device="cpu")
-            kept = to_device(on_host, self.device)
+            kept = ids_to_device(wanted, self.device)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:

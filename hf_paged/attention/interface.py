@@ -286,8 +286,12 @@ def sdpa_on_handles(
         output = _in_place(query, key.step, pair(key, value), attn_mask, False, features)
         if output is not None:
             return output.transpose(1, 2)
+    query, key, value, mask = map(_dense, (query, key, value, attn_mask))
     return F.scaled_dot_product_attention(
-        *map(_dense, (query, key, value, attn_mask)),
+        query,
+        key,
+        value,
+        mask,
         dropout_p,
         is_causal,
         **options,

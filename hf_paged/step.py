@@ -9,6 +9,7 @@ row whose leading blocks were freed (sliding window) counts from its first remai
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -199,6 +200,12 @@ class StepMetadata:
     def num_tokens(self) -> int:
         return self.query_start[-1]
 
+    @functools.cached_property
+    def max_query_len(self) -> int:
+        """The most queries of a row."""
+        pairs = itertools.pairwise(self.query_start)
+        return max((end - start for start, end in pairs), default=0)
+
     @property
     def on_device(self) -> Lengths:
         return self.lengths or self.plan(_copy_lengths)
@@ -247,6 +254,21 @@ class StepMetadata:
             lengths=lengths,
             cascade=cascade,
         )
+
+    def split(self, most: int) -> tuple[StepMetadata | None, StepMetadata | None]:
+        """Returns the leading rows of up to `most` queries each as a step, and the other rows;
+        `None` for no rows."""
+        num_rows = self.num_rows
+        count = 0
+        for start, end in itertools.pairwise(self.query_start):
+            if end - start > most:
+                break
+            count += 1
+        if count == num_rows:
+            return self, None
+        if not count:
+            return None, self
+        return self.rows(0, count), self.rows(count, num_rows)
 
     def visible(self, row: int, query: int) -> tuple[int, int]:
         """Returns the range `[low, high)` of positions that `query` of `row` attends to; empty for

@@ -59,34 +59,26 @@ class Scores(DeferredTensor):
         cls,
         query: Tensor,
         key: RowTensor,
-        sizes: tuple[int, ...],
-        kind: torch.dtype,
+        dtype: torch.dtype,
+        ndim: int,
         scale: float = 1.0,
         bias: Tensor | None = None,
         is_softmax: bool = False,
     ) -> Scores:
-        scores = Tensor._make_wrapper_subclass(cls, sizes, dtype=kind, device=query.device)
-        scores.query, scores.key, scores.sizes, scores.kind = query, key, sizes, kind
+        shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
+        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
+        scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
         scores.scale, scores.bias, scores.is_softmax = scale, bias, is_softmax
-        return scores
-
-    def but(
-        self,
-        ndim: int | None = None,
-        dtype: torch.dtype | None = None,
-        **state: Any,
-    ) -> Scores:
-        """A copy with some attributes changed."""
-        sizes = self.sizes
-        if ndim is not None:
-            sizes = (1, *sizes)[-ndim:]
-        state = {
-            "scale": self.scale,
-            "bias": self.bias,
-            "is_softmax": self.is_softmax,
-            **state,
+        scores.made_of = {
+            "query": query,
+            "key": key,
+            "dtype": dtype,
+            "ndim": ndim,
+            "scale": scale,
+            "bias": bias,
+            "is_softmax": is_softmax,
         }
-        return Scores(self.query, self.key, sizes, dtype or self.kind, **state)
+        return scores
 
     def plus(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
@@ -201,7 +193,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     query = left
     if ndim != 3:
         query = left.view(sizes[1:])
-    return Scores(query, right, (*sizes[:-1], right.sizes[-1]), left.dtype)
+    return Scores(query, right, left.dtype, ndim)
 
 
 @defer("baddbmm")
@@ -284,7 +276,7 @@ def _softmax(
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or dim not in (-1, len(scores.sizes) - 1):
         raise NotPackable("a softmax of packed keys or values")
-    return scores.but(is_softmax=True, dtype=kwargs.get("dtype"))
+    return scores.but(is_softmax=True, dtype=kwargs.get("dtype") or scores.kind)
 
 
 @defer("scaled_dot_product_attention")

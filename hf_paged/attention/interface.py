@@ -111,7 +111,7 @@ def _paged_attention(
     if (is_pair or is_latent) and key.step.columns is None:
         return _packed(module, query, key, value, mask, kwargs), None
     if is_latent:
-        absorbed = key.absorb(module, query, value)
+        absorbed = key.absorb(query, value)
     elif is_pair and key.fresh is None:
         absorbed = query, pair(key, value), None
     is_causal = kwargs.get("is_causal")
@@ -129,16 +129,17 @@ def _paged_attention(
             if expand is not None:
                 output = expand(output)
             return output, None
-    if isinstance(key, LazyTensor):
-        key = key.dense()
-    if isinstance(value, LazyTensor):
-        value = value.dense()
+    key, value = map(_dense, (key, value))
     config = getattr(module, "config", None)
     implementation = switch.model_attention(config, type(module))
     if isinstance(mask, PagedMask):
         mask = mask.resolve(implementation)
     function = switch.model_attention_function(type(module), implementation)
     return function(module, query, key, value, mask, **kwargs)
+
+
+def _dense(x: Any) -> Any:
+    return x.dense() if isinstance(x, LazyTensor) else x
 
 
 _untraced = torch.compiler.disable(_paged_attention)
@@ -167,9 +168,9 @@ def _packed(
         )
     metadata = step.plan(packed_step, mask)
     if isinstance(key, LatentTensor):
-        if not isinstance(value, LatentTensor) or not key.is_with(value):
+        if not key.is_with(value):
             raise NotPackable("values that are not of the latents that the keys are of")
-        return attend_packed(module, query, key, value, metadata, features[:3]).unsqueeze_(0)
+        return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
@@ -284,8 +285,7 @@ def sdpa_on_handles(
         output = _in_place(query, key.step, pair(key, value), attn_mask, False, features)
         if output is not None:
             return output.transpose(1, 2)
-    inputs = (query, key, value, attn_mask)
-    query, key, value, mask = (x.dense() if isinstance(x, LazyTensor) else x for x in inputs)
+    query, key, value, mask = map(_dense, (query, key, value, attn_mask))
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -26,6 +26,20 @@ MAX_ABSORBED_QUERIES = 16
 prompt, and its latents are expanded once for all its queries."""
 
 
+@dataclasses.dataclass(eq=False)
+class Expansion:
+    """The keys and values that the layer `module` would expand from its latents by `expand`."""
+
+    module: Any
+    latent: PagedTensor
+    rotary: PagedTensor
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @functools.cached_property
+    def states(self) -> tuple[Tensor, Tensor]:
+        return self.expand(self.latent, self.rotary)
+
+
 class LatentTensor(LazyTensor):
     """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents.
     Our attention function instead applies the expansion to queries and outputs ("absorption",
@@ -33,24 +47,14 @@ class LatentTensor(LazyTensor):
     """
 
     step: StepMetadata
-    latent: PagedTensor
-    rotary: PagedTensor
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    expansion: Callable[[], tuple[Tensor, Tensor]]
+    expansion: Expansion
     which: int
 
     @staticmethod
-    def __new__(
-        cls,
-        module: Any,
-        latent: PagedTensor,
-        rotary: PagedTensor,
-        expand: Callable[[Tensor, Tensor], Any],
-        expansion: Callable[[], Any],
-        which: int,
-    ) -> LatentTensor:
-        """`which`: 0 for keys, 1 for values, as returned by `expand(latent, rotary)`, and by
-        `expansion()` for these latents."""
+    def __new__(cls, expansion: Expansion, which: int) -> LatentTensor:
+        """`which`: 0 for keys, 1 for values, as in `expansion.states`."""
+        module = expansion.module
+        latent = expansion.latent
         batch, _, length, _ = latent.shape
         nope = module.qk_nope_head_dim
         value_dim = module.v_head_dim
@@ -62,13 +66,14 @@ class LatentTensor(LazyTensor):
             dtype=latent.dtype,
             device=latent.device,
         )
-        tensor.step, tensor.latent, tensor.rotary = latent.step, latent, rotary
-        tensor.expand, tensor.expansion, tensor.which = expand, expansion, which
+        tensor.step = latent.step
+        tensor.expansion = expansion
+        tensor.which = which
         return tensor
 
     def dense(self) -> Tensor:
         """The expanded keys or values, contiguous."""
-        return self.expansion()[self.which].contiguous()
+        return self.expansion.states[self.which].contiguous()
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
@@ -82,19 +87,19 @@ class LatentTensor(LazyTensor):
         )
 
     def absorb(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        value: Tensor,
+        self, query: Tensor, value: Tensor
     ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
         """Returns queries of width `rank + rope_dim`, the blocks of that width that serve
         as both keys and values, and the function from the output `(batch, query_len, heads, rank +
         rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in
         memory, or `value` is of another expansion."""
-        layer = self.latent.layer
-        rank = self.latent.shape[3]
-        rope_dim = self.rotary.shape[3]
-        if not self.is_with(value) or layer is not self.rotary.layer:
+        module = self.expansion.module
+        latent = self.expansion.latent
+        rotary = self.expansion.rotary
+        layer = latent.layer
+        rank = latent.shape[3]
+        rope_dim = rotary.shape[3]
+        if not self.is_with(value) or layer is not rotary.layer:
             return None
         if layer.tiles[0].shape[3] != rank + rope_dim:
             return None
@@ -117,10 +122,9 @@ class LatentTensor(LazyTensor):
 
 
 def attend_packed(
-    module: nn.Module,
     query: Tensor,
     key: LatentTensor,
-    value: LatentTensor,
+    value: Tensor,
     step: StepMetadata,
     features: Any,
 ) -> Tensor:
@@ -128,13 +132,13 @@ def attend_packed(
     Leading rows of few queries absorb the expansion. For the other rows, all latents, cached ones
     included, are expanded to blocks of keys and values, for this layer only. `features`: scale,
     softcap and sinks of an `AttentionCall`."""
-    near, far, blocks = step.plan(_split)
+    near, far = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_near = 0
     outputs = []
     if near is not None:
-        absorbed = key.absorb(module, query[:, :, : near.num_tokens], value)
+        absorbed = key.absorb(query[:, :, : near.num_tokens], value)
         if absorbed is None:
-            far, blocks = step.plan(_to_expand, 0)
+            far = step
         else:
             near_query, latents, expand = absorbed
             num_near = near.num_tokens
@@ -142,57 +146,41 @@ def attend_packed(
             output = backends.attend(call).unsqueeze(0)
             outputs.append(expand(output)[0])
     if far is not None:
+        expansion = key.expansion
+        rows, blocks = far.plan(_to_expand)
         states = []
-        for source in (key.latent, key.rotary):
+        for source in (expansion.latent, expansion.rotary):
             state = quantized.read(source.blocks, blocks, source.dtype)
             states.append(state.flatten(0, 2)[None, None])
         expanded = []
-        for x in key.expand(*states):
+        for x in expansion.expand(*states):
             x = x[0].contiguous().unflatten(1, (-1, step.block_size))
             expanded.append(x.transpose(0, 1))  # (blocks, heads, block_size, dim)
         far_query = query[0, :, num_near:].transpose(0, 1)
         far_blocks = KVBlocks(tuple(expanded), *expanded)
-        call = AttentionCall(far_query, far_blocks, far, *features)
+        call = AttentionCall(far_query, far_blocks, rows, *features)
         outputs.append(backends.attend(call))
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
 
 
-def _split(
-    step: StepMetadata,
-) -> tuple[StepMetadata | None, StepMetadata | None, Tensor | None]:
-    """Splits off the leading rows of few queries; returns these, and the rest with its blocks as
-    from `_to_expand`."""
-    bounds = itertools.pairwise(step.query_start)
-    count = step.num_rows
-    for row, (start, end) in enumerate(bounds):
-        if end - start > MAX_ABSORBED_QUERIES:
-            count = row
-            break
-    if count == step.num_rows:
-        return step, None, None
-    near = step.rows(0, count) if count else None
-    return near, *_to_expand(step, count)
-
-
-def _to_expand(step: StepMetadata, first: int) -> tuple[StepMetadata, Tensor]:
-    """Returns rows from `first` on, with tables that number new blocks row by row, and the original
-    blocks' ids."""
+def _to_expand(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
+    """Returns the step with tables that number new blocks row by row, and the original blocks'
+    ids."""
     if step.lengths is not None:
         raise NotCapturable(
             "latents of many queries are expanded, as many as their rows have tokens"
         )
-    rows = step.rows(first, step.num_rows)
     size = step.block_size
-    counts = [-(-seq_len // size) for seq_len in rows.seq_lens]
-    blocks = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts)])
+    counts = [-(-seq_len // size) for seq_len in step.seq_lens]
+    blocks = torch.cat([table[:count] for table, count in zip(step.block_tables, counts)])
     device = blocks.device
     begins = list(itertools.accumulate(counts[:-1], initial=0))
     firsts = torch.tensor(begins, dtype=torch.int32, device=device)
     columns = torch.arange(max(counts), dtype=torch.int32, device=device)
     tables = firsts[:, None] + columns
-    return dataclasses.replace(rows, block_tables=tables, block_ids=()), blocks
+    return dataclasses.replace(step, block_tables=tables, block_ids=()), blocks
 
 
 # -- the models' own expansion -------------------------------------------------------------------
@@ -249,10 +237,8 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_lazy or not can_absorb(self) or torch.is_grad_enabled():
             return original(self, kv_nope, k_rot, *args, **kwargs)
         expand = functools.partial(original, self)
-        expansion = functools.cache(lambda: expand(kv_nope, k_rot))
-        key = LatentTensor(self, kv_nope, k_rot, expand, expansion, 0)
-        value = LatentTensor(self, kv_nope, k_rot, expand, expansion, 1)
-        return key, value
+        expansion = Expansion(self, kv_nope, k_rot, expand)
+        return LatentTensor(expansion, 0), LatentTensor(expansion, 1)
 
     return expand_kv
 

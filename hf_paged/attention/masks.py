@@ -4,6 +4,7 @@ a step."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -80,7 +81,7 @@ class PagedMask(LazyTensor):
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern
-    _results: dict[object, Any]  # of `resolve` and `visible_columns`
+    _resolved: dict[object, Any]  # results of `resolve`
 
     @staticmethod
     def __new__(
@@ -97,7 +98,7 @@ class PagedMask(LazyTensor):
             dtype = torch.bool
         device = arguments.get("device", "cpu")
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.arguments, mask.model_attention, mask._results = arguments, model_attention, {}
+        mask.arguments, mask.model_attention, mask._resolved = arguments, model_attention, {}
         mask.pattern = pattern
         return mask
 
@@ -142,10 +143,10 @@ class PagedMask(LazyTensor):
         """Returns the mask of `implementation`'s mask interface for the same arguments and these
         options (for sdpa it may be `None`)."""
         key = (implementation, *options)
-        if key not in self._results:
+        if key not in self._resolved:
             make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            self._results[key] = make(**{**self.arguments, **options})
-        return self._results[key]
+            self._resolved[key] = make(**{**self.arguments, **options})
+        return self._resolved[key]
 
     def dense(self) -> Tensor:
         """The dense mask, in the format of the model's own implementation."""
@@ -157,18 +158,16 @@ class PagedMask(LazyTensor):
         )
         return mask.expand(self.shape)
 
-    @property
+    @functools.cached_property
     def visible_columns(self) -> Columns | None:
         """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it
         leaves holes."""
-        if "columns" not in self._results:
-            arguments = self.arguments
-            self._results["columns"] = padding_columns(
-                arguments.get("attention_mask"),
-                arguments["batch_size"],
-                arguments["kv_length"] + arguments.get("kv_offset", 0),
-            )
-        return self._results["columns"]
+        arguments = self.arguments
+        return padding_columns(
+            arguments.get("attention_mask"),
+            arguments["batch_size"],
+            arguments["kv_length"] + arguments.get("kv_offset", 0),
+        )
 
 
 @dataclasses.dataclass(eq=False)

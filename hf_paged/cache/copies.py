@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import uses_triton
 from ..kernels.triton.launch import LaunchFailedError
-from ..step import to_device
+from ..step import numbers_on
 
 
 class BlockCopies:
@@ -32,8 +32,7 @@ class BlockCopies:
         sources = {source for source, _ in copies}
         is_ordered = not sources.isdisjoint(target for _, target in copies)
         for device, held in by_device.items():
-            ids = torch.tensor(copies, dtype=torch.int64, device="cpu")
-            pairs = to_device(ids, device)
+            pairs = numbers_on(device, copies)
             if self._launches and not is_ordered and uses_triton(held[0]):
                 with contextlib.suppress(LaunchFailedError):
                     last = max(map(max, copies))

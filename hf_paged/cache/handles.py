@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ..interrupts import is_interrupt
 from ..step import NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
+
+Deferred = TypeVar("Deferred", bound="DeferredTensor")
 
 READ_ONLY = (
     "keys and values of a paged cache cannot be written to in place, since other rows and prefixes"
@@ -318,6 +320,12 @@ class DeferredTensor(LazyTensor):
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     sizes: tuple[int, ...]  # shape, and below dtype, for our code: torch's attributes are slower
     kind: torch.dtype
+    made_of: dict[str, Any]  # the arguments that made it
+
+    def but(self: Deferred, **changes: Any) -> Deferred:
+        """The same data with some of its arguments changed."""
+        made_of: dict[str, Any] = {**self.made_of, **changes}
+        return type(self)(**made_of)
 
     def dense(self) -> Tensor:
         raise NotPackable("packed keys, values or scores are read: only attention may")
@@ -369,25 +377,15 @@ class RowTensor(DeferredTensor):
         handle.is_transposed = is_transposed
         handle.sizes = shape
         handle.kind = dtype
+        handle.made_of = {
+            "step": step,
+            "layer": layer,
+            "blocks": blocks,
+            "dtype": dtype,
+            "ndim": ndim,
+            "is_transposed": is_transposed,
+        }
         return handle
-
-    def but(
-        self,
-        ndim: int | None = None,
-        dtype: torch.dtype | None = None,
-        is_transposed: bool | None = None,
-    ) -> RowTensor:
-        """Returns the same data with another number of axes, dtype or orientation."""
-        if is_transposed is None:
-            is_transposed = self.is_transposed
-        return RowTensor(
-            self.step,
-            self.layer,
-            self.blocks,
-            dtype=dtype or self.kind,
-            ndim=ndim or len(self.sizes),
-            is_transposed=is_transposed,
-        )
 
 
 # Functions whose stride arguments assume a contiguous tensor.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,59 @@ from ..kernels import cpp, quantized
 from ..kernels.cpp.attention import gather as cpp_gather
 from ..step import StepMetadata
 from .kv_blocks import KVBlocks
+
+
+class Units(NamedTuple):
+    """Tiles or tokens of some blocks, as rows of a matrix, which is a view of a layer's blocks."""
+
+    indices: Tensor  # of the rows, head-major
+    shape: tuple[int, int]  # of the matrix
+    stride: tuple[int, int]
+
+    def read(self, blocks: Tensor, out: Tensor | None = None) -> Tensor:
+        """Gathers the rows."""
+        matrix = blocks.as_strided(self.shape, self.stride)
+        return torch.index_select(matrix, 0, self.indices, out=out)
+
+
+class Layout(NamedTuple):
+    """Memory layout of a layer's keys or values; the last dimension is contiguous."""
+
+    shape: tuple[int, ...]  # blocks, heads, block size, dim
+    stride: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> Layout:
+        return cls(blocks.shape, blocks.stride(), blocks.element_size())
+
+    def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
+        """The blocks `tables` `[rows, n]` of some heads, as tiles if the strides allow, which they
+        do not where keys and values are interleaved, else as tokens; or the tokens at `positions`
+        `[rows, n]` of rows with these block tables."""
+        _, _, size, dim = self.shape
+        block, head, token, _ = self.stride
+        if positions is None and token == dim:
+            distance = math.gcd(size * dim, block, head)
+            width = distance
+        else:
+            distance = math.gcd(token, block, head)
+            width = dim
+        # units from the start of a head
+        if positions is None:
+            spacing = token * width // dim
+            inner = torch.arange(size * dim // width, device=tables.device)
+            inner = inner * (spacing // distance)
+        else:
+            inner = positions % size * (token // distance)
+            inner = inner[:, None, :, None]
+            tables = tables.gather(1, positions // size)
+        first = torch.arange(heads.start, heads.stop, device=tables.device)
+        first = first[:, None, None] * (head // distance)
+        indices = tables[:, None, :, None] * (block // distance) + first + inner
+        axes = zip(self.shape, self.stride)
+        last = sum((length - 1) * stride for length, stride in axes) + 1 - width
+        return Units(indices.flatten(), (last // distance + 1, width), (distance, 1))
 
 
 def read_rows(
@@ -35,72 +91,40 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     assert step.columns is not None
     step.counters.gathered += 1
     step.counters.gathered_decodes += step.query_len == 1
-    heads, size, dim = blocks.shape[1:]
-    length = len(step.columns)
-    if not (heads and step.num_rows):
-        return blocks.new_empty(step.num_rows, heads, length, dim, dtype=dtype)
+    heads = blocks.shape[1]
+    shape = (step.num_rows, heads, len(step.columns))
+    if not all(shape):
+        return blocks.new_empty(*shape, blocks.shape[3], dtype=dtype)
+    planes = quantized.planes(blocks)
     if blocks.is_cpu and cpp.is_available():
-        planes = [cpp_gather(step, plane) for plane in quantized.planes(blocks)]
-        return quantized.join(planes, blocks, dtype)
-    if quantized.is_quantized(blocks):
-        return _read(step, blocks, dtype)
-    stride = blocks.stride(2)  # block and head strides are multiples of it
-    step_block = blocks.stride(0) // stride
-    step_head = blocks.stride(1) // stride
-    rows, hidden = step.plan(_rows, step_block, step_head, heads, blocks.device)
-    last_block = (blocks.shape[0] - 1) * step_block
-    last_head = (heads - 1) * step_head
-    num_rows = max(0, last_block + last_head + size)
-    all_rows = blocks.as_strided((num_rows, dim), (stride, 1))
-    dense = all_rows.index_select(0, rows)
-    if hidden is not None:
-        dense.index_fill_(0, hidden, 0)
-    dense = dense.view(step.num_rows, heads, length, dim)
-    return dense.to(dtype)
-
-
-def _read(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Does `gather` for quantized blocks in plain PyTorch."""
-    size = step.block_size
-    slots, hidden = step.plan(_rows, size, 1, 1, blocks.device)
-    index = (slots // size, slice(None), slots % size)
-    dense = quantized.read(blocks, index, dtype)
-    # (batch, length, heads, dim)
-    dense = dense.unflatten(0, (step.num_rows, -1))
-    if hidden is not None:
-        tokens = dense.flatten(0, 1)
-        tokens.index_fill_(0, hidden, 0)
-    return dense.transpose(1, 2).contiguous()
-
-
-def _rows(
-    step: StepMetadata,
-    step_block: int,
-    step_head: int,
-    heads: int,
-    device: torch.device,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the row indices that `gather` reads, and those of its result that are padding; the
-    same for all layers with one layout."""
-    assert step.columns is not None
-    tables = step.block_tables.to(device)
-    columns = step.columns
-    positions = torch.arange(columns.start, columns.stop, device=device)
-    origins = torch.tensor(step.origins, device=device)
-    tokens = positions[None, :] - origins[:, None]  # (batch, len(columns))
-    hidden = None
+        pieces = [cpp_gather(step, plane) for plane in planes]
+        return quantized.join(pieces, blocks, dtype)
+    device = blocks.device
+    pieces = []
+    for plane in planes:
+        units = step.plan(_units, Layout.of(plane), device)
+        pieces.append(units.read(plane).view(*shape, -1))
+    dense = quantized.join(pieces, blocks, dtype)
     if step.has_padding:
-        is_hidden = tokens < 0
-        is_hidden = is_hidden[:, None].expand(-1, heads, -1)
-        hidden = is_hidden.flatten().nonzero().squeeze(1)
-        tokens = tokens.clamp_(min=0)
-    if tables.shape[1]:
-        size = step.block_size
-        block_ids = tables.gather(1, tokens // size).long()
-        slots = block_ids * step_block + tokens % size
-    else:  # only padding
-        slots = torch.zeros_like(tokens)
-    end = heads * step_head
-    head_offsets = torch.arange(0, end, step_head, device=device)
-    rows = slots[:, None] + head_offsets[:, None]
-    return rows.flatten(), hidden
+        hidden = step.plan(_positions, device) < 0
+        dense.masked_fill_(hidden[:, None, :, None], 0)
+    return dense
+
+
+def _units(step: StepMetadata, layout: Layout, device: torch.device) -> Units:
+    """Those of all `step.columns`, the same for all layers with one layout. For padding, some
+    token's."""
+    tables = step.block_tables.to(device, torch.long)
+    if not tables.shape[1]:  # only padding
+        tables = tables.new_zeros(step.num_rows, 1)
+    positions = step.plan(_positions, device).clamp(min=0)
+    return layout.units(tables, slice(0, layout.shape[1]), positions)
+
+
+def _positions(step: StepMetadata, device: torch.device) -> Tensor:
+    """The position in its row's blocks of each column, `(rows, len(columns))`; negative for
+    padding."""
+    assert step.columns is not None
+    columns = torch.arange(step.columns.start, step.columns.stop, device=device)
+    origins = torch.tensor(step.origins, device=device)
+    return columns - origins[:, None]

@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 Action = Callable[[ModuleType], None]
 
 
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, action: Action) -> None:
-        self.name, self.action = name, action
+class _AfterImport(NamedTuple):
+    """Finds a module for the import system, so that an action follows its import."""
+
+    module_name: str
+    action: Action
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self.name:
+        if name != self.module_name:
             return None
         others = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
         specs = (finder.find_spec(name, path, target) for finder in others)
@@ -43,16 +44,13 @@ def after_import(name: str, action: Action) -> None:
     imported or reloaded. Idempotent."""
     if name in sys.modules:
         action(import_module(name))  # waits for another thread that is importing it
-    if not _finders(action):
-        sys.meta_path.insert(0, _AfterImport(name, action))
+    finder = _AfterImport(name, action)
+    if finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
 
 
-def forget_import(action: Action) -> None:
+def forget_import(name: str, action: Action) -> None:
     """Undoes `after_import` for later imports."""
-    for finder in _finders(action):
+    finder = _AfterImport(name, action)
+    if finder in sys.meta_path:
         sys.meta_path.remove(finder)
-
-
-def _finders(action: Action) -> list[_AfterImport]:
-    ours = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
-    return [finder for finder in ours if finder.action == action]

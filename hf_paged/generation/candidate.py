@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import compat
+from ..attention.masks import padding_columns
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
 from ..batching.execution.prompt_inputs import other_names
@@ -194,30 +195,29 @@ class Candidate:
                 ),
             }
         )
-        shape = torch.Size((len(ids), num_tokens))
         mask = given.get("attention_mask")
-        if mask is None:
-            hidden = torch.zeros(shape, dtype=torch.bool, device=ids.device)
-        else:
-            hidden = mask == 0
-        if hidden.shape != shape:
-            yield Topic.INPUTS("the attention mask has another shape than the token ids")
-        ends = hidden[:, 1:] & ~hidden[:, :-1]
+        of_rows = [ids]
+        if mask is not None:
+            if mask.shape != (len(ids), num_tokens):
+                yield Topic.INPUTS("the attention mask has another shape than the token ids")
+            of_rows.append(mask)
+        columns = padding_columns(mask, len(ids), num_tokens)
         positions = given.get("position_ids")
         repeats = self.call.repeats
         yield from _applying(
             {
-                RIGHT_PADDED: bool(hidden[:, -1].any()),
-                Topic.INPUTS("the attention mask hides tokens inside a row"): bool(ends.any()),
+                RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
+                Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,
                 Topic.INPUTS("there is not one position id per token"): (
                     positions is not None
                     and (positions.dim() not in (2, 3) or positions.shape[-1] != num_tokens)
                 ),
                 Topic.INPUTS("the rows expanded from one prompt differ"): repeats > 1
-                and any(first_rows(value, repeats) is None for value in (ids, hidden)),
+                and any(first_rows(value, repeats) is None for value in of_rows),
             }
         )
-        self.paddings = hidden.sum(-1).tolist()
+        assert columns is not None
+        self.paddings = list(columns[0])
 
     def _other_inputs(self) -> str | None:
         """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""

@@ -48,7 +48,7 @@ from .invocation import Invocation, Method
 from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
-_RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
+_PEFT = "peft.peft_model"
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
@@ -123,7 +123,7 @@ def _check_arguments(generate: Invocation) -> None:
             f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
         )
     ids = _checked_ids(generate)
-    for name in (_RENAMED, *compat.CACHE_NAMES):
+    for name in compat.CACHE_NAMES:
         cache = kwargs.get(name)
         if isinstance(cache, (str, Mapping, PagedConfig)):
             raise ValueError(
@@ -163,8 +163,7 @@ def _checked_ids(generate: Invocation) -> Any:
         )
     main_input = getattr(model, "main_input_name", None)
     if main_input == "input_ids" and not model.config.is_encoder_decoder:
-        has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
-        is_alone = not has_more and not caches_in(kwargs)
+        is_alone = kwargs.get("inputs_embeds") is None and not caches_in(kwargs)
         mask = kwargs.get("attention_mask") if is_alone else None
         check_ids(ids, mask, is_alone)
     return ids
@@ -448,7 +447,7 @@ def install(
                 wrapper = _wrapper(_method(ContinuousMixin, name), replacement)
                 _replace(ContinuousMixin, name, wrapper)
     if native is not None:
-        after_import("peft.peft_model", _add_to_peft)
+        after_import(_PEFT, _add_to_peft)
 
 
 def install_of_environment() -> None:
@@ -479,7 +478,7 @@ def uninstall() -> None:
                 )
                 raise RuntimeError(message)
         _is_default = False
-        forget_import(_add_to_peft)
+        forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
             _native().destroy_kept()
         while _installed:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache
 
 from .. import compat
 from ..cache.paged_cache import PagedCache
-from ..model.forwards import has_foreign_hook
-from ..model.own_loop import ROW_INPUTS, cache_parts, map_tensors, mismatched_rows
+from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
+from ..model.structure import reasons_of_rows
 from .call import current, first_rows
 from .invocation import Invocation
 
@@ -37,16 +35,12 @@ def share_prefill(prefill: Invocation) -> Any:
     if not caches:
         caches = [value for value in inputs.values() if isinstance(value, Cache)]
     num_prompts = len(ids)
-    repeats = call.repeats
-    prompts = torch.arange(num_prompts, device=ids.device)
+    rows = torch.arange(num_prompts, device=ids.device).repeat_interleave(call.repeats)
     for cache in caches:
         # every cache layer can reorder its rows, which includes repeating one
-        cache.reorder_cache(prompts.repeat_interleave(repeats))
+        cache.reorder_cache(rows)
     for name, value in outputs.items():
-        repeated = functools.partial(
-            _repeated, num_prompts, repeats, are_states=name.endswith("hidden_states")
-        )
-        outputs[name] = map_tensors(repeated, value)
+        outputs[name] = select_rows(name, value, rows, num_prompts)
     call.details["prefills_shared"] = True
     return outputs
 
@@ -84,23 +78,9 @@ def _of_first_rows(
 def _rows_are_independent(model: Any) -> bool:
     """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
     module state."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "expert_capacity") or getattr(config, "output_router_logits", False):
+    modules = list(model.modules())
+    if next(reasons_of_rows(model, modules), None) is not None:
         return False
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return False
-    for module in model.modules():
-        if module.training or has_foreign_hook(module):
-            return False
-        if "forward" in vars(module) or compat.attribute(module, "_setup_cache"):
-            return False
-    return True
-
-
-def _repeated(rows: int, repeats: int, output: torch.Tensor, are_states: bool) -> torch.Tensor:
-    """Repeats an output's rows. Hidden states, `(..., rows, length, width)`, may have an axis in
-    front (Gemma3n)."""
-    axis = max(0, output.dim() - 3) if are_states else 0
-    if not output.dim() or output.shape[axis] != rows:
-        return output
-    return output.repeat_interleave(repeats, dim=axis)
+    return not any(
+        "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules
+    )

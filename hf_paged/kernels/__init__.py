@@ -33,6 +33,19 @@ def forced() -> str | None:
     return name
 
 
+def preferred(tensor: Tensor) -> str:
+    """The attention backend that is tried first for tensors like this one. Raises as `forced` and
+    `uses_triton`."""
+    if uses_triton(tensor):
+        return "triton"
+    name = forced()
+    if name:
+        return name
+    if tensor.is_cpu and cpp.is_available():
+        return "cpp"
+    return "gather"
+
+
 def uses_triton(tensor: Tensor) -> bool:
     """Whether calls with tensors like this one go to the Triton kernels if those support them.
     Raises as `forced`, and `RuntimeError` if `triton` is forced on a device without it."""

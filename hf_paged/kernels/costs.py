@@ -10,24 +10,11 @@ from pathlib import Path
 
 import torch
 
-from . import cpp, forced, uses_triton
+from . import preferred
 from .cpp.compiler import cpu_flags
 from .cpp.prebuilt import LEVELS, levels
 
 FOLDER = Path(__file__).with_name("tables")
-
-
-def preferred_kernel(device: torch.device) -> str:
-    """The attention backend that is tried first on this device. Raises as `kernels.forced`."""
-    example = torch.empty(0, device=device)
-    if uses_triton(example):
-        return "triton"
-    kernel = forced()
-    if kernel:
-        return kernel
-    if device.type == "cpu" and cpp.is_available():
-        return "cpp"
-    return "gather"
 
 
 def machine(device: torch.device) -> str:
@@ -57,7 +44,7 @@ def find_costs(
     """Nanoseconds per context token by block size, for the kernel that serves a model in `dtype` on
     this device; and the source of the times, or why there are none. Without times of a processor's
     level, those of the best level that has any."""
-    kernel = preferred_kernel(device)
+    kernel = preferred(torch.empty(0, device=device))
     stored = kv_dtype or str(dtype).removeprefix("torch.")
     entry = key(kernel, stored)
     is_cpu = device.type == "cpu"

@@ -111,12 +111,18 @@ def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
 
 
 def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
-    """Selects rows `(n,)` from the input `name` of a batch of `count` rows; values without such
-    rows stay whole."""
+    """Selects rows `(n,)` from the input or output `name` of a batch of `count` rows; values
+    without such rows stay whole."""
 
     def select(x: Tensor) -> Tensor:
         # where transformers repeats rows
-        axis = 1 if name.endswith("position_ids") and x.dim() == 3 else 0
+        axis = 0
+        if name.endswith("position_ids") and x.dim() == 3:
+            axis = 1
+        elif name.endswith(
+            "hidden_states"
+        ):  # (..., rows, length, width): Gemma3n has axes in front
+            axis = max(0, x.dim() - 3)
         if x.dim() > axis and x.shape[axis] == count:
             return x.index_select(axis, rows.to(x.device))
         return x

@@ -43,6 +43,11 @@ def reasons(
     attends_itself = not calls_interface(modules)
     yield from _of_inputs(model, cache, packs, joins, attends_itself)
     yield from _of_code(model, modules, packs, joins, attends_itself)
+    yield from reasons_of_rows(model, modules, packs)
+
+
+def reasons_of_rows(model: PreTrainedModel, modules: Modules, packs: bool = True) -> Iterator[str]:
+    """Yields why rows of one forward may not get the results that each gets alone."""
     yield from _of_hooks(model, modules)
     yield from _of_rows(model, modules, packs)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,9 +170,9 @@ class Assistant:
                 self.executor.check_model()
                 for row, target, _ in wanted:
                     self._follow(row, target.token_ids)
-                drafts = self._draft(wanted)
+                self._draft(wanted)
             self._pause = max(1, self._pause - 1)
-            return [drafts[row].draft(count) if row in drafts else None for row, _, count in wanted]
+            return [row.draft(count) for row, _, count in wanted]
         except (OutOfBlocksError, NotPackable):
             # a limit in bytes, met by the first forward, or heads that can no longer be packed:
             # costs only speed
@@ -183,12 +182,14 @@ class Assistant:
             self._free_all()
             raise
 
-    def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
-        logits = self._catch_up([row for row, _, _ in wanted])
-        drafts = {row: Growing(count) for row, _, count in wanted if row in logits}
-        going = list(drafts)
+    def _draft(self, wanted: Wanted) -> None:
+        """Adds draft tokens to the rows that have read all the target's."""
+        counts = {row: count for row, _, count in wanted}
+        logits = self._catch_up(list(counts))
+        going = [row for row in counts if row in logits]
         while going:
-            going = self._choose(going, drafts, torch.cat([logits[row] for row in going]))
+            self.add_tokens(going, torch.cat([logits[row] for row in going]))
+            going = [row for row in going if row.goes_on(counts[row])]
             going = [row for row in going if self._append(row, 1)]
             if going:
                 start = time.perf_counter()
@@ -197,7 +198,6 @@ class Assistant:
                     row.sequence.num_computed_tokens += 1
                 self._time(time.perf_counter() - start)
                 logits = dict(zip(going, next_logits.split(1)))
-        return drafts
 
     def _time(self, seconds: float) -> None:
         self.seconds_a_token += (seconds - self.seconds_a_token) / 4
@@ -212,6 +212,7 @@ class Assistant:
             same += 1
         read[same:] = token_ids[same:]
         row.num_followed = len(token_ids)
+        row.confidences, row.scores = [], []
         kept = max(0, min(same + 1 - self.depth, len(token_ids) - 1))
         if kept < sequence.num_computed_tokens:
             with self.memory.changing():
@@ -272,34 +273,10 @@ class Assistant:
                 last_logits[row] = logits[last : last + 1]
         return last_logits
 
-    def _choose(
-        self,
-        rows: Items[AssistantRow],
-        drafts: dict[AssistantRow, Growing],
-        logits: Tensor,
-    ) -> list[AssistantRow]:
-        """Adds a token to each row's draft by its logits, `(rows, vocab)`; returns the rows that
-        continue."""
-        self.add_tokens(rows, drafts, logits)
-        going = []
-        for row in rows:
-            growing = drafts[row]
-            is_sure = row.threshold is None or growing.confidences[-1] >= row.threshold
-            has_room = len(growing.tokens) < growing.count
-            if has_room and is_sure and growing.tokens[-1] not in row.eos_ids:
-                going.append(row)
-            else:
-                row.note(growing)
-        return going
-
     @staticmethod
-    def add_tokens(
-        rows: Items[AssistantRow],
-        drafts: dict[AssistantRow, Growing],
-        logits: Tensor,
-    ) -> None:
-        """Chooses a token for each row by its logits, `(rows, vocab)`, and adds it to the row and
-        its draft."""
+    def add_tokens(rows: Items[AssistantRow], logits: Tensor) -> None:
+        """Chooses a token for each row by its logits, `(rows, vocab)`, and adds it to the row's
+        draft."""
         scores = logits.float()
         for place, row in enumerate(rows):
             if row.processors:
@@ -321,34 +298,15 @@ class Assistant:
             confidences = probs.gather(1, tokens[:, None])[:, 0].tolist()
         chosen = tokens.tolist()
         for place, (row, token, confidence) in enumerate(zip(rows, chosen, confidences)):
-            draft = drafts[row]
-            draft.tokens.append(token)
-            draft.confidences.append(confidence)
+            row.confidences.append(confidence)
             if row.do_sample:
-                draft.scores.append(scores[place : place + 1])
+                row.scores.append(scores[place : place + 1])
             row.sequence.token_ids.append(token)
 
 
-@dataclass
-class Growing:
-    count: int
-    tokens: list[int] = field(default_factory=list)
-    confidences: list[float] = field(default_factory=list)
-    scores: list[Tensor] = field(default_factory=list)
-
-    def draft(self, count: int) -> Draft | None:
-        """The draft, of which `count` tokens are verified."""
-        if not self.tokens:
-            return None
-        draft = Draft(self.tokens)
-        if self.scores:
-            draft = DrawnDraft(self.tokens, torch.cat(self.scores))
-        del draft.tokens[count:]
-        return draft
-
-
 class AssistantRow(Source):
-    """One row's state in an assistant: its tokens, its strategy and logits processors."""
+    """One row's state in an assistant: its strategy and logits processors, and its tokens, of which
+    those behind the first `num_followed` are a draft."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant = assistant
@@ -363,6 +321,9 @@ class AssistantRow(Source):
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_followed = 0
+        # of the draft's tokens: their probabilities, and logits `(1, vocab)` of a sampled row
+        self.confidences: list[float] = []
+        self.scores: list[Tensor] = []
         assistant.add(self)
 
     def hide(self, count: int) -> None:
@@ -387,11 +348,30 @@ class AssistantRow(Source):
     def reads_probs(self) -> bool:
         return self.do_sample or self.threshold is not None
 
-    def note(self, growing: Growing) -> None:
-        """Passes the draft's size and confidences to the strategy, which learns from them."""
-        self.num_proposed = len(growing.tokens)
+    def goes_on(self, count: int) -> bool:
+        """Whether the draft, of up to `count` tokens, gets another one. If not, passes its size and
+        confidences to the strategy, which learns from them."""
+        confidences = self.confidences
+        has_room = len(confidences) < count
+        is_sure = self.threshold is None or confidences[-1] >= self.threshold
+        if has_room and is_sure and self.sequence.token_ids[-1] not in self.eos_ids:
+            return True
+        self.num_proposed = len(confidences)
         if hasattr(self.strategy, "probs"):
-            self.strategy.probs.extend(growing.confidences)
+            self.strategy.probs.extend(confidences)
+        return False
+
+    def draft(self, count: int) -> Draft | None:
+        """The draft, of which `count` tokens are verified; `None` without any."""
+        tokens = self.sequence.token_ids[self.num_followed :]
+        if not tokens:
+            return None
+        draft = Draft(tokens)
+        if self.scores:
+            draft = DrawnDraft(tokens, torch.cat(self.scores))
+            self.scores = []  # each is a view of all rows' logits
+        del draft.tokens[count:]
+        return draft
 
     def close(self) -> None:
         if self.strategy is not None:

@@ -4,6 +4,7 @@ its blocks."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -34,7 +35,7 @@ from ..plan import StepPlan
 from ..step import numbers_on
 from ..threads import step_lock
 from ..topics import Topic
-from .assistant import Assistant, AssistantRow, Growing, Wanted, assistant_cache
+from .assistant import Assistant, AssistantRow, Wanted, assistant_cache
 
 MAX_DIM = 128  # head dim when a hidden state is stored as heads
 
@@ -143,11 +144,11 @@ class MtpRunner(PackedRunner):
         plan: StepPlan,
         hidden: Tensor,
         choose: Callable[[Tensor], None],
-    ) -> None:
+    ) -> Tensor:
         """Computes positions of each sequence from the target's `hidden` `(1, positions,
-        hidden_size)`. `choose` gets each head's logits `(n, vocab)` of the sequences that are then
-        fully computed, and appends a token to each. The other sequences already have the tokens
-        that later heads read.
+        hidden_size)`; returns the last head's. `choose` gets each head's logits `(n, vocab)` of the
+        sequences that are then fully computed, and appends a token to each. The other sequences
+        already have the tokens that later heads read.
         """
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
@@ -176,6 +177,7 @@ class MtpRunner(PackedRunner):
                         choose(compat.mtp_logits(self.model, hidden[:, last])[0])
         finally:
             self.cache.begin([None] * len(steps))
+        return hidden
 
 
 class MtpHeads(Assistant):
@@ -218,40 +220,24 @@ class MtpHeads(Assistant):
         row.prefix = token_ids[:1]
         super()._follow(row, token_ids[1:])
 
-    def _draft(self, wanted: Wanted) -> dict[AssistantRow, Growing]:
+    def _draft(self, wanted: Wanted) -> None:
         targets = {row: target for row, target, _ in wanted}
-        drafts: dict[AssistantRow, Growing] = {}
-        while items := self._next([row for row in targets if row not in drafts]):
+        left = list(targets)
+        while items := self._next(left):
             ready = []
             spans = []
             for row, count in items:
                 if count == row.sequence.num_to_compute:
                     ready.append(row)
-                    drafts[row] = Growing(self.depth)
+                    left.remove(row)
                 start = row.sequence.num_computed_tokens
                 spans.append((targets[row].blocks, start, start + count))
-            self._run(items, self.hidden.read(spans), ready, drafts)
+            hidden = self.hidden.read(spans)
+            plan = StepPlan.of([(row.sequence, count) for row, count in items])
+            choose = functools.partial(self.add_tokens, ready)
+            begin = time.perf_counter()
+            self.executor.compute(self.runner.draft, plan, hidden, choose)
+            if len(items) == plan.num_tokens:
+                self._time((time.perf_counter() - begin) / self.depth)
             for row, count in items:
                 row.sequence.num_computed_tokens += count
-        return drafts
-
-    def _run(
-        self,
-        items: list[tuple[AssistantRow, int]],
-        hidden: Tensor,
-        ready: list[AssistantRow],
-        drafts: dict[AssistantRow, Growing],
-    ) -> None:
-        plan = StepPlan.of([(row.sequence, count) for row, count in items])
-
-        def choose(logits: Tensor) -> None:
-            self.add_tokens(ready, drafts, logits)
-
-        def draft() -> Tensor:
-            self.runner.draft(plan, hidden, choose)
-            return hidden
-
-        begin = time.perf_counter()
-        self.executor.compute(draft)
-        if len(items) == plan.num_tokens:
-            self._time((time.perf_counter() - begin) / self.depth)

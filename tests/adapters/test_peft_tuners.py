@@ -520,7 +520,7 @@ def test_actions_after_an_import_of_a_module_that_is_reloaded(
         after_import("paged_early", note := lambda module: module.value.append(1))
         importlib.reload(module)
         assert module.value == [1]
-        forget_import(note)
+        forget_import("paged_early", note)
         assert sys.meta_path == before
         assert importlib.reload(module).value == []
     finally:
@@ -547,10 +547,10 @@ def test_actions_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert values == [1]
         after_import("paged_late", note)
         assert values == [1, 1]
-        forget_import(note)
+        forget_import("paged_late", note)
         assert sys.meta_path == before
         after_import("paged_never", note)
-        forget_import(note)
+        forget_import("paged_never", note)
         importlib.import_module("paged_never")
         assert values == [1, 1]
     finally:

@@ -12,9 +12,10 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
-from hf_paged.attention.backends.parts import Layout, plan_parts
+from hf_paged.attention.backends.parts import plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.cache.reading import Layout
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp
 from hf_paged.step import StepMetadata
@@ -59,7 +60,7 @@ def test_nothing_visible_gives_zeros(device: torch.device) -> None:
 
 
 def layouts_of(*blocks: torch.Tensor) -> list[Layout]:
-    return [Layout(x.shape, x.stride(), x.element_size()) for x in blocks]
+    return [Layout.of(x) for x in blocks]
 
 
 def operations_per_step(

@@ -59,9 +59,9 @@ def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.Mon
         gather_float32={"16": 2},
         reference_float32={"16": 3},
     )
-    monkeypatch.setattr(costs.cpp, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.cpp, "is_available", lambda: True)
     assert costs.find_costs(CPU, torch.float32)[0] == {16: 1.0}
-    monkeypatch.setattr(costs.cpp, "is_available", lambda: False)
+    monkeypatch.setattr(kernels.cpp, "is_available", lambda: False)
     assert costs.find_costs(CPU, torch.float32)[0] == {16: 2.0}
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     assert costs.find_costs(CPU, torch.float32)[0] == {16: 3.0}

@@ -184,10 +184,10 @@ class Watch:
                 self.plain[tuple(input_ids[0].tolist())] = drawn, found[1][0]
             return found
 
-        def add_tokens(rows: Any, drafts: Any, found: torch.Tensor) -> None:
+        def add_tokens(rows: Any, found: torch.Tensor) -> None:
             for row, own in zip(rows, found):
                 logits.setdefault(row, []).append(own)
-            add(rows, drafts, found)
+            add(rows, found)
 
         def drafts_of(heads: Any, wanted: Any) -> Any:
             logits.clear()

@@ -101,8 +101,9 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
     def attend(call: AttentionCall) -> Tensor:
         return call.query.new_empty(*call.query.shape[:2], call.blocks.values.shape[-1])
 
-    def attend_packed(module: Any, query: Tensor, *arguments: Any) -> Tensor:
-        return query.new_empty(query.shape[2], query.shape[1], module.v_head_dim)
+    def attend_packed(query: Tensor, key: Any, *arguments: Any) -> Tensor:
+        width = key.expansion.module.v_head_dim
+        return query.new_empty(query.shape[2], query.shape[1], width)
 
     def padding_columns(mask: Tensor | None, batch_size: int, length: int) -> Any:
         if mask is not None:

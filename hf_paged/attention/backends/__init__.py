@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...kernels import forced, uses_triton
+from ...kernels import forced, preferred
 from ...kernels.triton.launch import LaunchFailedError
 from ...step import NotCapturable, StepMetadata
 from ...topics import Topic
@@ -74,14 +74,10 @@ def select(call: AttentionCall) -> ModuleType:
 
 def _preferred(step: StepMetadata) -> str:
     """The name of the backend to try first, the same for all layers; reads the environment."""
-    if uses_triton(step.block_tables):
-        return "triton"
-    name = forced()
-    if name:
-        return name
-    if step.block_tables.is_cpu and cpp.is_available():
-        return "cpp"
-    return "gather"
+    name = preferred(step.block_tables)
+    if name == "cpp" and not forced() and not cpp.is_available():
+        return "gather"
+    return name
 
 
 def attend(call: AttentionCall) -> Tensor:

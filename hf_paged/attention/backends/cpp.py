@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 
 import torch
@@ -52,15 +51,12 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
         torch.bfloat16: 2e-2,
         torch.float16: 2e-3,
     }
+    kv_dtype = {dtype: name for name, dtype in quantized.DTYPES.items()}.get(codes)
     sizes = [*((heads, 1) for heads in range(1, 10)), (1, 9)]
     for dtype, tolerance in tolerances.items():
-        blocks = KVBlocks((), keys.to(dtype), values.to(dtype))
-        if codes is not None:
-            num_bytes = quantized.tile_bytes(16, 64)
-            tiles = torch.empty(10, 2, num_bytes, dtype=torch.uint8, device="cpu")
-            blocks = KVBlocks.view((tiles,), 1, 64, (dtype, dtype), (16, codes))
-            quantized.write(blocks.keys, slice(None), keys)
-            quantized.write(blocks.values, slice(None), values)
+        blocks = KVBlocks.allocate(10, 16, keys.to(dtype), values.to(dtype), kv_dtype=kv_dtype)
+        quantized.write(blocks.keys, slice(None), keys)
+        quantized.write(blocks.values, slice(None), values)
         for heads, query_len in sizes:
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
             queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
@@ -144,13 +140,7 @@ def _is_long(call: AttentionCall) -> bool:
         return False
     if batch_invariant.get() or call.step.lengths is not None:
         return False
-    return call.step.plan(_longest) > MAX_TILE_QUERIES
-
-
-def _longest(step: StepMetadata) -> int:
-    """The most queries of a row, the same for all layers."""
-    bounds = itertools.pairwise(step.query_start)
-    return max((end - start for start, end in bounds), default=0)
+    return call.step.max_query_len > MAX_TILE_QUERIES
 
 
 def attend_again(call: AttentionCall) -> Tensor | None:

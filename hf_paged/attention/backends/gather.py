@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...cache.reading import Layout
 from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
 from . import reference
-from .parts import APART_QUERIES, SLICE_QUERIES, Layout, Part, plan_parts
+from .parts import APART_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
@@ -28,7 +29,27 @@ MASK_ALIGNMENT = 16
 """Elements: to other rows of a mask, PyTorch's fused kernels on a GPU add padding, in each
 layer."""
 
-_scratch = threading.local()  # on the CPU, where new memory would cost page faults every time
+
+class _Scratch(threading.local):
+    """A thread's memory for gathered keys and values, on the CPU, where new memory would cost page
+    faults every time."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Tensor] = {}
+
+    def tensor(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """A tensor in memory of this number, until the next call with it."""
+        size = math.prod(shape) * dtype.itemsize
+        memory = self._memory.get(number)
+        if memory is None or memory.numel() < size:
+            with torch.inference_mode(False):
+                # an inference tensor could not be written outside inference mode
+                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._memory[number] = memory
+        return memory[:size].view(dtype).view(shape)
+
+
+_scratch = _Scratch()
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -53,11 +74,9 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         is_one_decode = step.query_len == len(parts) == 1 and is_complete
         if is_one_decode and call.is_plain and call.query.shape[1] != kv_heads:
             return _decode_in_place(call, parts[0], placed)
-    elif blocks.shares_scales:
-        return reference.attend(call)
     else:
         planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
-        layouts = [Layout(plane.shape, plane.stride(), plane.element_size()) for plane in planes]
+        layouts = map(Layout.of, planes)
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape
@@ -66,7 +85,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     if bias is not None:
         length = bias.shape[-1]
         longest = max(step.seq_lens, default=0)
-        bias = bias.expand(batch, heads, -1, length if length > 1 else longest)
+        bias = bias.expand(batch, heads, query_len, length if length > 1 else longest)
     out = None
     if len(parts) != 1 or not is_complete:
         make = query.new_empty if is_complete else query.new_zeros
@@ -122,7 +141,7 @@ def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Ten
 
 
 def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
-    """The bias `[rows, heads, queries or 1, length]` of a part."""
+    """The bias `[rows, heads, queries, length]` of a part."""
     length = part.length
     ranges = [slice(low, low + length) for _, low in part.members]
     if part.positions is not None:
@@ -134,14 +153,7 @@ def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
     else:
         rows = zip(part.members, ranges)
         chosen = torch.stack([bias[row, heads, :, seen] for (row, _), seen in rows])
-    return _of_queries(chosen, slice(part.first_query, None))
-
-
-def _of_queries(bias: Tensor, chosen: slice) -> Tensor:
-    """Selects queries of a bias `[rows, heads, queries or 1, keys]`."""
-    if bias.shape[2] > 1:
-        return bias[:, :, chosen]
-    return bias
+    return chosen[:, :, part.first_query :]
 
 
 def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
@@ -166,7 +178,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
         some = slice(member, None, apart)
         bias = call.bias
         if bias is not None:
-            bias = _of_queries(bias[:, some, :, seen], chosen)
+            bias = bias[:, some, chosen, seen]
         slice_call = call.of_heads(some, call.query[:, some, chosen], bias)
         output = _attend_slice(slice_call, part, key[:, :, seen], value[:, :, seen])
         out[:, chosen, some] = output
@@ -174,29 +186,30 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """`_attend_part` for consecutive queries and the keys that they see; with a bias in float32,
-    and zeros for a query that sees nothing, as PyTorch's SDPA defines."""
-    if call.softcap is not None or call.sinks is not None:
-        return _attend_explicitly(call, part, key, value)
+    """`_attend_part` for consecutive queries and the keys that they see; with a bias, softcap or
+    sinks in float32, and zeros for a query that sees nothing, as PyTorch's SDPA defines."""
     query = call.query
     bias = call.bias
     dtype = query.dtype
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
     group = heads // kv_heads
-    if bias is not None or queries >= PACK_QUERIES or (group == 1 and queries > 1):
-        if bias is not None:
+    is_explicit = call.softcap is not None or call.sinks is not None
+    is_long = queries >= PACK_QUERIES or (group == 1 and queries > 1)
+    if is_long or not call.is_plain:
+        if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
-            bias = bias.to(dtype)
         mask = None
         # these are all queries of the part, then
-        is_causal = part.causal and bias is None and queries >= PACK_QUERIES
+        is_causal = part.causal and call.is_plain and queries >= PACK_QUERIES
         if not is_causal:
             mask = _mask(call.step, part, queries, keys, dtype)
-        if mask is None:
-            mask = bias
-        elif bias is not None:
-            mask = bias + mask
+        if bias is not None:
+            bias = bias.to(dtype)
+            mask = bias if mask is None else bias + mask
+        if is_explicit:
+            # without a bias, the mask shows every query something
+            return reference.attend_densely(call, key, value, mask, bias is None)
         result = F.scaled_dot_product_attention(
             query.to(dtype),
             key.to(dtype),
@@ -223,41 +236,6 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _attend_explicitly(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """`_attend_slice` with softcap, sinks and bias, in float32."""
-    query = call.query
-    queries = query.shape[2]
-    _, kv_heads, keys, _ = key.shape
-    compute = torch.promote_types(query.dtype, torch.float32)
-    by_group = (kv_heads, -1)
-    by_query = (-1, queries)
-    # [rows, kv_heads, M, dim]
-    packed = query.unflatten(1, by_group).flatten(2, 3).to(compute)
-    scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
-    scores = scores.unflatten(2, by_query).flatten(1, 2)  # [rows, heads, queries, keys]
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    mask = _mask(call.step, part, queries, keys, compute)
-    for added in (call.bias, mask):
-        if added is not None:
-            scores = scores + added.to(compute)
-    if call.sinks is not None:  # one more column without a value
-        column = call.sinks.to(compute)[:, None, None]
-        column = column.expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    if call.bias is None:  # the mask shows every query something
-        weights = scores.softmax(dim=-1)
-    else:
-        # their softmax would be NaN: zeros instead
-        blind = scores.amax(dim=-1, keepdim=True) == -math.inf
-        weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
-    # [rows, kv_heads, M, keys]
-    weights = weights[..., :keys].unflatten(1, by_group).flatten(2, 3)
-    result = torch.matmul(weights, value.to(compute))
-    result = result.unflatten(2, by_query).flatten(1, 2)
-    return result.to(query.dtype).transpose(1, 2)
-
-
 def _mask(
     step: StepMetadata,
     part: Part,
@@ -266,58 +244,49 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """The mask of the last queries and keys, `[heads * queries, keys]`, added to the scores. It is
-    a view of one mask per step, since counted from the end it is the same for rows of any length;
-    with the rows' padding, `[rows, 1, heads * queries or 1, keys]`, one per part."""
-    if part.hidden is not None:
-        return step.plan(_padded_mask, part, queries, dtype, heads)
-    if not part.mask_keys:
-        return None
-    rows = queries
-    if heads == 1:
-        rows = min(step.query_len or 1, SLICE_QUERIES)
-    mask = step.plan(_step_mask, rows, part.mask_keys, dtype, heads)
-    return mask[-heads * queries :, -keys:]
+    """The mask of the last queries and keys, `[1, 1, heads * queries, keys]`, added to the scores.
+    It is a view of one mask per step, since counted from the end it is the same for rows of any
+    length; with the rows' padding, `[rows, 1, heads * queries or 1, keys]`, one per part."""
+    mask_queries = queries
+    mask_keys = part.length
+    if part.hidden is None:
+        if not part.mask_keys:
+            return None
+        mask_keys = part.mask_keys
+        if heads == 1:
+            mask_queries = min(step.query_len or 1, SLICE_QUERIES)
+    is_causal = part.mask_keys > 0
+    mask = step.plan(_make_mask, part.hidden, is_causal, mask_queries, mask_keys, dtype, heads)
+    return mask[..., -heads * queries :, -keys:]
 
 
 @torch.inference_mode(False)
-def _step_mask(
+def _make_mask(
     step: StepMetadata,
+    hidden: Tensor | None,
+    is_causal: bool,
     queries: int,
     keys: int,
     dtype: torch.dtype,
     heads: int,
 ) -> Tensor:
-    """Minus infinity where a query does not see a key, else 0."""
-    device = step.block_tables.device
-    query = torch.arange(-queries, 0, device=device)[:, None]
-    key = torch.arange(-keys, 0, device=device)
-    hidden = key > query
-    if step.window is not None:
-        hidden |= key <= query - step.window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(hidden, -math.inf).repeat(heads, 1)
-
-
-@torch.inference_mode(False)
-def _padded_mask(
-    step: StepMetadata,
-    part: Part,
-    queries: int,
-    dtype: torch.dtype,
-    heads: int,
-) -> Tensor:
-    """Minus infinity where a query does not see a key, or the key is padding, else 0. Its rows in
+    """Minus infinity where a query does not see a key, or the key is hidden, else 0. Its rows in
     memory are multiples of `MASK_ALIGNMENT`."""
-    hidden = part.hidden
-    assert hidden is not None
-    width = -(-part.length // MASK_ALIGNMENT) * MASK_ALIGNMENT
-    mask_queries = heads * queries if part.mask_keys else 1
-    shape = (len(hidden), 1, mask_queries, width)
-    mask = torch.zeros(shape, dtype=dtype, device=hidden.device)[..., : part.length]
-    mask.masked_fill_(hidden, -math.inf)
-    if part.mask_keys:
-        mask += _step_mask(step, queries, part.length, dtype, heads)
+    device = step.block_tables.device
+    width = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    num_masks = 1 if hidden is None else len(hidden)
+    mask_queries = heads * queries if is_causal else 1
+    shape = (num_masks, 1, mask_queries, width)
+    mask = torch.zeros(shape, dtype=dtype, device=device)[..., :keys]
+    if hidden is not None:
+        mask.masked_fill_(hidden, -math.inf)
+    if is_causal:
+        query = torch.arange(-queries, 0, device=device)[:, None]
+        key = torch.arange(-keys, 0, device=device)
+        unseen = key > query
+        if step.window is not None:
+            unseen |= key <= query - step.window
+        mask.masked_fill_(unseen.repeat(heads, 1), -math.inf)
     return mask
 
 
@@ -337,31 +306,17 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     keys = call.blocks.keys
     values = call.blocks.values
     planes = (*quantized.planes(keys), *quantized.planes(values))
-    sizes = [
-        units.indices.numel() * units.shape[1] * plane.element_size()
-        for plane, units in zip(planes, part.units)
-    ]
-    aligned_sizes = (-(-size // 64) * 64 for size in sizes)
-    *begins, end = itertools.accumulate(aligned_sizes, initial=0)
-    scratch = None
-    if call.query.is_cpu and not call.needs_grad:
-        scratch = getattr(_scratch, "memory", None)
-        if scratch is None or scratch.numel() < end:
-            with torch.inference_mode(False):
-                # an inference tensor could not be written outside inference mode
-                scratch = torch.empty(end, dtype=torch.uint8, device="cpu")
-            _scratch.memory = scratch
+    uses_scratch = call.query.is_cpu and not call.needs_grad
     rows = call.query.shape[0]
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
     picked = []
-    for plane, units, begin, size in zip(planes, part.units, begins, sizes):
-        flat = plane.as_strided(units.shape, units.stride)
+    for number, (plane, units) in enumerate(zip(planes, part.units)):
         out = None
-        if scratch is not None:
-            out = scratch[begin : begin + size].view(plane.dtype).view(-1, units.shape[1])
-        states = torch.index_select(flat, 0, units.indices, out=out)
-        states = states.view(rows, kv_heads, -1, plane.shape[3])
+        if uses_scratch:
+            shape = (units.indices.numel(), units.shape[1])
+            out = _scratch.tensor(number, shape, plane.dtype)
+        states = units.read(plane, out).view(rows, kv_heads, -1, plane.shape[3])
         picked.append(states[:, :, visible])
     half = len(picked) // 2
     dtype = call.query.dtype

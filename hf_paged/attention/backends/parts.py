@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cache.reading import Layout, Units
 from ...step import StepMetadata
 
 APART_QUERIES = 32
@@ -40,50 +39,6 @@ that sees any."""
 
 Rows = tuple[Geometry, list[Member]]
 """A geometry, and its rows."""
-
-
-class Units(NamedTuple):
-    """Tiles or tokens of a part, as rows of a matrix, which is a view of a layer's blocks."""
-
-    indices: Tensor  # of the rows, head-major
-    shape: tuple[int, int]  # of the matrix
-    stride: tuple[int, int]
-
-
-class Layout(NamedTuple):
-    """Memory layout of a layer's keys or values; the last dimension is contiguous."""
-
-    shape: tuple[int, ...]  # blocks, heads, block size, dim
-    stride: tuple[int, ...]
-    itemsize: int
-
-    def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
-        """The blocks `tables` `[rows, n]` of some heads, as tiles if the strides allow, which they
-        do not where keys and values are interleaved, else as tokens; or the tokens at `positions`
-        `[rows, n]` of rows with these block tables."""
-        _, _, size, dim = self.shape
-        block, head, token, _ = self.stride
-        if positions is None and token == dim:
-            distance = math.gcd(size * dim, block, head)
-            width = distance
-        else:
-            distance = math.gcd(token, block, head)
-            width = dim
-        # units from the start of a head
-        if positions is None:
-            spacing = token * width // dim
-            inner = torch.arange(size * dim // width, device=tables.device)
-            inner = inner * (spacing // distance)
-        else:
-            inner = positions % size * (token // distance)
-            inner = inner[:, None, :, None]
-            tables = tables.gather(1, positions // size)
-        first = torch.arange(heads.start, heads.stop, device=tables.device)
-        first = first[:, None, None] * (head // distance)
-        indices = tables[:, None, :, None] * (block // distance) + first + inner
-        axes = zip(self.shape, self.stride)
-        last = sum((length - 1) * stride for length, stride in axes) + 1 - width
-        return Units(indices.flatten(), (last // distance + 1, width), (distance, 1))
 
 
 @dataclass(frozen=True, eq=False)

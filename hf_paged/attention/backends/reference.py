@@ -103,19 +103,13 @@ def attend(call: AttentionCall) -> Tensor:
     keys = call.blocks.keys
     values = call.blocks.values
     heads = call.query.shape[1]
-    kv_heads = keys.shape[1]
-    groups = (kv_heads, -1)
     block_size = step.block_size
     device = call.query.device
     dtype = call.query.dtype
     compute = torch.promote_types(dtype, torch.float32)
-    # the sink, or -inf for none, is one more column without a value
-    sinks = call.sinks
-    if sinks is None:
-        sinks = torch.full((heads,), -math.inf, device=device)
-    rows = [call.query.new_empty(0, heads, values.shape[3], dtype=compute)]
+    outputs = [call.query.new_empty(0, heads, values.shape[3])]
     for row in range(step.num_rows):
-        query = call.query[step.query_start[row] : step.query_start[row + 1]].to(compute)
+        query = call.query[step.query_start[row] : step.query_start[row + 1]]
         query_len = len(query)
         ranges = [step.visible(row, i) for i in range(query_len)]
         bounds = torch.tensor(ranges, device=device).view(-1, 2)
@@ -123,31 +117,62 @@ def attend(call: AttentionCall) -> Tensor:
         visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
         seen = visible.any(0)
         positions = positions[seen]
-        visible = visible[:, seen]
         blocks = step.block_tables[row].long()[positions // block_size]
         index = blocks, slice(None), positions % block_size
-        # [kv_heads, 1, positions, dim]: one axis for the query heads of a group
-        key = quantized.read(keys, index, compute).transpose(0, 1).unsqueeze(1)
-        value = quantized.read(values, index, compute).transpose(0, 1).unsqueeze(1)
-        # [kv_heads, group, query_len, head_dim]
-        grouped = query.transpose(0, 1).unflatten(0, groups)
-        # [kv_heads, group, query_len, positions]
-        scores = grouped @ key.transpose(-1, -2) * call.scale
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
+        # [1, kv_heads, positions, dim]
+        key = quantized.read(keys, index, compute).transpose(0, 1)[None]
+        value = quantized.read(values, index, compute).transpose(0, 1)[None]
+        added = torch.zeros(1, dtype=compute, device=device)
         if bias is not None:
             length = bias.shape[-1]
-            added = bias.expand(step.num_rows, heads, query_len, length)[row]
+            added = bias.expand(step.num_rows, heads, query_len, length)[row].to(compute)
             if length != 1:
                 added = added[..., positions]
-            scores = scores + added.to(compute).unflatten(0, groups)
-        scores = scores.masked_fill(~visible, -math.inf)
-        sink = sinks.to(compute).view(kv_heads, -1, 1, 1)
-        scores = torch.cat([scores, sink.expand(-1, -1, query_len, -1)], dim=-1)
+        # [heads or 1, query_len, positions]
+        hidden = ~visible[:, seen]
+        added = added.expand(*added.shape[:-2], *hidden.shape).masked_fill(hidden, -math.inf)
+        row_call = call._replace(query=query.transpose(0, 1)[None])
+        outputs.append(attend_densely(row_call, key, value, added, False)[0])
+    return torch.cat(outputs)
+
+
+def attend_densely(
+    call: AttentionCall,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sees_keys: bool,
+) -> Tensor:
+    """Attention with the scale, softcap and sinks of `call` and its queries `[rows, heads, queries,
+    dim]`, over keys and values `[rows, kv_heads, keys, dim]`, summed in float32: `[rows, queries,
+    heads, value_dim]`. The mask is added to the scores `[rows, heads, queries, keys]`; without
+    `sees_keys`, it may leave a query nothing, which gets zeros."""
+    query = call.query
+    _, heads, queries, _ = query.shape
+    _, kv_heads, keys, _ = key.shape
+    by_group = (kv_heads, heads // kv_heads)
+    by_query = (heads // kv_heads, queries)
+    compute = torch.promote_types(query.dtype, torch.float32)
+    # [rows, kv_heads, group * queries, dim]
+    packed = query.unflatten(1, by_group).flatten(2, 3).to(compute)
+    scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
+    scores = scores.unflatten(2, by_query).flatten(1, 2)  # [rows, heads, queries, keys]
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if mask is not None:
+        scores = scores + mask.to(compute)
+    if call.sinks is not None:  # one more column without a value
+        column = call.sinks.to(compute)[:, None, None]
+        column = column.expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    if sees_keys:
+        weights = scores.softmax(dim=-1)
+    else:
         # their softmax would be NaN: zeros instead
         blind = (scores == -math.inf).all(dim=-1, keepdim=True)
-        weights = scores.masked_fill(blind, 0.0).softmax(dim=-1)
-        output = weights[..., :-1].masked_fill(blind, 0.0) @ value
-        # [query_len, heads, value_dim]
-        rows.append(output.flatten(0, 1).transpose(0, 1))
-    return torch.cat(rows).to(dtype)
+        weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
+    # [rows, kv_heads, group * queries, keys]
+    weights = weights[..., :keys].unflatten(1, by_group).flatten(2, 3)
+    result = torch.matmul(weights, value.to(compute))
+    result = result.unflatten(2, by_query).flatten(1, 2)
+    return result.to(query.dtype).transpose(1, 2)

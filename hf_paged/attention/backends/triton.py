@@ -3,7 +3,6 @@ if they pay off."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -82,35 +81,27 @@ def attend(call: AttentionCall) -> Tensor:
     step = call.step
     if step.query_len is not None and step.query_len <= MAX_QUERIES:
         return _attend_rows(call)
-    num_decodes, decodes, chunks = step.plan(_split)
-    first = None
+    outputs = []
+    query = call.query
+    decodes, chunks = step.plan(StepMetadata.split, 1)
     if decodes is not None:
-        decode_call = call._replace(query=call.query[:num_decodes], step=decodes)
-        first = _attend_rows(decode_call)
-    rest = attention.prefill_attention(
-        call.query[num_decodes:],
-        call.blocks.keys,
-        call.blocks.values,
-        chunks or step,
-        **_features(call),
-        bias=call.bias,
-    )
-    if first is None:
-        return rest
-    return torch.cat([first, rest])
-
-
-def _split(step: StepMetadata) -> tuple[int, StepMetadata | None, StepMetadata | None]:
-    """Returns the number of leading rows with one query each, a step of these, and one of the rest;
-    both steps are `None` if that number is 0."""
-    count = 0
-    for start, end in itertools.pairwise(step.query_start):
-        if end - start != 1:
-            break
-        count += 1
-    if count == 0:
-        return 0, None, None
-    return count, step.rows(0, count), step.rows(count, step.num_rows)
+        count = decodes.num_tokens
+        decode_call = call._replace(query=query[:count], step=decodes)
+        outputs.append(_attend_rows(decode_call))
+        query = query[count:]
+    if chunks is not None:
+        rest = attention.prefill_attention(
+            query,
+            call.blocks.keys,
+            call.blocks.values,
+            chunks,
+            **_features(call),
+            bias=call.bias,
+        )
+        outputs.append(rest)
+    if len(outputs) == 1:
+        return outputs[0]
+    return torch.cat(outputs)
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:

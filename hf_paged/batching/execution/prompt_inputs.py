@@ -19,7 +19,7 @@ from ...cache.prefix_index import MARSHAL_VERSION
 from .rectangle import padding_mask
 
 # Inputs without prompt content, or with one value per token.
-_COMMON = {
+COMMON_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
@@ -240,7 +240,7 @@ class PromptInputs:
 def other_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Sorted names of the inputs that are set, beyond the common ones."""
     names = []
-    for name in sorted(model_kwargs.keys() - _COMMON):
+    for name in sorted(model_kwargs.keys() - COMMON_INPUTS):
         value = model_kwargs[name]
         is_empty = isinstance(value, (dict, list, tuple)) and not value
         if value is not None and value is not False and not is_empty:

@@ -7,7 +7,6 @@ side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
@@ -170,9 +169,7 @@ def prefill_attention(
     heads = query.shape[1]
     value_dim = value_blocks.shape[3]
     group = query.shape[1] // kv_heads
-    rows = group * max(
-        (end - start for start, end in itertools.pairwise(step.query_start)), default=0
-    )
+    rows = group * step.max_query_len
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
         # A bias is loaded element by element, since its rows may have any alignment; codes are

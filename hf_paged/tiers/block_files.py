@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_blocks import KVBlocks
-from ..cache.swap import HostLayer
 from ..config import shown
 from ..interrupts import is_interrupt
 from ..topics import Topic
@@ -44,11 +43,11 @@ _OF_ONE_FILE = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
-Layers = dict[int, HostLayer]
-"""Host copies of one group's blocks by layer index, the same number of blocks in each layer."""
-Outline = dict[str, tuple[list[Any], list[tuple[torch.dtype, tuple[int, ...]]]]]
-"""Blocks without their content, by the layer's name in a file: `form_of`, and the dtype and shape
-of each tensor."""
+Layers = dict[int, KVBlocks]
+"""Copies of one group's blocks in host memory by layer index, the same number of blocks in each
+layer."""
+Expected = dict[int, tuple[Mapping[int, KVBlocks], int]]
+"""What a file must hold, by group: blocks such as these of each layer, and how many."""
 
 
 class Corrupt(ValueError):
@@ -56,10 +55,7 @@ class Corrupt(ValueError):
 
 
 def num_bytes(layers: Layers) -> int:
-    total = 0
-    for layer in layers.values():
-        total += sum(tensor.nbytes for tensor in layer.blocks.data)
-    return total
+    return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
 def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
@@ -69,11 +65,10 @@ def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
     tensors = {}
     forms = {}
     for group, layers in parts.items():
-        for index, layer in layers.items():
-            layer_name = f"{group}.{index}"
-            forms[layer_name] = form_of(layer.blocks)
-            for part, tensor in enumerate(layer.blocks.data):
-                tensors[f"{layer_name}.{part}"] = tensor.contiguous()
+        for index, blocks in layers.items():
+            forms[f"{group}.{index}"] = form_of(blocks)
+            for part, tensor in enumerate(blocks.data):
+                tensors[f"{group}.{index}.{part}"] = tensor.contiguous()
     metadata = {
         "format": FORMAT,
         "name": name,
@@ -82,40 +77,6 @@ def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
     }
     with_hash = metadata | {"hash": _hash(tensors, metadata)}
     return safetensors.torch.save(tensors, with_hash)
-
-
-def from_bytes(content: bytes) -> tuple[dict[int, Layers], dict[str, str]]:
-    """Inverse of `to_bytes`: returns the blocks, on the CPU, and the metadata with the name. Raises
-    [`Corrupt`]."""
-    length = int.from_bytes(content[:8], "little")
-    metadata = _metadata(content[8 : 8 + length])
-    with parsing():
-        tensors = safetensors.torch.load(content)
-        if metadata.pop("hash") != _hash(tensors, metadata):
-            raise Corrupt("its content does not match its hash")
-        parts: dict[int, Layers] = {}
-        forms = json.loads(metadata["layers"])
-        for layer_name, (heads, key_dim, dtypes, codes) in forms.items():
-            group, index = map(int, layer_name.split("."))
-            data: list[Tensor] = []
-            while (tensor := tensors.pop(f"{layer_name}.{len(data)}", None)) is not None:
-                data.append(tensor)
-            key_dtype, value_dtype = map(_dtype, dtypes)
-            of_codes = None
-            if codes is not None:
-                of_codes = (int(codes[0]), _dtype(codes[1]))
-            blocks = KVBlocks.view(
-                tuple(data),
-                heads,
-                key_dim,
-                (key_dtype, value_dtype),
-                of_codes,
-            )
-            layer = HostLayer(blocks, torch.device("cpu"))
-            parts.setdefault(group, {})[index] = layer
-        if tensors:
-            raise Corrupt("it has tensors of no layer")
-        return parts, metadata
 
 
 def _metadata(header: bytes) -> dict[str, str]:
@@ -160,26 +121,39 @@ class BlockFile:
             self.close()
             raise
 
-    def read(self, outline: Outline | None) -> dict[int, Layers]:
-        """Returns the blocks. Raises [`Corrupt`] unless they have this outline; `None`: any."""
-        if outline is not None:
-            needed = self._header_bytes
-            for _, tensors in outline.values():
-                for dtype, shape in tensors:
-                    needed += math.prod(shape) * dtype.itemsize
-            if needed != self._num_bytes:
-                raise Corrupt(
-                    f"it has {self._num_bytes:,} bytes, and such blocks of this model take"
-                    f" {needed:,}"
-                )
+    def read(self, expected: Expected) -> dict[int, Layers]:
+        """Returns the blocks, on the CPU. Raises [`Corrupt`] unless they are as expected."""
+        needed = self._header_bytes
+        forms = {}
+        outline = {}
+        for group, (layers, count) in expected.items():
+            for index, blocks in layers.items():
+                forms[f"{group}.{index}"] = form_of(blocks)
+                for part, tensor in enumerate(blocks.data):
+                    shape = (count, *tensor.shape[1:])
+                    outline[f"{group}.{index}.{part}"] = (tensor.dtype, shape)
+                    needed += math.prod(shape) * tensor.itemsize
+        if needed != self._num_bytes:
+            raise Corrupt(
+                f"it has {self._num_bytes:,} bytes, and such blocks of this model take {needed:,}"
+            )
         self._file.seek(0)
-        parts, _ = from_bytes(self._file.read(self._num_bytes))
-        read = Outline()
-        for group, layers in parts.items():
-            blocks = {index: layer.blocks for index, layer in layers.items()}
-            read |= outline_of(group, blocks)
-        if outline is not None and read != outline:
-            raise Corrupt("its blocks are not those of this model's layers")
+        content = self._file.read(needed)
+        with parsing():
+            tensors = safetensors.torch.load(content)
+            metadata = dict(self.metadata)
+            if metadata.pop("hash") != _hash(tensors, metadata):
+                raise Corrupt("its content does not match its hash")
+            read = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            if read != outline or json.loads(metadata["layers"]) != forms:
+                raise Corrupt("its blocks are not those of this model's layers")
+        parts: dict[int, Layers] = {}
+        for group, (layers, _) in expected.items():
+            parts[group] = {}
+            for index, blocks in layers.items():
+                numbers = range(len(blocks.data))
+                data = [tensors[f"{group}.{index}.{part}"] for part in numbers]
+                parts[group][index] = blocks.like(data)
         return parts
 
     def close(self) -> None:
@@ -224,44 +198,17 @@ def _make_private(folder: Path) -> None:
                 path.chmod(0o700)  # the umask may have taken the owner's rights
 
 
-def outline_of(
-    group: int,
-    layers: Mapping[int, KVBlocks],
-    num_blocks: int | None = None,
-) -> Outline:
-    """Returns the outline of `num_blocks` blocks of a group's layers, by default of as many as
-    there are."""
-    outline = Outline()
-    for index, blocks in layers.items():
-        tensors = []
-        for tensor in blocks.data:
-            count = num_blocks
-            if count is None:
-                count = tensor.shape[0]
-            tensors.append((tensor.dtype, (count, *tensor.shape[1:])))
-        outline[f"{group}.{index}"] = (form_of(blocks), tensors)
-    return outline
-
-
 def form_of(blocks: KVBlocks) -> list[Any]:
     """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
     heads, key_dim, dtypes, codes = blocks.form
-    names = [_name(dtype) for dtype in dtypes]
     of_codes = None
     if codes is not None:
         of_codes = [codes[0], _name(codes[1])]
-    return [heads, key_dim, names, of_codes]
+    return [heads, key_dim, list(map(_name, dtypes)), of_codes]
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise Corrupt(f"{name} is not a dtype")
-    return dtype
 
 
 def _is_regular(path: Path) -> bool:
@@ -343,10 +290,10 @@ class DiskFolder:
         self,
         weights: str,
         name: str,
-        outline: Outline | None = None,
-    ) -> dict[int, Layers] | None:
-        """Returns the blocks in a file; `None` if it cannot be read, or if they have another
-        outline than this one: from then on `has` returns `False` for it."""
+        layers: Mapping[int, KVBlocks],
+    ) -> Layers | None:
+        """Returns the block in a file, of layers such as these; `None` if it cannot be read, or is
+        of others: from then on `has` returns `False` for it."""
         if self.is_off:
             return None
         path = self._file(weights, name)
@@ -357,7 +304,7 @@ class DiskFolder:
                 written_name = file.metadata["name"]
                 if written_name != f"{weights}/{name}":
                     raise Corrupt(f"it is a renamed copy of {shown(written_name)}")
-                parts = file.read(outline)
+                parts = file.read({0: (layers, 1)})
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
@@ -379,15 +326,15 @@ class DiskFolder:
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
-        return parts
+        return parts[0]
 
-    def write(self, weights: str, name: str, parts: dict[int, Layers]) -> None:
+    def write(self, weights: str, name: str, layers: Layers) -> None:
         if self.is_off or time.monotonic() < self._retry_at:
             return
         path = self._file(weights, name)
         try:
             _make_private(path.parent)
-            content = to_bytes(parts, f"{weights}/{name}")
+            content = to_bytes({0: layers}, f"{weights}/{name}")
             if len(content) > self.max_bytes:  # deleting others would not help
                 self._warn(
                     "small",

@@ -18,16 +18,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
 from ..topics import Topic
-from .block_files import (
-    BlockFile,
-    Corrupt,
-    Layers,
-    Outline,
-    outline_of,
-    parsing,
-    to_bytes,
-    write_private,
-)
+from .block_files import BlockFile, Corrupt, Layers, parsing, to_bytes, write_private
 from .prefixes import TierError, adopt, missing
 from .store import PrefixStore, make_store, reason_against_saving
 
@@ -177,15 +168,15 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 " `use_mtp` on one side only"
             )
         manager = loop.blocks
-        outline = Outline()
         num_nodes = len(token_ids) // manager.index.block_size
         # for each group, the positions of the blocks that a sequence after so many nodes needs
         groups = range(len(manager.groups))
         numbers = [manager.index.needed(group, num_nodes) for group in groups]
+        expected = {}
         for group, needed in enumerate(numbers):
             if needed:
-                outline |= outline_of(group, store.layers(group), len(needed))
-        parts = file.read(outline)
+                expected[group] = (store.layers(group), len(needed))
+        parts = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
@@ -222,6 +213,5 @@ def _row(layers: Layers, row: int) -> Layers:
     """Cuts one block out of each layer."""
     cut: Layers = {}
     for index, layer in layers.items():
-        data = [tensor[row : row + 1] for tensor in layer.blocks.data]
-        cut[index] = layer._replace(blocks=layer.blocks.like(data))
+        cut[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])
     return cut

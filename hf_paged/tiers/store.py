@@ -35,7 +35,7 @@ from ..model.layout import Layout
 from ..seams import TierCounts
 from ..threads import start
 from ..topics import Topic
-from .block_files import FORMAT, DiskFolder, Layers, check_folder, form_of, num_bytes, outline_of
+from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes
 from .prefixes import TierError, adopt, copying, missing
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,8 @@ class PrefixStore:
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
         layers = self._groups[group].storage.layers
-        return {index: HostLayer.copy_of(layer, block_ids) for index, layer in layers.items()}
+        copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers.items())
+        return {index: copy.blocks for index, copy in copies}
 
     def confirm(self) -> None:
         with self._lock:
@@ -276,17 +277,14 @@ class PrefixStore:
                 self._held.move_to_end(key)
                 return entry.layers
         disk = self._disk
-        parts: dict[int, Layers] | None = None
+        layers = None
         if disk is not None:
-            weights = self.weights
-            outline = outline_of(0, self.layers(group), 1)
-            parts = disk.read(weights, name, outline)
-        if parts is None:  # make `has` return `False` from now on
+            layers = disk.read(*key, self.layers(group))
+        if layers is None:  # make `has` return `False` from now on
             with self._lock:
                 lost = self._pending.pop(name, None)
                 self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
-            return None
-        return parts[0]
+        return layers
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
         """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
@@ -294,23 +292,20 @@ class PrefixStore:
         memory = self._groups[group]
         layers = contents[0]
         held = memory.storage.layers
-        forms = []
-        for content in contents:
-            forms.append({index: form_of(layer.blocks) for index, layer in content.items()})
+        forms = [{index: layer.form for index, layer in content.items()} for content in contents]
         have_other_forms = any(form != forms[0] for form in forms)
         has_other_layers = held and held.keys() != layers.keys()
         if have_other_forms or has_other_layers:
             raise ValueError("the blocks are not those of these layers")
         host = HostBlocks()
         for index, layer in layers.items():
-            data = [content[index].blocks.data for content in contents]
+            data = [content[index].data for content in contents]
             joined = [torch.cat(parts) for parts in zip(*data)]
-            blocks = layer.blocks.like(joined)
             device = self._device
             if index in held:
                 device = held[index].keys.device
             assert device is not None
-            host[index] = HostLayer(blocks, device)
+            host[index] = HostLayer(layer.like(joined), device)
         put_back(memory, host, dict(enumerate(block_ids)))
         self.num_restored += len(block_ids)
 
@@ -357,7 +352,7 @@ class PrefixStore:
             entry = self._held[key]
         assert self._folder is not None
         try:
-            self._folder.write(*key, {0: entry.layers})
+            self._folder.write(*key, entry.layers)
         finally:
             with self._lock:
                 if self._unwritten.pop(key, key) is None:

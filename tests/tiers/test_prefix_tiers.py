@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -514,17 +515,8 @@ class Faults:
         child = os.fork()
         if not child:
             try:
-                folder = block_files.DiskFolder(str(self.path), 1 << 30)
                 while path is not None and path.exists():
-                    parts = folder.read(
-                        path.parent.name.removeprefix(block_files.FOLDER), path.stem
-                    )
-                    for _ in range(100) if parts else ():
-                        folder.write(
-                            path.parent.name.removeprefix(block_files.FOLDER),
-                            path.stem,
-                            parts or {},
-                        )
+                    block_files.write_private(path, path.read_bytes())
             finally:
                 os._exit(0)
         time.sleep(0.02 * self.draw.random())
@@ -682,7 +674,7 @@ def test_no_memory_for_evicted_blocks_and_for_files(
     def fail(*args: Any) -> Any:
         raise MemoryError
 
-    places = ((tiers, "free_bytes"), (block_files, "to_bytes"), (block_files, "from_bytes"))
+    places = ((tiers, "free_bytes"), (block_files, "to_bytes"), (safetensors.torch, "load"))
     with PagedEngine(model, config(tmp_path, num_blocks=20)) as engine:
         run(engine, texts[0])
         evict_all(engine)

@@ -121,8 +121,7 @@ def texts(rows: int, vocab: int, turn: int, longest: int) -> list[list[int]]:
 def room(engine: hf_paged.PagedEngine, folder: str, prompt: list[int]) -> int:
     """Blocks that one adapter takes of the budget."""
     engine.generate([prompt], {"max_new_tokens": 2, "do_sample": False}, adapter=folder)
-    pages = engine._core.get_loop().executor.adapters().pages
-    assert pages is not None
+    (pages,) = engine._core.get_loop().executor.adapters().pages._pages.values()
     (group,) = engine.memory.groups.values()
     return -(-pages.num_bytes // int(group.block_bytes))
 

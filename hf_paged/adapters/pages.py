@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..cache.block_manager import BlockManager
+from ..cache.block_pool import BlockPool
 from ..cache.groups import StateSpec
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 
@@ -16,11 +17,11 @@ from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 @dataclass(eq=False)
 class _Pages:
     num_bytes: int
-    blocks: SequenceBlocks = NO_BLOCKS  # while a request runs with the adapter
-    cached: list[int] = field(default_factory=list)  # block ids while no request does
+    # block ids; `None` until they are taken: their number is known once the pool's first layer
+    # exists
+    ids: list[int] | None = None
+    blocks: SequenceBlocks = NO_BLOCKS  # hold them while a request runs with the adapter
     holders: set[Any] = field(default_factory=set)
-    # whether blocks were taken: their number is known once the pool's first layer exists
-    is_counted: bool = False
     was_used: bool = False
 
 
@@ -54,13 +55,6 @@ class AdapterPages:
     def __contains__(self, adapter: Hashable) -> bool:
         return adapter in self._pages
 
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(pages.num_bytes for pages in self._pages.values())
-
     def pin(self, adapter: Hashable, num_bytes: int, holder: Any) -> bool:
         """Keeps the adapter's room until `holder` unpins it. Returns `False` if there is no
         room."""
@@ -71,12 +65,9 @@ class AdapterPages:
                 return False  # a block's bytes are known after the first step
             pages = _Pages(num_bytes)
         if not pages.holders:
-            if pages.cached:
-                pool = self._blocks.groups[self._table].pool
-                pages.blocks = self._blocks.new()
-                pool.acquire(pages.cached)
-                self._hold(pages, pages.cached)
-                pages.cached = []
+            if pages.ids is not None:
+                self._pool.acquire(pages.ids)
+                self._hold(pages, pages.ids)
             elif not self._count(adapter, pages):
                 return False
         self._pages[adapter] = pages
@@ -94,26 +85,16 @@ class AdapterPages:
         if pages is None or holder not in pages.holders:
             return
         pages.holders.discard(holder)
-        if pages.holders:
+        if pages.holders or self._group is None:
             return
-        if not pages.is_counted and not self._count(adapter, pages):  # it turns out not to fit
+        if pages.ids is None:
+            self._count(adapter, pages)
+        if pages.ids is None:
+            # it turns out not to fit; or no step has run: `pin` refuses other adapters until the
+            # first one has
             self._drop(adapter)
             return
-        if pages.blocks is NO_BLOCKS:
-            # no step has run: `pin` refuses other adapters until the first one has
-            if self._group is not None:
-                self._drop(adapter)
-            return
-        pool = self._blocks.groups[self._table].pool
-        ids = list(pages.blocks.tables[self._table].block_ids)
-        if all(map(pool.is_kept, ids)):
-            pages.cached = ids
-            self._blocks.free(pages.blocks)
-        else:
-            for block_id in filter(pool.is_kept, ids):
-                pool.drop(block_id)
-            self._blocks.free(pages.blocks)
-            self._drop(adapter)
+        self._blocks.free(pages.blocks)
         pages.blocks = NO_BLOCKS
 
     def recover(self) -> None:
@@ -121,7 +102,7 @@ class AdapterPages:
         of the pool must follow."""
         gone, self._pages, self._owners = self._pages, {}, {}
         if self._group is not None:
-            self._blocks.groups[self._group].pool.drop_all(self._on_evict_block)
+            self._pool.drop_all(self._on_evict_block)
         for adapter, pages in gone.items():
             for table in pages.blocks.tables:
                 table.block_ids = []
@@ -131,6 +112,10 @@ class AdapterPages:
     def _table(self) -> int:
         assert self._group is not None
         return self._group
+
+    @property
+    def _pool(self) -> BlockPool:
+        return self._blocks.groups[self._table].pool
 
     @property
     def _block_bytes(self) -> int:
@@ -143,40 +128,34 @@ class AdapterPages:
         too few."""
         if not self._block_bytes:
             return True
-        pool = self._blocks.groups[self._table].pool
         needs = [0] * len(self._blocks.groups)
         needs[self._table] = -(-pages.num_bytes // self._block_bytes)
         taken = self._blocks.take(needs)
         if taken is None:
             return False
-        ids, pages.blocks, pages.is_counted = taken[self._table], self._blocks.new(), True
-        self._hold(pages, ids)
-        for block_id in ids:
+        pages.ids = taken[self._table]
+        self._hold(pages, pages.ids)
+        for block_id in pages.ids:
             self._owners[block_id] = adapter
-            pool.keep(block_id, self._on_evict_block)
+            self._pool.keep(block_id, self._on_evict_block)
         return True
 
     def _hold(self, pages: _Pages, ids: list[int]) -> None:
+        pages.blocks = self._blocks.new()
         table = pages.blocks.tables[self._table]
-        table.block_ids, table.num_tokens = list(ids), len(ids) * table.block_size
+        table.block_ids = list(ids)
+        table.num_tokens = len(ids) * table.block_size
 
     def _evicted(self, block_id: int) -> None:
+        """Evicts an adapter, which no request uses: only cached blocks are evicted."""
         adapter = self._owners[block_id]
-        pages = self._pages[adapter]
-        if pages.holders:  # `unpin` drops the adapter
-            return
-        pool = self._blocks.groups[self._table].pool
-        ids, pages.cached = pages.cached, []
-        for other in ids:
+        for other in self._pages[adapter].ids or ():
             if other != block_id:
-                pool.drop(other)
-        self._drop(adapter, ids)
+                self._pool.drop(other)
+        self._drop(adapter)
 
-    def _drop(self, adapter: Hashable, ids: list[int] | None = None) -> None:
-        if ids is None:
-            owners = self._owners.items()
-            ids = [block_id for block_id, owner in owners if owner == adapter]
-        for block_id in ids:
+    def _drop(self, adapter: Hashable) -> None:
+        for block_id in self._pages[adapter].ids or ():
             del self._owners[block_id]
         del self._pages[adapter]
         self._note_eviction(adapter)

@@ -26,7 +26,7 @@ from benchmarks.models import SHAPES, build
 from benchmarks.report import markdown
 from benchmarks.systems import checked
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload
-from hf_paged.tiers.store import stores_of
+from hf_paged.tiers.store import PrefixStore
 
 COLUMNS = ("what", "equal", "found", "disk_s", "computed_s", "ratio", "interval", "turns")
 
@@ -70,8 +70,9 @@ def give_up(engine: hf_paged.PagedEngine) -> None:
 
 
 def wait(engine: hf_paged.PagedEngine) -> None:
-    for store in stores_of(engine.memory):
-        store.wait()
+    for manager in engine.memory.managers.values():
+        if isinstance(manager.tier, PrefixStore):
+            manager.tier.wait()
 
 
 def leave(name: str, path: str, length: int, turns: int) -> list[list[list[int]]]:

@@ -20,7 +20,7 @@ from ..interrupts import restoring
 from ..topics import Topic
 from .block_files import BlockFile, Corrupt, Layers, parsing, to_bytes, write_private
 from .prefixes import TierError, adopt, missing
-from .store import PrefixStore, make_store, reason_against_saving
+from .store import PrefixStore, reason_against_saving
 
 
 @restoring
@@ -51,10 +51,8 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                     )
                 )
             with core.memory.lock:
-                yield (
-                    loop,
-                    make_store(core.model, core.memory, loop.blocks, PrefixTiers(), core.layout),
-                )
+                blocks, layout = loop.blocks, core.layout
+                yield loop, PrefixStore(core.model, core.memory, blocks, PrefixTiers(), layout)
             executor.settle(window)
         finally:
             executor.leave(window)
@@ -89,49 +87,40 @@ def save(
     ids = prompt_ids(text, tokenizer)
     target = _saved_to(path)
     with core.keeping_pool():
-        return _save(core, ids, compute(ids), target)
-
-
-def _save(
-    core: EngineCore, token_ids: list[int], namespace: tuple[Hashable, ...], target: Path
-) -> int:
-    """Writes the cached full blocks of `token_ids` to `target`; returns how many tokens they
-    hold."""
-    with _between_steps(core) as (loop, store):
-        manager, rope = loop.blocks, loop.scheduler.rope
-        num_tokens = len(token_ids) // manager.block_size * manager.block_size
-        if not num_tokens:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, and only full blocks of"
-                f" {manager.block_size} are saved: pass a longer prompt, or lower `block_size`"
-            )
-        if rope is not None and rope.factors(len(token_ids)):
-            raise ValueError(
-                "such a prompt cannot be saved: its rotary factors depend on the length of the"
-                " whole prompt"
-            )
-        num_nodes = num_tokens // manager.index.block_size
-        links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: False)
-        if len(links) < num_nodes:
-            raise OutOfBlocksError(
-                f"{len(links) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
-                f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
-            )
-        parts: dict[int, Layers] = {}
-        for group in range(len(manager.groups)):
-            nodes = [links[number].node for number in manager.index.needed(group, num_nodes)]
-            ids = [
-                block
-                for node in nodes
-                if node is not None and (block := node.block_ids[group]) is not None
-            ]
-            if ids:
-                parts[group] = store.copy_out(group, ids)
-        name = f"{store.weights}/{links[-1].digest.hex()}"
-    kept = token_ids[:num_tokens]
+        namespace = compute(ids)
+        with _between_steps(core) as (loop, store):
+            manager, rope = loop.blocks, loop.scheduler.rope
+            num_tokens = len(ids) // manager.block_size * manager.block_size
+            if not num_tokens:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens, and only full blocks of"
+                    f" {manager.block_size} are saved: pass a longer prompt, or lower `block_size`"
+                )
+            if rope is not None and rope.factors(len(ids)):
+                raise ValueError(
+                    "such a prompt cannot be saved: its rotary factors depend on the length of the"
+                    " whole prompt"
+                )
+            num_nodes = num_tokens // manager.unit
+            links = manager.index.find(ids, namespace, num_nodes)
+            nodes = [link.node for link in links if link.node is not None]
+            if len(nodes) < num_nodes:
+                raise OutOfBlocksError(
+                    f"{len(nodes) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
+                    f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
+                )
+            parts: dict[int, Layers] = {}
+            for group in range(len(manager.groups)):
+                needed = manager.index.needed(group, num_nodes)
+                block_ids = (nodes[number].block_ids[group] for number in needed)
+                held = [block_id for block_id in block_ids if block_id is not None]
+                if held:
+                    parts[group] = store.copy_out(group, held)
+            name = f"{store.weights}/{manager.index.digest(nodes[-1]).hex()}"
+    kept = ids[:num_tokens]
     content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
     write_private(target, content)
-    return len(kept)
+    return num_tokens
 
 
 def load(core: EngineCore, path: Any) -> int:

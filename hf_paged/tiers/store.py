@@ -10,8 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ from ..batching.request import Sequence
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
-from ..cache.group_memory import GroupMemory
-from ..cache.kv_blocks import KVBlocks, LayerKV
+from ..cache.kv_blocks import KVBlocks
 from ..cache.memory import PagedMemory
 from ..cache.prefix_index import Link
 from ..cache.sequence_blocks import UNCACHED
@@ -61,16 +59,18 @@ class PrefixStore:
 
     def __init__(
         self,
-        config: PrefixTiers,
+        model: PreTrainedModel,
         memory: PagedMemory,
-        groups: Items[GroupMemory],
-        device: torch.device | None,
-        layers: Items[LayerKV] = (),
+        blocks: BlockManager,
+        config: PrefixTiers,
+        layout: Layout,
     ) -> None:
-        """`device`: that of layers not allocated yet, `None` if it is not known; `layers`: what
-        they store."""
+        groups = blocks.groups
+        devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+        # those of layers on several are known from the first forward
+        device = compute_device(model) if len(devices) < 2 else None
         self.config = config
-        self.expected = tuple(layers)
+        self.expected = layout.layers
         self._device = device
         # weak: the writing thread must not keep the memory or its groups alive
         self._memory: PagedMemory = weakref.proxy(memory)
@@ -405,7 +405,7 @@ def make_tier(
         if tier.config == requested and tier.expected == layout.layers:
             tier.told.clear()
             return tier, None
-    return make_store(model, memory, blocks, requested, layout), None
+    return PrefixStore(model, memory, blocks, requested, layout), None
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
@@ -417,20 +417,6 @@ def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | No
     if blocks.keeps_states:
         return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
     return None
-
-
-def make_store(
-    model: PreTrainedModel,
-    memory: PagedMemory,
-    blocks: BlockManager,
-    tiers: PrefixTiers,
-    layout: Layout,
-) -> PrefixStore:
-    """Makes the store that copies and names this manager's cached blocks."""
-    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-    # those of layers on several are known from the first forward
-    device = compute_device(model) if len(devices) < 2 else None
-    return PrefixStore(tiers, memory, blocks.groups, device, layout.layers)
 
 
 def check(config: PagedConfig) -> None:
@@ -446,13 +432,6 @@ def _name(group: int, digest: bytes) -> str:
 
 
 _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
-
-
-def stores_of(memory: PagedMemory) -> Iterable[PrefixStore]:
-    """Returns the prefix stores of a memory."""
-    managers = list(memory.managers.values())
-    tiers = (manager.tier for manager in managers)
-    return [tier for tier in tiers if isinstance(tier, PrefixStore)]
 
 
 def _keep_all() -> None:

@@ -56,6 +56,11 @@ def config(path: Any, **others: Any) -> dict[str, Any]:
     return {"block_size": SIZE, "prefix_tiers": {"disk_path": str(path)}, **others}
 
 
+def stores_of(memory: Any) -> list[tiers.PrefixStore]:
+    held = [manager.tier for manager in memory.managers.values()]
+    return [tier for tier in held if isinstance(tier, tiers.PrefixStore)]
+
+
 def blocks_on_disk(path: Path) -> list[Path]:
     return sorted(each for each in path.rglob("*.safetensors") if each.is_file())
 
@@ -195,7 +200,7 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
     paged = {**GREEDY, "cache_implementation": "paged"}
     with PagedEngine(model, config(tmp_path)) as engine:
         expected = run(engine, texts[0])[0]
-        (store,) = tiers.stores_of(engine.memory)
+        (store,) = stores_of(engine.memory)
     store.wait()
     found = model.generate(torch.tensor([texts[0]]), **paged, cache_config=config(tmp_path))
     assert found[0, 160:].tolist() == expected
@@ -203,7 +208,7 @@ def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
     expected = model.generate(torch.tensor([texts[1]]), **paged, cache_config=config(tmp_path))[
         0, 150:
     ].tolist()
-    (store,) = tiers.stores_of(registry._memories[model][1])
+    (store,) = stores_of(registry._memories[model][1])
     model.generate(torch.tensor([texts[1]]), **paged, cache_config={"block_size": 2 * SIZE})
     store.wait()
     with PagedEngine(model, config(tmp_path)) as engine:
@@ -923,8 +928,9 @@ def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> t
     loop = engine._core.loop
     assert loop is not None
     wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)
-    groups: Any = loop.blocks.groups
-    store = tiers.PrefixStore(wanted, engine.memory, groups, None)
+    core = engine._core
+    store = tiers.PrefixStore(core.model, engine.memory, loop.blocks, wanted, core.layout)
+    store._host_bytes = num_bytes
     loop.blocks.set_tier(store)
     return store
 
@@ -976,7 +982,7 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
         for text in texts:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
             engine.memory.give_up_cached()
-        (store,) = tiers.stores_of(engine.memory)
+        (store,) = stores_of(engine.memory)
         assert store.num_skipped and store.counts().host_bytes < 40_000
         gate.set()
         store.wait()

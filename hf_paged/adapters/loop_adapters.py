@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from types import SimpleNamespace
@@ -36,7 +35,6 @@ from .mixing import (
     NotMixableError,
     Ranges,
     head_of,
-    key_of,
     mixing,
     run_mixed,
     takes_ranges,
@@ -82,9 +80,10 @@ class LoopAdapters:
         self._seen: set[str] = set()
         self._numbers = itertools.count()
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
-        self._mixes: OrderedDict[Hashable, Mix] = OrderedDict()
-        # by adapters: whether a recorded step serves all ranges
-        self._recordable: dict[frozenset[Hashable], bool] = {}
+        # whether a recorded step serves all ranges of these adapters; no cycles here, either
+        self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
+        make_mix = functools.partial(_make_mix, model, self._takes_ranges)
+        self._mix = functools.lru_cache(MAX_MIXES)(make_mix)  # of consecutive token ranges
 
     def counts(self) -> dict[str, int]:
         return {
@@ -127,19 +126,19 @@ class LoopAdapters:
         if not isinstance(adapter, AdapterFile):
             return use_adapter(self._model, adapter)
         self._check_unmerged(adapter)
-        return mixing(self._model, self._mix([(self.load(adapter), 0, 0)]))
+        return mixing(self._model, self._mix(((self.load(adapter), 0, 0),)))
 
     def repeat(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
         if not isinstance(names, list):
             check_adapter(self._model, names)
             return self.using(names)
-        ranges: Ranges = []
+        ranges: list[tuple[Adapter, int, int]] = []
         for name, start, end in names:
             adapter = self._find(name)
             if isinstance(adapter, str):
                 raise AdapterError(name, adapter)
             ranges.append((adapter, start, end))
-        return mixing(self._model, self._mix(ranges))
+        return mixing(self._model, self._mix(tuple(ranges)))
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """One forward for all rows whose adapters can be mixed, then one for each other adapter."""
@@ -183,8 +182,7 @@ class LoopAdapters:
             self._processes.adapters("forget_model")
         self._seen.clear()
         self._verdicts.clear()
-        self._mixes.clear()
-        self._recordable.clear()
+        self._forget_mixes()
         self.store.forget_others(set(self._model.modules()))
 
     def forget(self, file: AdapterFile) -> None:
@@ -192,9 +190,11 @@ class LoopAdapters:
         if self._processes is not None:
             self._processes.adapters("forget", file)
         self.store.forget(file)
-        for key, mix in list(self._mixes.items()):
-            if file in [adapter.key[0] for adapter in mix.adapters]:
-                self._mixes.pop(key, None)
+        self._forget_mixes()
+
+    def _forget_mixes(self) -> None:
+        self._mix.cache_clear()
+        self._takes_ranges.cache_clear()
 
     def _check_unmerged(self, name: Hashable) -> None:
         try:
@@ -261,30 +261,11 @@ class LoopAdapters:
         adapter = find_adapter(self._model, name, (name, next(self._numbers)))
         if isinstance(adapter, str):
             return adapter
-        if earlier is not None and earlier.is_like(adapter):
-            adapter = earlier  # steps recorded with it stay valid
+        if earlier is not None and earlier.made_of == adapter.made_of:
+            adapter.key = earlier.key  # steps recorded with it stay valid
         self._own[name] = adapter
         self._seen.add(name)
         return adapter
-
-    def _mix(self, ranges: Ranges) -> Mix:
-        """The mix of consecutive token ranges; an earlier step's, if it is kept."""
-        key = key_of(ranges)
-        mix = self._mixes.pop(key, None)
-        if mix is None:
-            distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
-            adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
-            keys = frozenset(adapter.key for adapter in adapters)
-            device = self._model.device
-            if keys not in self._recordable:
-                self._recordable[keys] = takes_ranges(adapters, device)
-            mix = Mix(ranges, head_of(self._model), self._recordable[keys])
-            if mix.is_fixed:
-                mix.prepare(device)
-        self._mixes[key] = mix
-        while len(self._mixes) > MAX_MIXES:
-            self._mixes.popitem(last=False)
-        return mix
 
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
@@ -315,6 +296,18 @@ class LoopAdapters:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
             return "there is no memory to check that they can share a forward"
+
+
+def _make_mix(
+    model: PreTrainedModel,
+    takes_ranges: Callable[[frozenset[Adapter], torch.device], bool],
+    ranges: Ranges,
+) -> Mix:
+    adapters = frozenset(adapter for adapter, *_ in ranges) - {NO_ADAPTER}
+    mix = Mix(ranges, head_of(model), takes_ranges(adapters, model.device))
+    if mix.is_fixed:
+        mix.prepare(model.device)
+    return mix
 
 
 def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:

@@ -22,7 +22,7 @@ from ..plan import StepPlan
 from ..seams import ForwardContext
 from .peft_models import BASE, NO_ADAPTER, Adapter, use_adapter
 
-Ranges = list[tuple[Adapter, int, int]]
+Ranges = tuple[tuple[Adapter, int, int], ...]
 """The adapter of packed tokens `[start, end)`."""
 
 
@@ -72,7 +72,7 @@ class Mix(ForwardContext):
     ) -> list[tuple[Bounds, Bounds]]:
         if not keys:
             return []
-        whole: Ranges = [(self.adapters[0], 0, num_tokens)]
+        whole: Ranges = ((self.adapters[0], 0, num_tokens),)
         ranges = whole if self._is_one else self._ranges
         bounds = {key: [(0, 0), (0, 0)] for key in keys}
         for adapter, start, end in ranges:
@@ -106,7 +106,7 @@ class Mix(ForwardContext):
         if step is not None:
             deltas = step[module]
         elif self._is_one:
-            deltas = self._over(module, [(self._ranges[0][0], 0, len(x))])
+            deltas = self._over(module, ((self._ranges[0][0], 0, len(x)),))
         elif self._kept is not None and module is self._head:
             if len(x) == len(self._kept):
                 deltas = self._over(module, self._kept_ranges(self._kept))
@@ -152,7 +152,7 @@ class RecordedMix:
             recorded.reset(outer)
 
 
-def _weights_of(adapters: list[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
+def _weights_of(adapters: Iterable[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
     """By module, the numbers of its adapters and their weights."""
     weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
     for number, adapter in enumerate(adapters):
@@ -161,7 +161,7 @@ def _weights_of(adapters: list[Adapter]) -> dict[nn.Module, list[tuple[int, Lora
     return weights
 
 
-def takes_ranges(adapters: list[Adapter], device: torch.device) -> bool:
+def takes_ranges(adapters: Iterable[Adapter], device: torch.device) -> bool:
     """Whether a recorded step can read the ranges of these adapters on the device."""
     weights = _weights_of(adapters).values()
     return bool(weights) and all(
@@ -185,7 +185,7 @@ recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
 
 def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
     """Joins neighbours with the same adapter to one range."""
-    ranges: Ranges = []
+    ranges: list[tuple[Adapter, int, int]] = []
     end = 0
     for adapter, count in counts:
         start = end
@@ -193,7 +193,7 @@ def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
         if ranges and ranges[-1][0] is adapter:
             _, start, _ = ranges.pop()
         ranges.append((adapter, start, end))
-    return ranges
+    return tuple(ranges)
 
 
 @restoring

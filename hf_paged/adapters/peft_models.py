@@ -52,16 +52,11 @@ class Adapter:
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
-        self._made_of = self.read()
+        self.made_of = self.read()
 
     def is_current(self) -> bool:
         """Whether the model's tensors and options are still those it was made of."""
-        return bool(self.read() == self._made_of)
-
-    def is_like(self, other: Adapter) -> bool:
-        """Whether both add the same tensors to the same modules."""
-        has_same_modules = self.parts.keys() == other.parts.keys()
-        return has_same_modules and self.read() == self._made_of == other._made_of
+        return bool(self.read() == self.made_of)
 
 
 NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
@@ -341,7 +336,7 @@ def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | No
     try:
         for layer, base in sources:
             state += [
-                layer.base_layer is base,
+                id(layer.base_layer),
                 layer.scaling[name],
                 layer.lora_dropout[name].training,
             ]

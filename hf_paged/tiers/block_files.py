@@ -260,11 +260,10 @@ class DiskFolder:
         self.path = Path(path)
         self.max_bytes = max_bytes
         self.is_off = False
-        # as far as this process knows; `None` before the first scan
-        self.num_bytes: int | None = None
+        self.num_bytes = 0  # as far as this process knows
         self._told: set[str] = set()
         self._lost: set[str] = set()  # files that cannot be read, nor deleted
-        self._num_written = 0  # bytes since the last scan
+        self._num_written: float = math.inf  # bytes since the last scan
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
@@ -342,10 +341,8 @@ class DiskFolder:
                     " bytes",
                 )
                 return
-            if self.num_bytes is None or self._num_written + len(content) > self.max_bytes // 32:
-                # others write, too
+            if self._num_written + len(content) > self.max_bytes // 32:  # others write, too
                 self._look()
-            assert self.num_bytes is not None
             if self.num_bytes + len(content) > self.max_bytes:
                 self._trim(len(content))
             if self.num_bytes + len(content) > self.max_bytes:
@@ -370,9 +367,9 @@ class DiskFolder:
     def _file(self, weights: str, name: str) -> Path:
         return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
 
-    def _files(self) -> list[tuple[float, int, Path]]:
-        """Returns (last use, bytes, path) of each file, oldest first; deletes partial files of
-        killed processes."""
+    def _look(self) -> list[tuple[float, int, Path]]:
+        """Counts the bytes of all files; returns (last use, bytes, path) of each, oldest first.
+        Deletes partial files of killed processes."""
         files = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
@@ -386,18 +383,13 @@ class DiskFolder:
                     files.append((status.st_mtime, status.st_size, path))
                 elif status.st_mtime < time.time() - _ABANDONED_SECONDS:
                     path.unlink()
+        self.num_bytes = sum(size for _, size, _ in files)
+        self._num_written = 0
         return sorted(files)
-
-    def _look(self) -> list[tuple[float, int, Path]]:
-        files = self._files()
-        num_bytes = sum(size for _, size, _ in files)
-        self.num_bytes, self._num_written = num_bytes, 0
-        return files
 
     def _trim(self, needed: int) -> None:
         """Deletes files until `needed` bytes and a tenth of `max_bytes` are free."""
         files = self._look()
-        assert self.num_bytes is not None
         for _, size, path in files:
             if self.num_bytes + needed <= 0.9 * self.max_bytes:
                 break

@@ -145,7 +145,7 @@ class PrefixStore:
         disk = self._disk
         disk_bytes = 0
         if disk is not None:
-            disk_bytes = disk.num_bytes or 0
+            disk_bytes = disk.num_bytes
         host_bytes = self._sizes["held"] + self._sizes["pending"]
         return TierCounts(host_bytes, disk_bytes, self.num_kept, self.num_restored)
 
@@ -161,10 +161,7 @@ class PrefixStore:
             return
         key = (weights, name)
         with self._lock:
-            if name in self._pending or key in self._held:
-                return
-            disk = self._disk
-            if disk is not None and disk.has(weights, name):
+            if self.has(group, digest):
                 return
             if self._disk is None and not self._host_bytes:  # nothing would keep it
                 return
@@ -340,25 +337,21 @@ class PrefixStore:
             self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
-        while self._write_one():
-            pass
-
-    def _write_one(self) -> bool:
-        with self._lock:
-            key = next(iter(self._unwritten), None)
-            if key is None:
-                self._thread = None
-                return False
-            entry = self._held[key]
-        assert self._folder is not None
-        try:
-            self._folder.write(*key, entry.layers)
-        finally:
+        while True:
             with self._lock:
-                if self._unwritten.pop(key, key) is None:
-                    self._sizes["unwritten"] -= entry.num_bytes
-                self._trim()
-        return True
+                key = next(iter(self._unwritten), None)
+                if key is None:
+                    self._thread = None
+                    return
+                entry = self._held[key]
+            assert self._folder is not None
+            try:
+                self._folder.write(*key, entry.layers)
+            finally:
+                with self._lock:
+                    if self._unwritten.pop(key, key) is None:
+                        self._sizes["unwritten"] -= entry.num_bytes
+                    self._trim()
 
     def wait(self) -> None:
         """Waits until all evicted blocks are on disk, or failed to be written."""

@@ -4,6 +4,7 @@ adapter adds."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextvars import ContextVar
@@ -40,11 +41,10 @@ class Mix(ForwardContext):
         self._ranges = ranges
         self._head = head
         self._is_one = len(distinct) == 1
-        weights = _weights_of(self.adapters)
-        self.modules = list(weights)
+        self.weights = _weights_of(self.adapters)
         self._num_tokens = 0  # of the forward; tokens after the last range have no adapter
         self._kept: list[int] | None = None
-        self._deltas = {module: self._over(module, ranges) for module in weights}
+        self._deltas = {module: self._over(module, ranges) for module in self.weights}
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
         self.is_fixed = not can_record
@@ -53,8 +53,8 @@ class Mix(ForwardContext):
         if can_record:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
             self.num_ranges = len(self.adapters)
-        parts = (lora for adapter in self.adapters for lora in adapter.parts.values())
-        self.tensors = [tensor for lora in parts for tensor in lora.tensors]
+        parts = itertools.chain.from_iterable(self.weights.values())
+        self.tensors = [tensor for _, lora in parts for tensor in lora.tensors]
 
     def prepare(self, device: torch.device) -> None:
         """Prepares for steps that are recorded with fixed ranges."""
@@ -88,7 +88,7 @@ class Mix(ForwardContext):
         if self.is_fixed:
             return RecordedMix((), None, [deltas.table for deltas in self._deltas.values()])
         deltas = dict[nn.Module, RecordedDeltas]()
-        for module, weights in _weights_of(self.adapters).items():
+        for module, weights in self.weights.items():
             if has_others:
                 weights = [(2 * number + i, lora) for number, lora in weights for i in (0, 1)]
             deltas[module] = RecordedDeltas(ranges, most, weights)
@@ -202,7 +202,7 @@ def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
     restored afterwards."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
         stack.callback(mixed.reset, mixed.set(mix))
-        for module in mix.modules:
+        for module in mix.weights:
             stack.callback(module.register_forward_hook(mix).remove)
         yield mix
 

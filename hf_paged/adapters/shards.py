@@ -17,10 +17,6 @@ _GIVES_A_PART = {"colwise", "packed_colwise"}
 _TAKES_A_PART = {"rowwise"}
 
 
-class NotSplitError(ValueError):
-    """A layer is sharded in a way that is not supported for adapter weights."""
-
-
 def is_split(tensor: Any) -> bool:
     """Whether a tensor is a `DTensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
@@ -64,7 +60,7 @@ def own_part(
     lora: LoraWeights,
 ) -> LoraWeights:
     """This process's shard of whole weights for a linear layer; `name` is its name in the model
-    without adapters. Raises [`NotSplitError`]."""
+    without adapters. Raises `ValueError` if the layer is split as adapters are not."""
     weight: Any = module.weight
     style = None
     if is_split(weight):
@@ -73,7 +69,7 @@ def own_part(
         return lora
     styles = _GIVES_A_PART | _TAKES_A_PART
     if not isinstance(module, nn.Linear) or style not in styles:
-        raise NotSplitError(
+        raise ValueError(
             f"{name} is split over processes in a way that adapters are not ({style!r})"
         )
 

@@ -159,10 +159,11 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.block_size
         # for each group, the positions of the blocks that a sequence after so many nodes needs
-        groups = range(len(manager.groups))
-        numbers = [manager.index.needed(group, num_nodes) for group in groups]
+        numbers = []
         expected = {}
-        for group, needed in enumerate(numbers):
+        for group in range(len(manager.groups)):
+            needed = manager.index.needed(group, num_nodes)
+            numbers.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))
         parts = file.read(expected)

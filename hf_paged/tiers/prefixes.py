@@ -1,10 +1,10 @@
-"""Prefixes whose blocks lie in a store below the pool: which blocks the pool lacks, and their
-adoption. Plain Python: no tensors."""
+"""Prefixes whose blocks lie in a store below the pool: the adoption of blocks that the pool lacks.
+Plain Python: no tensors."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..cache.block_manager import BlockManager
@@ -38,35 +38,44 @@ def copying() -> Iterator[None]:
         raise TierError(error) from error
 
 
-def missing(manager: BlockManager, group: int, links: Sequence[Link]) -> list[int]:
-    """Returns the positions on a path whose blocks of this group a sequence after it needs and
-    the pool lacks."""
-    needed = manager.index.needed(group, len(links))
-    return [n for n in needed if _block_of(links[n], group) is None]
-
-
 def adopt(
     store: PrefixStore,
     manager: BlockManager,
     links: Sequence[Link],
     namespace: Hashable,
-    contents: Sequence[dict[int, Any]],
+    read: Callable[[int, int], Any | None],
 ) -> bool:
-    """Writes `contents[group]`, by position on the path, to new blocks and registers them as
-    cached. `False`, with nothing changed, if there is no room. Raises `TierError` if they
-    cannot be written, or do not fit the layers."""
-    held = []  # the path's blocks that a sequence after it needs, of each group
+    """Writes the blocks of a path that the pool lacks, which `read` returns by group and position,
+    to new blocks and registers them as cached. `False` if one cannot be read. Raises
+    `OutOfBlocksError` if there is no room, `TierError` if they cannot be copied, or do not fit the
+    layers. Then nothing is changed."""
+    held: list[list[int]] = []  # the path's blocks that a sequence after it needs, of each group
+    contents: list[dict[int, Any]] = []  # by position on the path
     for number in range(len(manager.groups)):
-        needed = manager.index.needed(number, len(links))
-        present = (_block_of(links[n], number) for n in needed)
-        held.append([block_id for block_id in present if block_id is not None])
+        held.append([])
+        contents.append({})
+        for n in manager.index.needed(number, len(links)):
+            node = links[n].node
+            block_id = None if node is None else node.block_ids[number]
+            if block_id is not None:
+                held[number].append(block_id)
+                continue
+            with copying():
+                content = read(number, n)
+            if content is None:
+                return False
+            contents[number][n] = content
     needs = [len(numbers) for numbers in contents]
     for group, block_ids in zip(manager.groups, held):  # so that making room does not evict them
         group.pool.acquire(block_ids)
     taken = manager.take(needs)
     try:
         if taken is None:
-            return False
+            raise manager.refusal or OutOfBlocksError(
+                f"needs {sum(needs)} blocks of {manager.size_text} tokens,"
+                f" {manager.num_free} available: raise `num_blocks`"
+                f" ({store.memory.config.num_blocks})"
+            )
         for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
             if block_ids:
                 with copying():
@@ -85,9 +94,3 @@ def adopt(
     finally:
         for group, block_ids, new_ids in zip(manager.groups, held, taken or [[] for _ in held]):
             group.pool.release(reversed([*block_ids, *new_ids]))
-
-
-def _block_of(link: Link, group: int) -> int | None:
-    if link.node is None:
-        return None
-    return link.node.block_ids[group]

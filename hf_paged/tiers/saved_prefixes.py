@@ -19,7 +19,7 @@ from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
 from ..topics import Topic
 from .block_files import BlockFile, Corrupt, Layers, parsing, to_bytes, write_private
-from .prefixes import TierError, adopt, missing
+from .prefixes import TierError, adopt
 from .store import PrefixStore, reason_against_saving
 
 
@@ -170,25 +170,18 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
-        contents: list[dict[int, Any]] = []
-        for group, needed in enumerate(numbers):
-            absent = set(missing(manager, group, links))
-            contents.append(
-                {n: _row(parts[group], row) for row, n in enumerate(needed) if n in absent}
-            )
+
+        def read(group: int, number: int) -> Layers:
+            return _row(parts[group], numbers[group].index(number))
+
         failure = None
         with core.memory.changing():
             try:
-                has_room = adopt(store, manager, links, namespace, contents)
+                adopt(store, manager, links, namespace, read)
             except TierError as error:  # with nothing changed, so nothing to recover
                 failure = error
         if failure is not None:
             raise failure.cause from failure
-        if not has_room:
-            raise manager.refusal or OutOfBlocksError(
-                f"needs {sum(map(len, contents))} blocks of {manager.size_text} tokens,"
-                f" {manager.num_free} available: raise `num_blocks` ({core.config.num_blocks})"
-            )
     return len(token_ids)
 
 

@@ -34,7 +34,7 @@ from ..seams import TierCounts
 from ..threads import start
 from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes
-from .prefixes import TierError, adopt, copying, missing
+from .prefixes import TierError, adopt
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class PrefixStore:
         self.expected = layout.layers
         self._device = device
         # weak: the writing thread must not keep the memory or its groups alive
-        self._memory: PagedMemory = weakref.proxy(memory)
+        self.memory: PagedMemory = weakref.proxy(memory)
         self._groups = [weakref.proxy(group) for group in groups]
         given = memory.config
         sizes = [group.block_size for group in groups if not group.holds_states]
@@ -123,7 +123,7 @@ class PrefixStore:
     def _weights(self) -> str | None:
         """Hash of what blocks depend on besides tokens, the same in every process; `None` without a
         fingerprint."""
-        fingerprint = self._memory.fingerprint
+        fingerprint = self.memory.fingerprint
         if fingerprint is None:
             return None
         groups = range(len(self._groups))
@@ -224,7 +224,7 @@ class PrefixStore:
         try:
             return self._restore(blocks, sequence)
         except OutOfBlocksError:
-            # under `hf_paged.budget`: it is computed instead, when there is room
+            # it is computed instead, when there is room
             return False
         except TierError as error:
             # it is computed instead; any other error may have split a change of the blocks
@@ -238,18 +238,15 @@ class PrefixStore:
             return False
 
     def _restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+        def read(group: int, n: int) -> Layers | None:
+            return self.read(group, links[n].digest)
+
         while True:  # a block that `read` could not find is gone from here, so that the loop ends
             links = self._path(blocks, sequence)
             if len(links) * blocks.unit <= sequence.num_computed_tokens:
                 return False
-            contents = []  # of each group's missing blocks, by position on the path
-            for group in range(len(blocks.groups)):
-                absent = missing(blocks, group, links)
-                with copying():
-                    contents.append({n: self.read(group, links[n].digest) for n in absent})
-            layers = (block for of_group in contents for block in of_group.values())
-            if all(block is not None for block in layers):
-                return adopt(self, blocks, links, sequence.request.namespace, contents)
+            if adopt(self, blocks, links, sequence.request.namespace, read):
+                return True
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether `read` may find the group's block with this digest, including unconfirmed
@@ -431,10 +428,10 @@ def _keep_all() -> None:
     """Writes all cached blocks to disk when the process ends."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # its memory was freed
-            lock = store._memory.lock
+            lock = store.memory.lock
             if store._disk is not None and lock.acquire(timeout=1):
                 try:
-                    store._memory.give_up_cached()
+                    store.memory.give_up_cached()
                 finally:
                     lock.release()
         store.wait()

@@ -150,14 +150,13 @@ class LoopAdapters:
         alone = list(range(len(plan)))
         if executor.runner.is_packed:
             mixable = self._mixable(names, executor.slowed_by)
-            places = []
-            chosen = []
-            for place in alone:
-                request = plan.sequences[place].request
-                if request.adapter in mixable and request.inputs is None:
-                    places.append(place)
-                    chosen.append(mixable[request.adapter])
-            if len(set(map(id, chosen))) > 1:
+            places = [
+                place
+                for place, sequence in enumerate(plan.sequences)
+                if adapters[place] in mixable and sequence.request.inputs is None
+            ]
+            chosen = [mixable[adapters[place]] for place in places]
+            if len(set(chosen)) > 1:
                 compute = functools.partial(executor.compute, executor.runner.run)
                 try:
                     logits = run_mixed(self._model, compute, plan.select(places), chosen, self._mix)

@@ -216,16 +216,13 @@ def run_mixed(
 ) -> Tensor:
     """As [`Runner`]'s `run`, in one packed forward; `adapters` has each row's."""
     # sorted by adapter, so that steps with equally many rows of each adapter share a recorded step
-    distinct = sorted(
-        dict.fromkeys(adapters),
-        key=lambda adapter: (adapter is not NO_ADAPTER, str(adapter.key)),
-    )
-    numbers = {adapter: number for number, adapter in enumerate(distinct)}
-    ranked = []
-    for place, (sequence, count) in enumerate(zip(plan.sequences, plan.counts)):
-        is_decode = count == 1 or bool(sequence.draft)
-        ranked.append((not is_decode, numbers[adapters[place]], place))
-    order = [place for *_, place in sorted(ranked)]
+    ranks = {adapter: (adapter is not NO_ADAPTER, str(adapter.key)) for adapter in set(adapters)}
+
+    def rank(place: int) -> tuple[bool, tuple[bool, str]]:
+        is_decode = plan.counts[place] == 1 or bool(plan.sequences[place].draft)
+        return not is_decode, ranks[adapters[place]]
+
+    order = sorted(range(len(plan)), key=rank)
     mix = mix_of(joined([(adapters[place], plan.counts[place]) for place in order]))
     with mixing(model, mix):
         logits = run(plan.select(order), mix)

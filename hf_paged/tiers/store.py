@@ -84,14 +84,14 @@ class PrefixStore:
         specs = [repr(group.spec) for group in groups]
         self._form = FORMAT, options, specs
         expected = self.expected if device is not None else ()
-        self._unmade: list[Any] = []
-        for group in groups:
-            if group.holds_states:
-                self._unmade.append({})
-            else:
-                own = (layer for layer in expected if layer.spec == group.spec)
-                outline = group.storage.outline
-                self._unmade.append({layer.layer: outline(*layer.states) for layer in own})
+        self._unmade = [
+            {
+                layer.layer: group.storage.outline(*layer.states)
+                for layer in expected
+                if layer.spec == group.spec
+            }
+            for group in groups
+        ]
         self._folder: DiskFolder | None = None
         if config.disk_path is not None:
             self._folder = DiskFolder(os.fspath(config.disk_path), config.disk_bytes)
@@ -194,8 +194,9 @@ class PrefixStore:
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
         layers = self._groups[group].storage.layers
-        copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers.items())
-        return {index: copy.blocks for index, copy in copies}
+        return {
+            index: HostLayer.copy_of(layer, block_ids).blocks for index, layer in layers.items()
+        }
 
     def confirm(self) -> None:
         with self._lock:

@@ -144,7 +144,8 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
     for block in SUPPORTED:
         count = -(-size.context // block)
         memory = PagedMemory(hf_paged.PagedConfig(block_size=block))
-        group = memory.group(GroupSpec())
+        manager = memory.manager([GroupSpec()])
+        (group,) = manager.groups
         group.make_room(4 * count)  # so that blocks return to other places
         for layer in range(shape.layers):
             for tensor in group.storage.make(layer, state, state).data:
@@ -154,7 +155,7 @@ def swap_seconds(shape: Shape, size: Size) -> dict[int, tuple[float, float, int]
         request = SimpleNamespace(
             sequences=[SimpleNamespace(blocks=SimpleNamespace(tables=(table,)), swapped=None)]
         )
-        swapper = BlockSwapper([group], lambda: None)
+        swapper = BlockSwapper(manager)
         outs, backs = [], []
         for _ in range(size.repeats + 1):
             times = [time.perf_counter()]

@@ -95,8 +95,7 @@ class SwappedSequence:
 
 class BlockSwapper:
     """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its
-    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts. No copy
-    of a block may be queued."""
+    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
@@ -117,6 +116,7 @@ class BlockSwapper:
         """Copies every block of `request` to host memory and releases it; other holders keep shared
         blocks. Returns `False`, with nothing changed, if the host has too little memory, or a state
         is missing."""
+        self.blocks.flush_copies()
         held = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.blocks.memory.lock:
             of_groups = list(zip(*(sequence.blocks.tables for sequence in held)))

@@ -116,6 +116,17 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
+def test_queued_copies_are_made_first() -> None:
+    house = House()
+    row = house.sequence(SIZE + 1)
+    twin = house.fork(row)
+    assert house.manager.append(twin.blocks, 1)  # the copy of its last block is queued
+    before = content(house, row)
+    assert house.swapper.swap_out(request(twin)) and house.swapper.swap_in(request(twin))
+    assert ids(twin)[0] != ids(row)[0] and same(content(house, twin), before)
+    house.check()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bytes_come_back_into_other_blocks(device: str) -> None:
     house = House(device=device)

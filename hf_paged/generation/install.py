@@ -49,6 +49,7 @@ from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
 _PEFT = "peft.peft_model"
+_RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
 
 _lock = forks.lock()
 _is_default = False  # calls that name no cache are paged
@@ -123,7 +124,7 @@ def _check_arguments(generate: Invocation) -> None:
             f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
         )
     ids = _checked_ids(generate)
-    for name in compat.CACHE_NAMES:
+    for name in (_RENAMED, *compat.CACHE_NAMES):
         cache = kwargs.get(name)
         if isinstance(cache, (str, Mapping, PagedConfig)):
             raise ValueError(
@@ -163,7 +164,8 @@ def _checked_ids(generate: Invocation) -> Any:
         )
     main_input = getattr(model, "main_input_name", None)
     if main_input == "input_ids" and not model.config.is_encoder_decoder:
-        is_alone = kwargs.get("inputs_embeds") is None and not caches_in(kwargs)
+        has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
+        is_alone = not has_more and not caches_in(kwargs)
         mask = kwargs.get("attention_mask") if is_alone else None
         check_ids(ids, mask, is_alone)
     return ids

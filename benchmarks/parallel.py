@@ -38,7 +38,6 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
 from benchmarks.workloads import texts
 
-MEASURED = ("processes", "equal", "seconds", "tokens_s", "kv_bytes", "turns")
 COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
 
 # A100 80 GB SXM, data sheet: bytes and operations (bfloat16) per second; NVLink in one direction.
@@ -223,9 +222,9 @@ def show(data: dict[str, Any]) -> list[str]:
     rows = f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
     return [
         f"{data['model']}, float32, {data['prompts']} prompts, {data['new_tokens']} new tokens",
-        report.markdown(data["rows"], {column: column for column in MEASURED}),
+        report.markdown(pooled([data])),
         f"Computed, not measured: bfloat16, A100 80 GB, {rows}",
-        report.markdown(data["computed"], {column: column for column in COMPUTED}),
+        report.markdown(data["computed"], COMPUTED),
     ]
 
 

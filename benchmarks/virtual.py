@@ -34,8 +34,6 @@ from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.step import StepMetadata
 
-COLUMNS = ("what", "case", "ms", "ratio", "interval", "target", "verdict")
-COLUMNS += ("mmaps a step", "bytes after")
 BLOCKS, VIRTUAL = "blocks", "virtual"
 MECHANISMS: dict[str, dict[str, Any]] = {
     "on demand, nothing kept": {"keep_mappings": False},
@@ -77,32 +75,14 @@ def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
     return {name: make(config, dtype=torch.float32).eval() for name, config in configs.items()}
 
 
-def judged(ratio: float, target: float | None) -> dict[str, Any]:
-    """The entries of a row for a target."""
-    verdict = "" if target is None else paired.at_most(ratio, target)
-    return {"target": target, "verdict": verdict}
-
-
 def compare(
-    what: str, times: dict[str, list[float]], base: str, targets: dict[str, float]
+    what: str, times: dict[str, list[float]], targets: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """A row for each contender: its time over that of `base` in the same turns."""
-    rows = []
-    for name, seconds in times.items():
-        found = paired.ratios(seconds, times[base])
-        ratio = statistics.median(found)
-        rows.append(
-            {
-                "what": what,
-                "case": name,
-                "ms": round(1e3 * statistics.median(seconds), 3),
-                "ratio": round(ratio, 3),
-                "interval": paired.span(paired.interval(found)),
-                **judged(ratio, targets.get(name)),
-                "seconds": seconds,
-            }
-        )
-    return rows
+    """A row for each contender: the turns that `pooled` compares with those of its base."""
+    return [
+        {"what": what, "case": name, "target": targets.get(name), "seconds": seconds}
+        for name, seconds in times.items()
+    ]
 
 
 def steps_seconds(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> float:
@@ -147,7 +127,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         before = counters.gathered
         times = runner.take_turns(arms, args.turns)
         assert counters.gathered == before, "keys and values were gathered"
-        found += compare(what, times, "DynamicCache", {VIRTUAL: TARGETS[name]})
+        found += compare(what, times, {VIRTUAL: TARGETS[name]})
     return found
 
 
@@ -257,7 +237,7 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         times = runner.take_turns(runner.timed(works), args.turns, warm_ups=1)
         seconds = {name: [one / layers for one in mine] for name, mine in times.items()}
-        found += compare(what, seconds, "contiguous", {VIRTUAL: target})
+        found += compare(what, seconds, {VIRTUAL: target})
     return found
 
 
@@ -295,7 +275,7 @@ def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
         turns = runner.take_turns(arms, args.turns, warm_ups=1)
     seconds = {name: [one for one, _ in mine] for name, mine in turns.items()}
     mmaps = {name: statistics.median(n for _, n in mine) / steps for name, mine in turns.items()}
-    found = compare(what, seconds, "on demand", {})
+    found = compare(what, seconds, {})
     return [{**row, "mmaps a step": round(mmaps[row["case"]], 1)} for row in found]
 
 
@@ -325,7 +305,7 @@ def physical(only: str) -> list[dict[str, Any]]:
                 "what": what,
                 "case": VIRTUAL,
                 "ratio": round(share, 3),
-                **judged(share, limit),
+                "target": limit,
                 "bytes after": held.physical_bytes(),
             }
         )
@@ -359,7 +339,8 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         else:
             ratio = paired.estimate([rows[0]["ratio"]])
             line["ratio"] = f"{ratio.value:.3f}"
-        line["target"] = judged(ratio.low, rows[0].get("target"))["verdict"]
+        limit = rows[0].get("target")
+        line["target"] = "" if limit is None else paired.at_most(ratio.low, limit)
         more = [f"{rows[0][key]} {title}" for key, title in titles.items() if key in rows[0]]
         found.append({**line, "more": "; ".join(more)})
     return found
@@ -374,7 +355,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 main = runner.Benchmark(
     __doc__,
     run,
-    lambda data: [markdown(data["rows"], {name: name for name in COLUMNS})],
+    lambda data: [markdown(pooled([data]))],
     options={"--threads": runner.THREADS},
     turns=15,
     only="regular expression on what is measured",

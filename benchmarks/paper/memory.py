@@ -33,7 +33,7 @@ def outcomes(requests: int, seeds: int) -> dict[tuple[str, float], list[Outcome]
         for seed in range(seeds):
             trace = make_trace(SHAREGPT, requests, seed=seed, sigma=sigma)
             for name, policy in POLICIES.items():
-                one = serve_reserved(trace, A100, OPT_13B_SLOTS, policy, name)
+                one = serve_reserved(trace, A100, OPT_13B_SLOTS, policy)
                 found.setdefault((name, sigma), []).append(one)
             found.setdefault(("ours", sigma), []).append(serve_paged(trace, A100, OPT_13B_SLOTS))
     return found

@@ -27,7 +27,7 @@ def serve(system: str, trace: Trace, cost: StepCost) -> Outcome:
         return serve_static(trace, cost, OPT_13B_SLOTS)
     if system == "ours":
         return serve_paged(trace, cost, OPT_13B_SLOTS)
-    return serve_reserved(trace, cost, OPT_13B_SLOTS, POLICIES[system], system)
+    return serve_reserved(trace, cost, OPT_13B_SLOTS, POLICIES[system])
 
 
 def shown(system: str) -> str:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import report
@@ -13,14 +12,9 @@ from benchmarks.report import RESULTS
 Data = Mapping[str, Any]
 
 
-def read(name: str, directory: Path = RESULTS) -> dict[str, Any]:
+def read(name: str) -> dict[str, Any]:
     """Content of a result file."""
-    return report.read(directory / f"{name}.json")
-
-
-def read_those(names: Sequence[str], directory: Path = RESULTS) -> list[dict[str, Any]]:
-    """Contents of the result files that exist."""
-    return [read(name, directory) for name in names if (directory / f"{name}.json").exists()]
+    return report.read(RESULTS / f"{name}.json")
 
 
 def picture_of(name: str, said: str) -> list[str]:

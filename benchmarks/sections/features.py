@@ -3,11 +3,9 @@ shards, virtual storage, models beyond plain decoders."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks import paired, report
+from benchmarks import report
 from benchmarks.first_call import PROMPT_TOKENS, ROWS, TARGET_FACTOR, TARGET_SECONDS, limit
 from benchmarks.first_call import table as first_call_table
 from benchmarks.grpo import TARGET
@@ -15,15 +13,15 @@ from benchmarks.grpo import table as rollout_table
 from benchmarks.linears import TARGET as PRODUCT_TARGET
 from benchmarks.linears import TURNS as PRODUCT_TURNS
 from benchmarks.linears import table as product_table
-from benchmarks.lora import APART, FASTER, MIXED, OF_ONE, ONE
+from benchmarks.lora import pooled as lora_rows
 from benchmarks.parallel import COMPUTED, LENGTH, MAX_ROWS
 from benchmarks.parallel import pooled as parallel_rows
-from benchmarks.runner import grouped
 from benchmarks.sections import Data, flow, machine_of, picture_of
 from benchmarks.side_by_side import table as side_by_side_table
 from benchmarks.speculation import STAGES
 from benchmarks.speculation import pooled as speculation_rows
 from benchmarks.threads import table as thread_table
+from benchmarks.tiers import pooled as tiers_rows
 from benchmarks.virtual import pooled as virtual_rows
 
 THREADS, GRPO, SIDE_BY_SIDE = "threads-cpu-llama-100m", "grpo-cpu-llama-24m", "side_by_side-cpu"
@@ -111,72 +109,16 @@ def draft_stages(data: Data) -> str:
 
 def tiers(runs: Sequence[Data]) -> str:
     """Table of `benchmarks.tiers`, over the turns of all runs."""
-    groups: dict[tuple[str, ...], list[Any]] = {}
-    for run in runs:
-        for row in run["rows"]:
-            groups.setdefault((run["model"], row["what"], run["facts"]["revision"]), []).append(row)
-    rows = []
-    for (model, what, revision), parts in groups.items():
-        ratios = [ratio for part in parts for ratio in part["ratios"]]
-        faster = paired.estimate(ratios)
-        limit = 5.0 if what.startswith("first token") else 1.0
-        is_equal = all(part["equal"] == "yes" for part in parts)
-        rows.append(
-            {
-                "model": model,
-                "what": what,
-                "revision": revision,
-                "turns, processes": f"{len(ratios)}, {len(parts)}",
-                "from the disk, s": statistics.median(part["disk_s"] for part in parts),
-                "computed, s": statistics.median(part["computed_s"] for part in parts),
-                "computed / from the disk": faster.text(2),
-                "tokens, blocks found": "equal, all" if is_equal else "NOT equal",
-                "target": f"at least {limit:g}: {paired.said(faster.high >= limit)}",
-            }
-        )
     said = flow(
         f"""**Prefixes from disk** (`prefix_tiers`), against computing them, float32, `python -m benchmarks.tiers`,
         {machine_of(runs[0]["facts"])}; alternating turns, 95% intervals. A target is met where the interval reaches
         it:"""
     )
-    return f"{said}\n\n{report.markdown(rows)}"
-
-
-def lora_rows(runs: Sequence[Data]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met
-    if the interval of the ratio reaches it."""
-    parts = grouped(runs, "system")
-    seconds = {
-        name: [one for row in rows for one in row["seconds_by_turn"]]
-        for (name,), rows in parts.items()
-    }
-    bases = {"throughput over one adapter a forward": (APART, FASTER)}
-    bases["of a single adapter's"] = (ONE, OF_ONE)
-    found = []
-    for (name,), rows in parts.items():
-        first, median = rows[0], statistics.median(seconds[name])
-        line: dict[str, Any] = {"rows": name}
-        line["turns, processes"] = f"{len(seconds[name])}, {len(rows)}"
-        line["s"] = median
-        line["tokens/s"] = first["tokens_per_second"] * first["seconds"] / median
-        line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
-        for title, (base, target) in bases.items():
-            faster = paired.estimate(paired.ratios(seconds[base], seconds[name]))
-            line[title] = faster.text(2)
-            if name == MIXED:
-                line[title] += f", at least {target:g}: {paired.said(faster.high >= target)}"
-        told = {row["equal"] for row in rows} - {""}
-        line["tokens as alone"] = ""
-        if told:
-            line["tokens as alone"] = "equal" if told == {"yes"} else "NOT equal"
-        found.append(line)
-    return found
+    return f"{said}\n\n{report.markdown(tiers_rows(runs))}"
 
 
 def lora(runs: Sequence[Data]) -> str:
-    """Table of `benchmarks.lora`, over the turns of all runs; empty without runs."""
-    if not runs:
-        return ""
+    """Table of `benchmarks.lora`, over the turns of all runs."""
     said = flow(
         f"""**Adapters**: {runs[0]["title"]}, `PagedEngine`, greedy, `python -m benchmarks.lora`,
         {machine_of(runs[0]["facts"])}; alternating turns in {len(runs)} processes, 95% intervals. A
@@ -187,9 +129,7 @@ def lora(runs: Sequence[Data]) -> str:
 
 
 def virtual(runs: Sequence[Data]) -> str:
-    """Table of `benchmarks.virtual`, over the turns of all runs; empty without runs."""
-    if not runs:
-        return ""
+    """Table of `benchmarks.virtual`, over the turns of all runs."""
     said = flow(
         f"""**Rows at contiguous addresses** (`storage="virtual"`, vAttention): times relative to the base that each
         line names, and bytes relative to contiguous tensors, `python -m benchmarks.virtual`,
@@ -200,9 +140,7 @@ def virtual(runs: Sequence[Data]) -> str:
 
 
 def parallel(runs: Sequence[Data]) -> str:
-    """Tables of `benchmarks.parallel`; empty without runs."""
-    if not runs:
-        return ""
+    """Tables of `benchmarks.parallel`."""
     first = runs[0]
     said = flow(
         f"""**A model sharded over processes** (`tp_plan="auto"`, gloo) that share one machine's cores,
@@ -214,9 +152,7 @@ def parallel(runs: Sequence[Data]) -> str:
         at most {MAX_ROWS} rows of {LENGTH} tokens; the ratio is the throughput over that of as many independent
         GPUs):"""
     )
-    computed = report.markdown(
-        first["computed"], {name: name.replace("_", " ") for name in COMPUTED}
-    )
+    computed = report.markdown(first["computed"], COMPUTED)
     picture = picture_of(PARALLEL[0], "Computed: tokens a second of 7B to 65B over GPUs")
     return "\n\n".join([said, report.markdown(parallel_rows(runs)), more, computed, *picture])
 

@@ -36,14 +36,14 @@ from hf_paged.cache.groups import BlockGroup
 COST = StepCost("test", fixed=1.0, per_token=0.25, per_context=0.001)
 TRACE = make_trace(SHAREGPT, 80, rate=0.02)
 SYSTEMS = {
-    "static": lambda trace, cost, slots: serve_static(trace, cost, slots),
+    "static": serve_static,
     **{
         name: lambda trace, cost, slots, name=name: serve_reserved(
-            trace, cost, slots, POLICIES[name], name
+            trace, cost, slots, POLICIES[name]
         )
         for name in POLICIES
     },
-    "ours": lambda trace, cost, slots: serve_paged(trace, cost, slots),
+    "ours": serve_paged,
 }
 
 
@@ -95,7 +95,7 @@ def test_every_slot_second_is_counted_once(name):
 
 def test_the_oracle_reserves_nothing_that_stays_empty_and_paging_reserves_nothing():
     trace = make_trace(SHAREGPT, 60)
-    oracle = serve_reserved(trace, COST, OPT_13B_SLOTS, POLICIES["Oracle"], "Oracle").usage
+    oracle = serve_reserved(trace, COST, OPT_13B_SLOTS, POLICIES["Oracle"]).usage
     assert oracle.internal == 0 < oracle.external
     ours = serve_paged(make_trace(SHAREGPT, 300), A100, OPT_13B_SLOTS)
     assert ours.usage.reserved == 0
@@ -121,7 +121,7 @@ def test_with_room_for_all_reservation_and_ours_take_the_same_steps(rate):
     """Two independent simulations: one skips from event to event, the other runs our scheduler step
     by step."""
     trace = make_trace(ALPACA, 40, rate)
-    theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"], "Oracle")
+    theirs = serve_reserved(trace, COST, 200 * LONGEST, POLICIES["Oracle"])
     ours = serve_paged(trace, COST, 200 * LONGEST)
     assert ours.preemptions == 0
     for name in ("steps", "requests"):

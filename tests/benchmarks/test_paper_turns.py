@@ -174,4 +174,3 @@ def test_results_of_two_processes_are_one_table():
         "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown
         and "computed from data sheets, not measured" in shown
     )
-    assert not features.lora([]) and not features.virtual([]) and not features.parallel([])

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 main = runner.Benchmark(
     __doc__,
     run,
-    lambda data: [markdown(data["rows"], COLUMNS)],
+    lambda runs: [markdown(runs[0]["rows"], COLUMNS)],
     options={
         "--device": runner.DEVICE,
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},

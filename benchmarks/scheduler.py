@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import runner
@@ -48,7 +49,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": [min(mine, key=lambda row: row["us_per_token"]) for mine in turns.values()]}
 
 
-def show(data: dict[str, Any]) -> list[str]:
+def show(runs: Sequence[runner.Data]) -> list[str]:
+    (data,) = runs
     first, *others, _ = data["rows"]
     slowest = max(row["us_per_token"] for row in others) / first["us_per_token"]
     waste = f"waste at block size {BLOCK_SIZE}: {first['waste_percent']:.2g}%"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import machine, readme, report, sections
+from benchmarks import machine, readme, report
 
 ROWS = [
     {"case": "1 x 512", "ms": 1.23456, "n": 3, "met": True},
@@ -121,7 +121,7 @@ def test_pictures_are_drawn_again_from_committed_results(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert readme.main(["--pictures"]) == 0
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {path.name for path in sections.RESULTS.glob("*.png")}
+    assert drawn == {path.name for path in report.RESULTS.glob("*.png")}
 
 
 def test_without_matplotlib_there_is_a_reason_and_no_picture(monkeypatch, capsys):

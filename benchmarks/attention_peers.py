@@ -250,66 +250,6 @@ class Flex(Peer):
         )
 
 
-class FlashAttention(Peer):
-    """flash-attn's decode over the contiguous cache; its paged variant needs blocks of 256
-    tokens."""
-
-    name, module, cuda = "flash-attn", "flash_attn", True
-
-    def prepare(self, data: Data) -> Attention:
-        from flash_attn import flash_attn_with_kvcache
-
-        query, options = data.query.transpose(1, 2), dict(softmax_scale=data.scale, causal=True)
-
-        def call(layer: int) -> Tensor:
-            key, value = (part.transpose(1, 2) for part in data.contiguous[layer])
-            return flash_attn_with_kvcache(
-                query, key, value, cache_seqlens=data.step.on_device.seq_lens, **options
-            )
-
-        return call
-
-
-class FlashInfer(Peer):
-    """FlashInfer over the same blocks as ours, planned once for all layers."""
-
-    name, module, cuda = "FlashInfer", "flashinfer", True
-
-    def prepare(self, data: Data) -> Attention:
-        import flashinfer
-
-        setting, case, shape = data.setting, data.setting.case, data.setting.shape
-        counts = [-(-seq_len // setting.block_size) for seq_len in case.seq_lens]
-        tables = data.step.block_tables
-        flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
-        starts = _starts(counts, tables.device)
-        pairs = zip(case.seq_lens, counts)
-        last = [seq_len - (count - 1) * setting.block_size for seq_len, count in pairs]
-        pages = (starts, flat, torch.tensor(last, dtype=torch.int32, device=tables.device))
-        sizes = (shape.heads, shape.kv_heads, shape.head_dim, setting.block_size)
-        types = dict(
-            q_data_type=data.query.dtype, kv_data_type=data.query.dtype, sm_scale=data.scale
-        )
-        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=tables.device)
-        if case.query_len == 1:
-            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            wrapper = make(workspace, "HND", use_tensor_cores=True)
-            wrapper.plan(*pages, *sizes, **types)
-        else:
-            make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            wrapper = make(workspace, "HND", backend="fa2")
-            queries = _starts([case.query_len] * len(counts), tables.device)
-            wrapper.plan(queries, *pages, *sizes, causal=True, **types)
-        query = data.query.transpose(1, 2).flatten(0, 1).contiguous()
-
-        def call(layer: int) -> Tensor:
-            return wrapper.run(query, data.pools[layer].unflatten(1, (2, -1))).view(
-                data.query.transpose(1, 2).shape
-            )
-
-        return call
-
-
 class Varlen(Peer):
     """torch's `varlen_attn` with a block table, over the same blocks as ours."""
 
@@ -386,6 +326,5 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer()]
-    rest += [Varlen(), AtenFlash()]
+    rest = [Flex(0 if quick else flex_seconds), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -16,9 +16,8 @@ from typing import Any
 
 from benchmarks import machine, report, runner
 from benchmarks.paper import article, vattention
-from benchmarks.paper.blocks import block_sizes, preemption
 from benchmarks.paper.kernel import overhead
-from benchmarks.paper.memory import batch_size, waste
+from benchmarks.paper.memory import batch_size, block_sizes, waste
 from benchmarks.paper.plots import draw_all
 from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, TOLD_S1, TOLD_S2, Row, Size
 from benchmarks.paper.schedulers import schedulers
@@ -32,7 +31,6 @@ TABLES: dict[str, Callable[[Size], list[Row]]] = {
     "beams": beams,
     "example": example,
     "block_sizes": block_sizes,
-    "preemption": preemption,
     "overhead": overhead,
     "schedulers": schedulers,
     **vattention.TABLES,

@@ -126,17 +126,7 @@ def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bou
         why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
     asked = f"{outcome.requests} requests at {rate:.3g}/s"
     name = f"seconds per output token, {asked}, {shown(system)}; {cost.name}"
-    details = {
-        "system": system,
-        "cost": cost.name,
-        "requests": outcome.requests,
-        "steps": outcome.steps,
-        "preemptions": outcome.preemptions,
-        "batch_size": outcome.rows,
-        "served_per_second": outcome.rate,
-        "usage": outcome.usage.percent(),
-    }
-    return Row(name, "", outcome.normalized_latency, "s", "", why, details)
+    return Row(name, "", outcome.normalized_latency, "s", "", why)
 
 
 _WHY_MEASURED = (

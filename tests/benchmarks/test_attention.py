@@ -45,15 +45,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
         directory / "attention-cpu.png"
     ).stat().st_size < 100_000
     contenders = {row["contender"] for row in rows}
-    assert contenders >= {
-        CONTIGUOUS,
-        "ours",
-        "HF sdpa",
-        "HF eager",
-        "flex_attention",
-        "flash-attn",
-        "FlashInfer",
-    }
+    assert contenders >= {CONTIGUOUS, "ours", "HF sdpa", "HF eager", "flex_attention"}
     assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in kernels.NAMES)}
     for phase in ("decode", "chunk", "prefill"):
         of_phase = [row for row in rows if row["phase"] == phase]
@@ -74,13 +66,9 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
 
 def test_a_missing_peer_is_not_installed(monkeypatch):
     setting = attention_data.settings("cpu", quick=True)[0]
-    absent = [
-        peer
-        for peer in peers(quick=True, flex_seconds=0)
-        if peer.name in ("flash-attn", "FlashInfer")
-    ]
+    (absent,) = (peer for peer in peers(quick=True, flex_seconds=0) if peer.name == "varlen_attn")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert [peer.missing(setting) for peer in absent] == ["not installed"] * 2
+    assert absent.missing(setting) == "not installed"
 
 
 class Wrong(Peer):

@@ -165,7 +165,7 @@ def test_results_of_two_processes_are_one_table():
     }
     run = {
         "facts": facts,
-        "model": "m",
+        **{"model": "m", "prompts": 1, "new_tokens": 1},
         "rows": [{"processes": 1, **row}],
         "computed": parallel.scaling(),
     }

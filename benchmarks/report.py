@@ -26,17 +26,8 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
-    """
-    The command that repeats this run.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; `None`: those of this
-            process.
-        module (`str`): Used only with `argv`.
-    """
-    if argv is not None:
-        return shlex.join(["python", "-m", module, *argv])
+def command_line() -> str:
+    """The command that repeats this run."""
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 

@@ -14,12 +14,13 @@ A target is met where the interval reaches it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import re
 import statistics
 import unittest.mock
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -242,6 +243,22 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+@contextlib.contextmanager
+def mmaps() -> Iterator[list[int]]:
+    """Within it, a list of the sizes of the mappings that are made."""
+    from hf_paged.virtual.pages import MemoryFile
+
+    sizes: list[int] = []
+    map_pages = MemoryFile.map
+
+    def count(self: Any, address: int, offset: int, size: int) -> None:
+        sizes.append(size)
+        map_pages(self, address, offset, size)
+
+    with unittest.mock.patch.object(MemoryFile, "map", count):
+        yield sizes
+
+
 def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once
     (`pages.Extents`), and calls of `mmap` per step, where rows begin after others that ended."""
@@ -251,33 +268,26 @@ def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
     model = own_models(args.quick, layers=4)["gpt_neo"]
     rows, length, steps = (2, 64, 70) if args.quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
-    from hf_paged.virtual import pages
-
-    calls, own = [0], pages.MemoryFile.map
-
-    def count(self: Any, *args: int) -> None:
-        calls[0] += 1
-        own(self, *args)
 
     def arm(options: dict[str, Any]) -> Callable[[int], tuple[float, int]]:
         cache = PagedCache(model.config, {"storage": VirtualStorage(**options)})
 
         def work(turn: int) -> tuple[float, int]:
             model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-            calls[0] = 0
+            calls.clear()
             seconds = steps_seconds(model, cache, ids[:, -1:], steps)
             cache.reset()
-            return seconds, calls[0]
+            return seconds, len(calls)
 
         return work
 
     arms = {name: arm(options) for name, options in MECHANISMS.items()}
-    with unittest.mock.patch.object(pages.MemoryFile, "map", count):
+    with mmaps() as calls:
         turns = runner.take_turns(arms, args.turns, warm_ups=1)
     seconds = {name: [one for one, _ in mine] for name, mine in turns.items()}
-    mmaps = {name: statistics.median(n for _, n in mine) / steps for name, mine in turns.items()}
+    counts = {name: statistics.median(n for _, n in mine) / steps for name, mine in turns.items()}
     found = compare(what, seconds, {})
-    return [{**row, "mmaps a step": round(mmaps[row["case"]], 1)} for row in found]
+    return [{**row, "mmaps a step": round(counts[row["case"]], 1)} for row in found]
 
 
 def physical(only: str) -> list[dict[str, Any]]:

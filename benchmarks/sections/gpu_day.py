@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.gpu_day.stages import STAGES
+from benchmarks.gpu_day.runner import STAGES
 from benchmarks.report import Row as Data
 from benchmarks.report import flow, machine_of
 

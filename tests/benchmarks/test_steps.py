@@ -18,7 +18,7 @@ def test_scheduler(tmp_path, capsys):
     )
     found = json.loads((tmp_path / "found.json").read_text())
     waiting = [row["waiting"] for row in found["rows"]]
-    assert waiting == ["1000", "10000", "1000, 2000 blocks"] and found["machine"]["torch"]
+    assert waiting == ["1000", "10000", "1000, 2000 blocks"] and found["facts"]["torch"]
 
 
 @pytest.mark.slow

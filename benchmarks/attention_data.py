@@ -192,18 +192,21 @@ class Data:
         ]
 
 
-def make(setting: Setting, quick: bool = False) -> Data:
-    """Random K/V in randomly placed blocks, as in a pool after some use."""
+def make(setting: Setting, quick: bool = False, layers: int = 0, is_shuffled: bool = True) -> Data:
+    """Random K/V, of as many layers as exceed the processor's caches without `layers`. Blocks are
+    placed at random, as in a pool after some use, or in order."""
     shape, case, device = setting.shape, setting.case, setting.device
     dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
     generator = torch.Generator().manual_seed(0)
     counts = [-(-seq_len // block_size) for seq_len in case.seq_lens]
-    order = torch.randperm(sum(counts), generator=generator).split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).int()
+    order = torch.arange(sum(counts))
+    if is_shuffled:
+        order = torch.randperm(sum(counts), generator=generator)
+    tables = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True).int()
     dims = sum(counts), 2 * shape.kv_heads, block_size, shape.head_dim
     layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     budget = CUDA_BYTES if device == "cuda" else CPU_BYTES
-    layers = 2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes))
+    layers = layers or (2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes)))
     # billions of numbers, drawn there
     draw = generator if device == "cpu" else torch.Generator(device).manual_seed(0)
     base = torch.randn(dims, generator=draw, device=device).to(dtype)

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = args.results or (None if args.quick else RESULTS)
     if directory is None:
         return
-    command = command_line(argv, "benchmarks.compiled")
+    command = command_line()
     earlier = read(directory / "compiled.json") if (directory / "compiled.json").exists() else {}
     runs = earlier.get("runs", {}) | {version: {"command": command, "facts": machine}}
     done = {(version, chip, case) for case, chip in jobs}

@@ -5,7 +5,8 @@ One decode step of `generate` on random weights: plain against `cache_implementa
                                      [--json PATH]
 
 Both run in one process, in turns. A step is timed between two calls of a stopping criterion, so it
-covers all that `generate` does per token; the prefill is excluded.
+covers all that `generate` does per token; the prefill is excluded. `--case 1x32768` is one long
+prompt.
 """
 
 from __future__ import annotations
@@ -14,62 +15,46 @@ import argparse
 import itertools
 import re
 import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks import runner
+from benchmarks import paired, runner
 from benchmarks.models import SHAPES, build
 from benchmarks.report import markdown
+from benchmarks.systems import StopsAt
+from benchmarks.workloads import equal_share
 
-
-class Case(NamedTuple):
-    """Rows and their prompt lengths in tokens; shorter rows are left-padded. `turns`: turns of
-    plain and paged."""
-
-    name: str
-    lengths: tuple[int, ...]
-    turns: int
-
-
-CASES = (
-    Case("1x512", (512,), 25),
-    Case("8x512", (512,) * 8, 5),
-    Case("32 rows of 64..1024", tuple(64 + round(i * (1024 - 64) / 31) for i in range(32)), 2),
-)
-QUICK = (Case("1x128", (128,), 3), Case("4 rows of 32..256", (32, 100, 180, 256), 3))
-
-
-def cases(args: argparse.Namespace) -> list[Case]:
-    """Three cases, smaller with `quick`, or the one asked for as `ROWSxTOKENS`."""
-    chosen: Sequence[Case] = QUICK if args.quick else CASES
-    if args.case:
-        rows, length = map(int, args.case.split("x"))
-        chosen = [Case(args.case, (length,) * rows, 5)]
-    return [case for case in chosen if re.search(args.only, case.name)]
-
-
-class Clock(StoppingCriteria):
-    """Records when each step ends; never stops."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+Inputs = dict[str, torch.Tensor]
+CASES: dict[str, tuple[tuple[int, ...], int]] = {
+    "1x512": ((512,), 25),
+    "8x512": ((512,) * 8, 5),
+    "32 rows of 64..1024": (tuple(64 + round(i * (1024 - 64) / 31) for i in range(32)), 2),
+}
+"""Prompt lengths of the rows in tokens, and turns of plain and paged."""
+QUICK = {"1x128": ((128,), 3), "4 rows of 32..256": ((32, 100, 180, 256), 3)}
+SYSTEMS: dict[str, dict[str, Any]] = {"plain": {}, "paged": {"cache_implementation": "paged"}}
+COLUMNS = {
+    "case": "case",
+    "plain_ms": "plain ms",
+    "paged_ms": "paged ms",
+    "ratio": "paged / plain",
+    "range": "min..max",
+    "in_place": "in place",
+    "kv_mib": "peak KV, MiB",
+    "equal": "equal tokens",
+}
 
 
 def step_seconds(
-    model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **kwargs: Any
-) -> tuple[list[float], Any]:
+    model: Any, inputs: Inputs, new_tokens: int, **kwargs: Any
+) -> tuple[list[float], torch.Tensor]:
     """Seconds of each decode step after the first, which includes the prefill; all tokens."""
-    clock = Clock()
+    rows, width = inputs["input_ids"].shape
+    clock = StopsAt(width, [new_tokens + 1] * rows, model.device)
     tokens = model.generate(
         **inputs,
         max_new_tokens=new_tokens + 1,
@@ -81,7 +66,7 @@ def step_seconds(
     return [after - before for before, after in itertools.pairwise(clock.times)], tokens
 
 
-def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, torch.Tensor]:
+def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> Inputs:
     """Random left-padded prompts with their attention mask."""
     generator = torch.Generator().manual_seed(0)
     width = max(lengths)
@@ -90,60 +75,51 @@ def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> dict[str, 
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
 
 
+def compare(model: Any, inputs: Inputs, turns: int, new_tokens: int) -> dict[str, Any]:
+    """The figures of a case."""
+    tokens: dict[str, list[list[int]]] = {}
+    routes: dict[str, hf_paged.Route | None] = {}
+
+    def steps(name: str) -> float:
+        seconds, output = step_seconds(model, inputs, new_tokens, **SYSTEMS[name])
+        tokens[name] = output[:, -new_tokens:].tolist()
+        routes[name] = hf_paged.last_route(model)
+        return statistics.median(seconds)
+
+    arms = {name: (lambda turn, name=name: steps(name)) for name in SYSTEMS}
+    for options in SYSTEMS.values():  # a short warm-up
+        step_seconds(model, {name: x[:, -8:] for name, x in inputs.items()}, 4, **options)
+    seconds = runner.take_turns(arms, turns)
+    ratios = paired.ratios(seconds["paged"], seconds["plain"])
+    route = asdict(routes["paged"] or hf_paged.Route("plain", ""))
+    row: dict[str, Any] = {
+        f"{name}_ms": 1e3 * statistics.median(mine) for name, mine in seconds.items()
+    }
+    row |= {"ratio": statistics.median(ratios), "range": paired.span(ratios), "route": route}
+    row |= {"in_place": route["in_place"], "equal": f"{equal_share(*tokens.values()):.0%}"}
+    return row | {"kv_mib": hf_paged.memory_stats(model).peak_bytes / 2**20}
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[args.model]
     model = build(shape, args.device, torch.bfloat16)
-    rows = []
-    for case in cases(args):
-        inputs = padded(case.lengths, shape.vocab, args.device)
-        short = {name: tensor[:, -8:] for name, tensor in inputs.items()}
-        routes = {}
-
-        def steps(
-            name: str, inputs: Any = inputs, count: int = args.new_tokens, routes: Any = routes
-        ) -> list[float]:
-            paged = {"cache_implementation": "paged"} if name == "paged" else {}
-            seconds, _ = step_seconds(model, inputs, count, **paged)
-            routes[name] = hf_paged.last_route(model)
-            return seconds
-
-        for name in ("plain", "paged"):
-            steps(name, short, 4)  # warm-up
-        arms = {name: (lambda turn, name=name: steps(name)) for name in ("plain", "paged")}
-        seconds = runner.take_turns(arms, case.turns)
-        medians = {name: list(map(statistics.median, turns)) for name, turns in seconds.items()}
-        ratios = [paged / plain for paged, plain in zip(medians["paged"], medians["plain"])]
-        row: dict[str, Any] = {"case": case.name}
-        for name, turns in seconds.items():
-            row[f"{name}_ms"] = round(1e3 * statistics.median(itertools.chain(*turns)), 2)
-        row["ratio"] = round(statistics.median(ratios), 3)
-        row |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
-        row["route"] = asdict(routes["paged"] or hf_paged.Route("plain", ""))
-        rows.append(row)
-        hf_paged.free(model)
-    return {"model": shape.name, "rows": rows}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        {
-            "case": row["case"],
-            "plain ms": str(row["plain_ms"]),
-            "paged ms": str(row["paged_ms"]),
-            "paged / plain": f"**{row['ratio']}**",
-            "min..max": f"{row['ratio_min']}..{row['ratio_max']}",
-            "in place": row["route"]["in_place"],
-        }
-        for row in rows
-    ]
-    return markdown(lines)
+    cases = QUICK if args.quick else CASES
+    if args.case:
+        rows, length = map(int, args.case.split("x"))
+        cases = {args.case: ((length,) * rows, 5)}
+    found = []
+    for name, (lengths, turns) in cases.items():
+        if re.search(args.only, name):
+            inputs = padded(lengths, shape.vocab, args.device)
+            found.append({"case": name, **compare(model, inputs, turns, args.new_tokens)})
+            hf_paged.free(model)
+    return {"model": shape.name, "rows": found}
 
 
 main = runner.Benchmark(
     __doc__,
     run,
-    lambda data: [table(data["rows"])],
+    lambda runs: [markdown(runs[0]["rows"], COLUMNS)],
     options={
         "--device": runner.DEVICE,
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},

@@ -5,8 +5,9 @@ decode steps, and what a later call takes.
     python -m benchmarks.first_call [--model llama-100m] [--dtype bfloat16] [--turns 5] [--quick]
                                     [--json PATH]
 
-One paged process finds the kernels compiled, as in the wheel or after an earlier call on the
-machine, another does not.
+One paged process finds the kernels compiled, as in the wheel, which contains them, or after an
+earlier call on the machine; another does not. Medians of processes, compiling of one.
+`last_route(model).setup_seconds` lists the parts.
 """
 
 from __future__ import annotations
@@ -116,15 +117,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(lines, right=list(lines[0])[1:])
 
 
-def show(data: dict[str, Any]) -> list[str]:
-    target = f"The target for a first paged call is {limit(data['rows']):.2f} s."
-    return [table(data["rows"]), target]
+def show(runs: Sequence[runner.Data]) -> list[str]:
+    (data,) = runs
+    sizes = f"{ROWS} prompts of {PROMPT_TOKENS} tokens, {data['new_tokens']} new"
+    target = f"{TARGET_FACTOR:g} times plain's time plus {TARGET_SECONDS:g} s"
+    said = f"The target for a first paged call is {target}, here {limit(data['rows']):.2f} s."
+    of = f"{sizes}, `{data['model']}` in {data['dtype']}, {data['rows'][0]['turns']} processes."
+    return [f"{of} {said}", table(data["rows"])]
 
 
-main = runner.Benchmark(
+BENCHMARK = runner.Benchmark(
     __doc__,
     run,
     show,
+    title="The first call",
+    results=(("first_call-cpu-llama-100m",),),
     options={"--model": runner.MODEL, "--dtype": runner.DTYPE},
     turns=5,
     fixed={"new_tokens": 64, "systems": tuple(SYSTEMS)},
@@ -134,7 +141,8 @@ main = runner.Benchmark(
         "new_tokens": 8,
         "systems": ("plain", "compiling"),
     },
-).main
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

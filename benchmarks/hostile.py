@@ -281,7 +281,8 @@ def slow(rows: Sequence[dict[str, Any]]) -> int:
     return sum(row["longest_gap_s"] > MOST_SECONDS for row in rows)
 
 
-def show(data: dict[str, Any]) -> list[str]:
+def show(runs: Sequence[runner.Data]) -> list[str]:
+    (data,) = runs
     gaps = [row["longest_gap_s"] for row in data["rows"]]
     told = f"longest gaps: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s"
     return [f"{told}; above {MOST_SECONDS}: {slow(data['rows'])}"]
@@ -298,7 +299,6 @@ main = runner.Benchmark(
         "--only": runner.option(nargs="*", default=list(ATTACKS), choices=list(ATTACKS)),
     },
     quick={"runs": 1, "seconds": 2.0, "model": "llama-tiny"},
-    facts="facts",
     is_wrong=lambda data: slow(data["rows"]) > MOST_SLOW * len(data["rows"]),
 ).main
 

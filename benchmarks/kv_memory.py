@@ -31,11 +31,6 @@ class Measurement:
     target: str = ""
     problem: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.what}, {self.system}: " + (
-            self.problem or f"{self.value:.4g} {self.unit} {self.target}".strip()
-        )
-
 
 def guarded(what: str, system: str, measure: Callable[[], Measurement]) -> Measurement:
     """Runs `measure`; returns a failure as a result."""

@@ -5,11 +5,11 @@ One model over several processes.
                                   [--json PATH]
 
 First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over
-several CPU processes (torchrun, gloo) that share the cores: seconds for the same prompts, bytes of
-K/V per process. Second table, computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step
-reads a GPU's share of the weights and of K/V once, and sums the hidden states of each row twice per
-layer over the links (a ring all-reduce); all memory beside the weights holds blocks. No GPU has run
-it.
+several CPU processes (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same
+prompts, bytes of K/V per process; medians of turns, with minimum and maximum. Second table,
+computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's share of the weights
+and of K/V once, and sums the hidden states of each row twice per layer over the links (a ring
+all-reduce); all memory beside the weights holds blocks. No GPU has run it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
 from benchmarks.workloads import texts
 
-MEASURED = ("processes", "equal", "seconds", "tokens_s", "kv_bytes", "turns")
 COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
 
 # A100 80 GB SXM, data sheet: bytes and operations (bfloat16) per second; NVLink in one direction.
@@ -219,27 +218,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "rows": measured(args), "computed": scaling()}
 
 
-def show(data: dict[str, Any]) -> list[str]:
-    rows = f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
+def show(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    data, rows = runs[0], f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
     return [
         f"{data['model']}, float32, {data['prompts']} prompts, {data['new_tokens']} new tokens",
-        report.markdown(data["rows"], {column: column for column in MEASURED}),
-        f"Computed, not measured: bfloat16, A100 80 GB, {rows}",
-        report.markdown(data["computed"], {column: column for column in COMPUTED}),
+        report.markdown(pooled(runs)),
+        f"**Computed from data sheets, not measured**: bfloat16, A100 80 GB, {rows}; the ratio is"
+        " the throughput over that of as many independent GPUs:",
+        report.markdown(data["computed"], COMPUTED),
     ]
 
 
-main = runner.Benchmark(
+BENCHMARK = runner.Benchmark(
     __doc__,
     run,
     show,
+    title="A model sharded over processes",
+    results=(("parallel-cpu-1", "parallel-cpu-2"),),
     options={"--model": runner.MODEL, "--processes": runner.option(type=int, default=2)},
     turns=3,
     fixed={"prompts": 32, "new_tokens": 64},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
-    facts="facts",
     draw=draw,
-).main
+    picture="Computed: tokens a second of 7B to 65B over GPUs",
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:

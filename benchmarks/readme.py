@@ -15,24 +15,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arrivals, attention, generate_tables, lora, parallel, report, runner
-from benchmarks.paper import plots
-from benchmarks.sections import (
-    calls,
-    chips,
-    features,
-    flow,
-    gpu_day,
-    machine_of,
-    papers,
-    read,
-    read_those,
+from benchmarks import (
+    arrivals,
+    attention,
+    first_call,
+    generate_tables,
+    grpo,
+    linears,
+    lora,
+    parallel,
+    report,
+    runner,
+    side_by_side,
+    speculation,
+    threads,
+    tiers,
+    virtual,
 )
+from benchmarks.paper import plots
+from benchmarks.report import flow, machine_of, result
+from benchmarks.sections import calls, chips, gpu_day, papers
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCHITECTURES = "architectures"
-STEPS = ("decode_step-cpu", "decode_step-cpu-1x512")
+BEFORE = (first_call, threads, linears, grpo, speculation, tiers)
+AFTER = (lora, parallel, virtual, side_by_side)
+"""Benchmarks whose sections are what their commands print, before and after those of attention."""
 
 
 def badges_section() -> str:
@@ -61,7 +70,7 @@ def compared() -> dict[str, tuple[float, float]]:
     holds."""
     peaks: dict[str, dict[str, float]] = {}
     speeds: dict[str, float] = {}
-    for row in generate_tables.memory_rows(read(calls.WHOLE_CALLS)["rows"]):
+    for row in generate_tables.memory_rows(result(calls.WHOLE_CALLS)["rows"]):
         is_ours = row["system"] == "ours"
         peaks.setdefault(row["workload"], {})["ours" if is_ours else "plain"] = row["kv_mib"]
         speeds |= {row["workload"]: row["plain_over"]} if is_ours else {}
@@ -74,7 +83,7 @@ def compared() -> dict[str, tuple[float, float]]:
 
 def gain_section() -> str:
     """Section of README.md: two numbers, with the model and the hardware."""
-    data = read(calls.WHOLE_CALLS)
+    data = result(calls.WHOLE_CALLS)
     speed, share = compared()["W2"]
     return flow(
         f"""For {WORKLOADS["W2"].title}, a paged call is **{speed:.1f} times as fast** as plain `generate`, and its keys
@@ -85,7 +94,7 @@ def gain_section() -> str:
 
 def headline_section() -> str:
     """Section of README.md: speed and memory in one table."""
-    data = read(calls.WHOLE_CALLS)
+    data = result(calls.WHOLE_CALLS)
     rows = [
         {
             "one call of `generate`": WORKLOADS[name].title,
@@ -103,7 +112,7 @@ def headline_section() -> str:
 
 def engines_section() -> str:
     """Section of docs/guide/other-engines.md: whole calls beside engines for CPUs."""
-    data = read(calls.PEERS[0])
+    data = result(calls.PEERS[0])
     said = flow(
         f"""Seconds, less is better: `{data["model"]["name"]}` with random weights in bfloat16,
         {processor(data["facts"])}, revision {data["facts"]["revision"]}."""
@@ -118,27 +127,17 @@ def benchmarks_section() -> str:
             """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
             JSON files in `benchmarks/results`; a test compares the two."""
         ),
-        calls.whole_calls(read(calls.WHOLE_CALLS)),
-        calls.processors(list(map(read, calls.PEERS))),
-        calls.stages([read(name) for name in calls.PEERS if "int8" not in name]),
-        calls.invariance(read(calls.INVARIANT)),
-        *map(features.first_call, read_those([features.FIRST_CALL])),
-        features.threads(read(features.THREADS)),
-        *(features.products(read(name)) for name in features.LINEARS),
-        features.rollouts(read(features.GRPO)),
-        features.rollouts(read(features.BATCHES)),
-        features.speculation([read(name) for name in features.SPECULATION]),
-        features.draft_stages(read(features.DRAFT_STAGES)),
-        features.tiers([read(name) for name in features.TIERS]),
-        papers.quantized([read(name) for name in papers.QUANTIZED]),
-        features.lora(read_those(features.LORA)),
-        features.parallel(read_those(features.PARALLEL)),
-        features.virtual(read_those(features.VIRTUAL)),
-        features.side_by_side(read(features.SIDE_BY_SIDE)),
-        papers.paper(read(papers.PAPER)),
-        *papers.paper_turns(read(papers.PAPER)),
-        papers.attention(read(papers.ATTENTION)),
-        chips.compiled(read(chips.COMPILED)),
+        calls.whole_calls(result(calls.WHOLE_CALLS)),
+        calls.processors(list(map(result, calls.PEERS))),
+        calls.stages([result(name) for name in calls.PEERS if "int8" not in name]),
+        calls.invariance(result(calls.INVARIANT)),
+        *(module.BENCHMARK.section() for module in BEFORE),
+        papers.quantized(list(map(result, papers.QUANTIZED))),
+        *(module.BENCHMARK.section() for module in AFTER),
+        papers.paper(result(papers.PAPER)),
+        *papers.paper_turns(result(papers.PAPER)),
+        papers.attention(result(papers.ATTENTION)),
+        chips.compiled(result(chips.COMPILED)),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -147,7 +146,7 @@ def architectures_section() -> str:
     """Section of docs/guide/compatibility.md."""
     from tests.support.architectures import section
 
-    return section(read(ARCHITECTURES))
+    return section(result(ARCHITECTURES))
 
 
 def results_section() -> str:
@@ -159,21 +158,14 @@ def results_section() -> str:
     }
     lines = []
     for name, title in names.items():
-        data = read(name)
+        data = result(name)
         files = f"[table](results/{name}.md), [JSON](results/{name}.json)"
         lines.append(f"- {title}: `{data['command']}`, {machine_of(data['facts'])}; {files}")
-    facts = read(ARCHITECTURES)["facts"]
+    facts = result(ARCHITECTURES)["facts"]
     lines.append(
-        f"- every architecture against plain `generate`: `{read(ARCHITECTURES)['command']}`,"
+        f"- every architecture against plain `generate`: `{result(ARCHITECTURES)['command']}`,"
         f" {machine_of(facts)}; [JSON](results/{ARCHITECTURES}.json)"
     )
-    for name in STEPS:
-        facts = read(name)["machine"]
-        lines.append(
-            "- one decode step through transformers' own loop, before there was an engine:"
-            f" {facts['date']}, revision {facts['revision']}, {facts['cpu']};"
-            f" [JSON](results/{name}.json)"
-        )
     return "\n".join(lines)
 
 
@@ -192,7 +184,7 @@ def workloads_section() -> str:
 def gpu_day_section() -> str:
     """Section of benchmarks/gpu_day.md."""
     names = [name for name in gpu_day.NAMES if (report.RESULTS / f"{name}.json").exists()]
-    return gpu_day.outcomes({name.rpartition("-")[2]: read(name) for name in names})
+    return gpu_day.outcomes({name.rpartition("-")[2]: result(name) for name in names})
 
 
 SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
@@ -213,10 +205,12 @@ PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
     papers.ATTENTION: lambda data, stem: attention.draw(data, stem.with_suffix(".png")),
     papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
-    **dict.fromkeys(features.LORA, lambda data, stem: lora.draw(data, stem.with_suffix(".png"))),
-    **dict.fromkeys(
-        features.PARALLEL, lambda data, stem: parallel.draw(data, stem.with_suffix(".png"))
-    ),
+    **{
+        module.BENCHMARK.results[0][0]: lambda data, stem, module=module: module.draw(
+            data, stem.with_suffix(".png")
+        )
+        for module in (lora, parallel)
+    },
 }
 """What draws the pictures of a result, beside its JSON file."""
 
@@ -246,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check, status = arguments.check, 0
     if arguments.pictures:
         for name, draw in PICTURES.items():
-            draw(read(name), report.RESULTS / name)
+            draw(result(name), report.RESULTS / name)
         return 0
     for path in SECTIONS:
         text, name = render(path), os.path.relpath(path)

@@ -26,17 +26,8 @@ HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
-def command_line(argv: Sequence[str] | None = None, module: str = "") -> str:
-    """
-    The command that repeats this run.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): Arguments of `python -m module`; `None`: those of this
-            process.
-        module (`str`): Used only with `argv`.
-    """
-    if argv is not None:
-        return shlex.join(["python", "-m", module, *argv])
+def command_line() -> str:
+    """The command that repeats this run."""
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 
@@ -141,6 +132,36 @@ def write(
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the JSON of `write`: `command`, `facts`, `rows` and the rest."""
     return json.loads(Path(path).read_text())
+
+
+def result(name: str) -> dict[str, Any]:
+    """Content of a result file."""
+    return read(RESULTS / f"{name}.json")
+
+
+def picture_of(name: str, said: str) -> list[str]:
+    """Markdown of a result's picture, if the file exists."""
+    return (
+        [f"![{said}](../benchmarks/results/{name}.png)"]
+        if (RESULTS / f"{name}.png").exists()
+        else []
+    )
+
+
+def flow(text: str) -> str:
+    """Joins a paragraph into one line."""
+    return " ".join(text.split())
+
+
+def machine_of(facts: Row) -> str:
+    """One line about the machine and the software of a run."""
+    isa = f" ({facts['isa']}, bfloat16: {facts['bf16']})" if facts.get("bf16") else ""
+    tree, cpu = facts.get("tree", "not recorded"), f"{facts['cpu']}{isa}"
+    when = f"{facts['date']} UTC, revision {facts['revision']} (work tree: {tree})"
+    size = f"{facts['cores']} cores, {facts['threads']} threads, {facts['ram_gib']} GiB"
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
+    load = f"load {facts['load_1min']} at the start"
+    return f"{when}; {cpu}, {size}, {load}; Python {facts['python']}, {versions}"
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

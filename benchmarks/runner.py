@@ -84,14 +84,18 @@ class Benchmark:
     Args:
         about (`str`): Help of the command.
         measure (`Callable`): From the options, the entries of the JSON file.
-        show (`Callable`): From these entries and the machine's facts, the paragraphs to print.
+        show (`Callable`): From the content of JSON files, those of several processes that ran one
+            revision, the paragraphs to print.
         options (`dict[str, dict]`): Options besides those below, and their `add_argument` keywords.
         fixed, quick (`dict`): Settings that are no options, and all that `--quick` changes; an
             option on the command line comes before both.
         turns (`int`, *optional*): Default of `--turns`; `None`: no such option.
         only (`str`): Help of `--only`; empty: no such option.
         known (`Iterable[str]`): Names that `--only` takes, by commas; empty: it takes any text.
-        facts (`str`): Key of the machine's facts in the JSON file.
+        title (`str`): Of its section in the documentation.
+        results (`Sequence`): Committed JSON files that the section shows, by their names; those of
+            one table together.
+        picture (`str`): Says what `draw` shows.
         is_wrong (`Callable`): Whether the entries fail the benchmark's check: the exit status is
             then 1.
         draw (`Callable`, *optional*): Draws a picture of the entries to a path.
@@ -101,14 +105,16 @@ class Benchmark:
 
     about: str
     measure: Callable[[argparse.Namespace], Data]
-    show: Callable[[Data], Iterable[str]]
+    show: Callable[[Sequence[Data]], Iterable[str]]
+    title: str = ""
+    results: Sequence[Sequence[str]] = ()
+    picture: str = ""
     options: Mapping[str, Data] = field(default_factory=dict)
     fixed: Data = field(default_factory=dict)
     quick: Data = field(default_factory=dict)
     turns: int | None = None
     only: str = ""
     known: Iterable[str] = ()
-    facts: str = "machine"
     is_wrong: Callable[[Data], bool] = lambda data: any(
         row.get("equal") == "NO" for row in data["rows"]
     )
@@ -132,6 +138,27 @@ class Benchmark:
             args.only = parts(parser, args.only, self.known)
         return args
 
+    def section(self) -> str:
+        """The documentation of the committed results: what the docstring says of the benchmark, and
+        what the command prints."""
+        paragraphs = self.about.strip().split("\n\n")
+        said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
+        parts = [f"**{self.title}**: {' '.join(said)}"]
+        for names in self.results:
+            runs = [report.result(name) for name in names]
+            parts += self.shown(runs) if "runs" not in runs[0] else []
+            for run in runs[0].get("runs", ()):
+                parts += self.shown([run])
+        return "\n\n".join(parts)
+
+    def shown(self, runs: Sequence[Data]) -> list[str]:
+        """The machine and the tables of one group of results."""
+        facts = runs[0].get("facts") or runs[0]["machine"]  # as older results name them
+        command = f"`python -m {self.measure.__module__}`, {report.machine_of(facts)}"
+        processes = f"; {len(runs)} processes" if len(runs) > 1 else ""
+        picture = report.picture_of(self.results[0][0], self.picture) if self.picture else []
+        return [f"{command}{processes}:", *filter(None, self.show(runs)), *picture]
+
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command; returns 1 if the check fails."""
         args = self.parse(argv)
@@ -139,8 +166,8 @@ class Benchmark:
             torch.set_num_threads(args.threads)
         facts = machine.facts(getattr(args, "device", "cpu"))
         with quiet():
-            data = {self.facts: facts, **self.measure(args)}
-        print(*self.show(data), sep="\n\n")
+            data = {"facts": facts, **self.measure(args)}
+        print(*self.show([data]), sep="\n\n")
         if args.json:
             content = data
             if self.adds is not None:

@@ -8,7 +8,9 @@ W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some
 random: the same row counts, with text that never repeats. assistants: 8 rows of a model of 25
 million parameters, with assistants of several sizes trained on the same text. stages: time by stage
 of a turn with the assistant of a tenth of the size. All in float32 on the CPU, greedy, with new
-prompts in every turn.
+prompts in every turn, from texts that the training did not have; 95% intervals. A target is met
+where the interval reaches it. A step of the target that verifies candidates computes more tokens
+than one without, and takes proportionally longer where arithmetic is the bottleneck.
 """
 
 from __future__ import annotations
@@ -41,31 +43,13 @@ from hf_paged.batching.execution.executor import Executor
 from hf_paged.plan import StepPlan
 
 WARM_UPS = 10
-ACCEPTED, NO_COST, FASTER = 2.0, 1.02, 1.2
-"""Targets: accepted tokens per row and step; ratio without repeats; speedup with an assistant of a
-tenth of the size."""
+NO_COST, FASTER = 1.02, 1.2
+"""Targets: ratio without repeats; speedup with an assistant of a tenth of the size."""
 TENTH = "language-2.5m"
 LONGEST_DRAFT = 40  # tokens per row; prompts are longer
 OFF = "off"
 UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=8192)
 """Random weights over a vocabulary so large that practically no pair of words repeats."""
-COLUMNS = {
-    "case": "case",
-    "speculation": "speculation",
-    "turns": "turns",
-    "off_s": "off, s",
-    "on_s": "on, s",
-    "ratio": "on / off",
-    "interval": "95% interval",
-    "proposed": "proposed",
-    "accepted": "accepted",
-    "acceptance": "acceptance",
-    "per_step": "accepted a row and step",
-    "rows": "of the rows",
-    "equal": "tokens as off",
-    "plain": "tokens as plain",
-    "target": "targets",
-}
 
 
 @dataclass(frozen=True)
@@ -200,9 +184,8 @@ def run(
 
 
 def row_of(workload: Workload, name: str, off: Turns, on: Turns) -> dict[str, Any]:
-    """A row of the table; the caller adds targets."""
+    """A row; the caller adds the limit of the ratio."""
     ratios = paired.ratios(on.seconds, off.seconds)
-    slower = paired.estimate(ratios)
     by_row = [value for turn in on.turns for value in turn.per_step]
     proposed, accepted = (sum(column) for column in zip(*(turn[1:3] for turn in on.turns)))
     return {
@@ -211,15 +194,12 @@ def row_of(workload: Workload, name: str, off: Turns, on: Turns) -> dict[str, An
         "turns": len(ratios),
         "off_s": statistics.median(off.seconds),
         "on_s": statistics.median(on.seconds),
-        "ratio": slower.value,
-        "interval": paired.span(slower[1:]),
+        "ratio": statistics.median(ratios),
         "ratios": ratios,
         "proposed": proposed,
         "accepted": accepted,
-        "acceptance": share_of(accepted, proposed),
         "acceptance_by_turn": [turn.accepted / max(1, turn.proposed) for turn in on.turns],
         "per_step": statistics.mean(by_row),
-        "rows": paired.span(by_row),
         "equal": on.equal,
         "plain": on.plain,
     }
@@ -230,19 +210,11 @@ def share_of(accepted: int, proposed: int) -> str:
 
 
 def ngrams(model: Any, shape: Shape, workload: Workload, turns: int) -> dict[str, Any]:
-    """A row of the table, with the issue's targets."""
+    """A row, with the limit that the issue sets."""
     systems = {OFF: Engine(), "n-grams": Engine(hf_paged.PagedConfig(speculation="ngram"))}
     found = run(model, shape, workload, systems, turns)
     row = row_of(workload, "n-grams", found[OFF], found["n-grams"])
-    assert workload.target is not None
-    row["limit"] = workload.target
-    if not isinstance(workload, Edits):
-        least = paired.estimate(row["ratios"]).low
-        row["target"] = f"interval of the ratio includes {paired.at_most(least, workload.target)}"
-    else:
-        accepted = f"accepted {paired.verdict([row['per_step']], ACCEPTED)}"
-        row["target"] = f"{paired.at_most(row['ratio'], workload.target)}; {accepted}"
-    return row
+    return {**row, "limit": workload.target}
 
 
 def break_even(sizes: Sequence[int], ratios: Sequence[float]) -> tuple[float | None, str]:
@@ -276,8 +248,6 @@ def assistants(
         row["parameters"] = sizes[-1], target.num_parameters()
         if name == TENTH:
             row["limit"] = 1 / FASTER
-            faster = paired.verdict([1 / ratio for ratio in row["ratios"]], FASTER)
-            row["target"] = f"off / on {faster}"
         rows.append(row)
     rows[-1]["break_even"], rows[-1]["break_even_from"] = break_even(
         sizes, [row["ratio"] for row in rows]
@@ -408,9 +378,7 @@ def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Lines below the table."""
-    found = [
-        f"{row['case']}, {row['speculation']}: {row['target']}" for row in rows if "target" in row
-    ]
+    found = []
     for row in rows:
         if "break_even_from" in row:
             size, told = row["break_even"], "no break-even size"
@@ -437,20 +405,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "notes": notes(rows), "stages": stage_rows}
 
 
-def show(data: dict[str, Any]) -> list[str]:
-    tables = ((data["rows"], COLUMNS), (data["stages"], STAGES))
-    return [*(markdown(rows, columns) for rows, columns in tables if rows), *data["notes"]]
+def show(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    tables = (pooled(runs), None), (runs[0].get("stages", ()), STAGES)
+    notes = [f"{note}." for run in runs for note in run["notes"] if "break-even" in note]
+    return [*(markdown(rows, columns) for rows, columns in tables if rows), " ".join(notes)]
 
 
-main = runner.Benchmark(
+BENCHMARK = runner.Benchmark(
     __doc__,
     measure,
     show,
+    title="Several tokens per step",
+    results=(("speculation-cpu-1", "speculation-cpu-2"), ("speculation-stages-cpu",)),
     turns=15,
     only="parts, by commas (all)",
     known=("W7", "W8", "random", "assistants", "stages"),
     quick={"turns": 1},
-).main
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import hf_paged
-from benchmarks import generate, generate_tables, machine, readme, report, sections
+from benchmarks import generate, generate_tables, machine, readme, report
 from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
@@ -129,7 +129,7 @@ def test_the_readme_is_short():
 
 
 def test_whole_calls_are_one_run_of_one_clean_revision():
-    data = sections.read(calls.WHOLE_CALLS)
+    data = report.result(calls.WHOLE_CALLS)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
     assert re.fullmatch(

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu_day.record import CUDA, FAKE
-from benchmarks.gpu_day.runner import Options, run
-from benchmarks.gpu_day.stages import MINUTES, STAGES
+from benchmarks.gpu_day.runner import MINUTES, STAGES, Options, run
 
 MOST_MINUTES = 24 * 60
 

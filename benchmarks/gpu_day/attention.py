@@ -14,8 +14,6 @@ from benchmarks.attention_peers import (
     CONTIGUOUS,
     AtenFlash,
     Contiguous,
-    FlashAttention,
-    FlashInfer,
     Ours,
     Peer,
     Quantized,
@@ -84,7 +82,7 @@ def compare(record: Record, setting: Setting, limits: Ceilings) -> dict[str, str
 
 def contenders() -> list[Peer]:
     """The contiguous ideal, ours, transformers' own, and the kernels that may be installed."""
-    others = [Transformers("sdpa"), Varlen(), AtenFlash(), FlashAttention(), FlashInfer()]
+    others = [Transformers("sdpa"), Varlen(), AtenFlash()]
     return [Contiguous(), Ours(""), Quantized(), *others]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -92,26 +93,13 @@ def without_graphs(job: Job) -> dict[str, Any]:
     return row | ({"problem": "steps were replayed"} if row["replayed"] else {})
 
 
-def sampled(job: Job) -> dict[str, Any]:
-    return compare(
-        *llama(job), {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 40}
-    )
-
-
-def beams(job: Job) -> dict[str, Any]:
-    return compare(
-        *llama(job),
-        {"do_sample": False, "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 40},
-    )
+def called(job: Job, rows: int = 3, **options: Any) -> dict[str, Any]:
+    """A call with other options than greedy ones."""
+    return compare(*llama(job, rows), {**GREEDY, **options})
 
 
 def assisted(job: Job) -> dict[str, Any]:
-    assistant = models.get_assistant("llama").to(job.device)
-    return compare(*llama(job, rows=1), {**GREEDY, "assistant_model": assistant})
-
-
-def looked_up(job: Job) -> dict[str, Any]:
-    return compare(*llama(job, rows=1), {**GREEDY, "prompt_lookup_num_tokens": 3})
+    return called(job, rows=1, assistant_model=models.get_assistant("llama").to(job.device))
 
 
 def swapped(job: Job) -> dict[str, Any]:
@@ -188,11 +176,11 @@ def threads(job: Job) -> dict[str, Any]:
 FEATURES: dict[str, Callable[[Job], dict[str, Any]]] = {
     "graphs": with_graphs,
     "graphs off": without_graphs,
-    "sampled": sampled,
-    "beams": beams,
+    "sampled": functools.partial(called, do_sample=True, num_return_sequences=4, max_new_tokens=40),
+    "beams": functools.partial(called, num_beams=4, num_return_sequences=2, max_new_tokens=40),
     "swap": swapped,
     "int8": int8,
     "assisted": assisted,
-    "prompt lookup": looked_up,
+    "prompt lookup": functools.partial(called, rows=1, prompt_lookup_num_tokens=3),
     "two threads": threads,
 }

@@ -1,4 +1,5 @@
-"""Runs the stages, each in a process with a limit, and keeps what they find."""
+"""The stages of a run, in the order of what they tell; runs each in a process with a limit, and
+keeps what it finds."""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day.record import FAKE
-from benchmarks.gpu_day.stages import MINUTES, Stage
 from benchmarks.gpu_day.summary import summary
 from benchmarks.report import replace_file
 
@@ -24,6 +24,53 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a ru
 RESERVE_SECONDS = 4.0  # for the summary
 LOG_CHARACTERS = 3000  # of a stage's output, kept in its file
 TIMEOUT = "Timeout ("  # in the log of a stage that ended itself, before the stacks of its threads
+
+
+MINUTES = 9.0
+"""Length of the run that the stages' seconds are of."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """
+    Args:
+        function (`str`): As `module:function`; it takes a [`Record`].
+        seconds (`float`): Its part of a run of `MINUTES` minutes, without the imports; 0: all that
+            is left.
+        is_beside (`bool`): Whether it runs beside the stages after it, up to the first that
+            `is_timed`.
+        is_timed (`bool`): Whether it measures time, so that nothing else may run.
+        is_interpreted (`bool`): Whether its kernels run in Triton's interpreter where there is no
+            GPU.
+        has_cpp (`bool`): Whether it also uses the C++ kernels on a machine with a GPU. They take
+            long to build.
+    """
+
+    name: str
+    title: str
+    function: str
+    seconds: float
+    is_beside: bool = False
+    is_timed: bool = False
+    is_interpreted: bool = False
+    has_cpp: bool = False
+
+
+STAGES = (
+    Stage("0", "kernels compiled ahead", "benchmarks.gpu_day.compiling:run", 90, is_beside=True),
+    Stage(
+        "a",
+        "every kernel once, against its reference",
+        "benchmarks.gpu_day.kernels:run",
+        30,
+        is_interpreted=True,
+    ),
+    Stage("b", "tokens equal to plain generate's, float32", "benchmarks.gpu_day.parity:run", 150),
+    Stage("c", "attention alone", "benchmarks.gpu_day.attention:run", 40, is_timed=True),
+    Stage("d", "steps of random models", "benchmarks.gpu_day.steps:run", 80, is_timed=True),
+    Stage("e", "whole calls", "benchmarks.gpu_day.calls:run", 100, is_timed=True),
+    Stage("f", "pytest -m gpu", "benchmarks.gpu_day.suite:run", 0, has_cpp=True),
+)
 
 
 @dataclass(frozen=True)
@@ -138,16 +185,17 @@ class Running:
         self._log = tempfile.TemporaryFile()
         most = options.start_seconds + seconds + options.grace_seconds
         self._start, self._limit = time.monotonic(), min(most, left)
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.gpu_day.stage",
-            stage.function,
-            str(self._path),
-        ]
-        command += ["--device", options.device, "--seconds", f"{min(seconds, left):.1f}"]
-        command += ["--start", str(options.start_seconds), "--grace", str(options.grace_seconds)]
-        command += ["--cache", str(options.cache or ""), "--revision", options.revision]
+        told = {
+            "function": stage.function,
+            "path": str(self._path),
+            "device": options.device,
+            "seconds": min(seconds, left),
+            "start_seconds": options.start_seconds,
+            "grace_seconds": options.grace_seconds,
+            "cache": str(options.cache or ""),
+            "revision": options.revision,
+        }
+        command = [sys.executable, "-m", "benchmarks.gpu_day.stage", json.dumps(told)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

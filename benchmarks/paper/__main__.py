@@ -10,29 +10,25 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, report, runner
 from benchmarks.paper import article, vattention
-from benchmarks.paper.blocks import block_sizes, preemption
 from benchmarks.paper.kernel import overhead
-from benchmarks.paper.memory import batch_size, waste
+from benchmarks.paper.memory import batch_size, block_sizes, waste
 from benchmarks.paper.plots import draw_all
 from benchmarks.paper.rows import FULL, QUICK, READ, TOLD, TOLD_S1, TOLD_S2, Row, Size
 from benchmarks.paper.schedulers import schedulers
-from benchmarks.paper.sharing import beams, example, sampling
+from benchmarks.paper.sharing import example, sampling
 from benchmarks.runner import option
 
 TABLES: dict[str, Callable[[Size], list[Row]]] = {
     "waste": waste,
     "batch_size": batch_size,
     "sampling": sampling,
-    "beams": beams,
     "example": example,
     "block_sizes": block_sizes,
-    "preemption": preemption,
     "overhead": overhead,
     "schedulers": schedulers,
     **vattention.TABLES,
@@ -62,7 +58,6 @@ NOTES = (
 OPTIONS = {
     "--only": option(f"of {', '.join(TABLES)}", nargs="+", metavar="NAME"),
     "--quick": option("small traces and models, under 60 s", action="store_true"),
-    "--requests": option("of the trace that compares the schedulers", type=int),
     "--json": option("a .md and plots beside it; keeps what other runs put there", type=Path),
 }
 
@@ -77,10 +72,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json is not None and options.json.suffix != ".json":
         parser.error(f"--json {options.json}: the name must end in .json")
     size = QUICK if options.quick else FULL
-    if options.requests is not None:
-        if options.requests < 1:
-            parser.error(f"--requests {options.requests}: it must be at least 1")
-        size = replace(size, requests=options.requests)
     facts = machine.facts()
     print("; ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
     rows, runs = run([name for name in TABLES if name in (options.only or TABLES)], size)

@@ -14,8 +14,7 @@ import torch
 import hf_paged
 from benchmarks import paired, parallel
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.blocks import ENGINE_SLOTS, SUPPORTED, WHY_SWAP, sharegpt_pairs
-from benchmarks.paper.kernel import seconds_of
+from benchmarks.paper.kernel import BLOCKS, seconds_of
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
@@ -24,11 +23,12 @@ from benchmarks.paper.turns import Times, details_of, in_turns, measured, said, 
 from benchmarks.systems import Generate, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
 
-SWEEP = tuple(block for block in SUPPORTED if block <= 64)
+ENGINE_SLOTS = 1024
+SWEEP = tuple(block for block in BLOCKS if block <= 64)
 REQUESTS_A_SECOND = {4: 3.12, 8: 3.38, 16: 3.56, 32: 3.48, 64: 3.21}
 OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
 """S4's overhead in percent, by block size."""
-SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in SUPPORTED)
+SWAPPED_BLOCKS = tuple(block for block in (8, 16, 64) if block in BLOCKS)
 METHODS = ("swap", "recompute")
 SCALED = {
     "LLaMA-7B": (1.24, 4.21),
@@ -37,6 +37,15 @@ SCALED = {
     "LLaMA-65B": (0.18, 0.89),
 }
 """S4's requests per second of FasterTransformer and of vLLM."""
+
+
+def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
+    """Prompt and output lengths like ShareGPT's, cut so that a run takes about a second."""
+    trace = make_trace(SHAREGPT, size.engine_requests, seed=2)
+    return [
+        (min(256, prompt), max(2, min(48, output // 16)))
+        for prompt, output in zip(trace.prompts, trace.outputs)
+    ]
 
 
 def block_times(size: Size) -> dict[str, Times]:
@@ -94,6 +103,11 @@ _WHY_SWEEP = (
 )
 
 
+_WHY_SWAP = (
+    "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly"
+)
+
+
 def preempting_pairs(size: Size) -> list[tuple[int, int]]:
     """Prompt and output lengths of requests that outgrow the memory while several run."""
     draw, count = random.Random(3), max(6, size.engine_requests)
@@ -130,7 +144,7 @@ def preempted(size: Size) -> list[Row]:
 
     The same: one trace, one undersized memory, one method for all preemptions. Different: host
     memory on both sides of a swap; 2 layers of a small random model in float32 on a CPU; few
-    requests with short contexts. `preemption` has both methods without the rest of a run.
+    requests with short contexts.
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []
@@ -147,7 +161,7 @@ def preempted(size: Size) -> list[Row]:
         ours, source = f"{said(ratios, size)}; {figures}", f"{PAPER}, section 7.3 ({READ})"
         details = {"block_size": int(block), "seconds": seconds, "preemptions": counts}
         details |= details_of(ratios)
-        rows.append(Row(name, said_there[int(block)], ours, "times", source, WHY_SWAP, details))
+        rows.append(Row(name, said_there[int(block)], ours, "times", source, _WHY_SWAP, details))
     return rows
 
 

@@ -2,107 +2,39 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from benchmarks import paired, runner
+from benchmarks import attention, attention_data, paired, runner
+from benchmarks.attention_data import Case, Setting
+from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
-from hf_paged.attention import backends
-from hf_paged.attention.backends import reference
-from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.config import MIN_BLOCK_SIZE
-from hf_paged.step import StepMetadata
 
 ROWS = 8
 BLOCKS = tuple(size for size in (4, 8, 16, 32, 64, 128, 256) if size >= MIN_BLOCK_SIZE)
 LAYERS = 8
 
 
-def _step(tables: Tensor, context: int, block: int) -> StepMetadata:
-    return StepMetadata.rectangle(tables, (context,) * tables.shape[0], block)
-
-
-def _call(
-    query: Tensor, pool: Tensor, step: StepMetadata, kv_heads: int, scale: float
-) -> AttentionCall:
-    """Attention call for queries `[rows, heads, 1, head_dim]`."""
-    return AttentionCall(
-        query[:, :, 0], KVBlocks((pool,), pool[:, :kv_heads], pool[:, kv_heads:]), step, scale
-    )
-
-
-def contenders(shape: Shape, context: int) -> dict[str, Callable[[int], Tensor]]:
-    """Decode attention of `ROWS` rows over the same K/V in several layouts: functions of the layer
-    that return `[rows, 1, heads, head_dim]`.
-    """
-    draw = torch.Generator().manual_seed(0)
-    head_dim = shape.head_dim
-    query = torch.randn(ROWS, shape.heads, 1, head_dim, generator=draw).bfloat16()
-    both = [
-        torch.randn(ROWS, 2 * shape.kv_heads, context, head_dim, generator=draw).bfloat16()
-        for _ in range(LAYERS)
-    ]
-    scale = head_dim**-0.5
-
-    def paged(pools: list[Tensor], step: StepMetadata) -> Callable[[int], Tensor]:
-        calls = [_call(query, pool, step, shape.kv_heads, scale) for pool in pools]
-        return lambda layer: backends.attend(calls[layer]).unsqueeze(1)
-
-    def contiguous(layer: int) -> Tensor:
-        keys, values = both[layer][:, : shape.kv_heads], both[layer][:, shape.kv_heads :]
-        packed = query.reshape(ROWS, shape.kv_heads, -1, head_dim)
-        out = F.scaled_dot_product_attention(packed, keys, values, scale=scale)
-        return out.reshape(ROWS, shape.heads, 1, head_dim).transpose(1, 2)
-
-    whole = torch.arange(ROWS, dtype=torch.int32)[:, None]
-    found: dict[str, Callable[[int], Tensor]] = {
-        "one block a row": paged(both, _step(whole, context, context)),
-        "sdpa": contiguous,
-    }
+def contenders(shape: Shape, context: int) -> dict[str, Attention]:
+    """Decode attention of `ROWS` rows in several layouts, each compared with the reference:
+    functions of the layer."""
+    case = Case(f"{ROWS} x {context}", "decode", (context,) * ROWS)
+    layouts = {"sdpa": (context, False), "one block a row": (context, False)}
     for block in BLOCKS:
-        count = context // block
-        if not count:
-            continue
-        cut = [
-            # [rows * count, 2 kv, ...]
-            layer.unflatten(2, (count, block)).transpose(1, 2).flatten(0, 1).contiguous()
-            for layer in both
-        ]
-        order = torch.randperm(ROWS * count, generator=draw)
-        shuffled = [torch.empty_like(pool) for pool in cut]
-        for target, source in zip(shuffled, cut):
-            target[order] = source
-        consecutive = torch.arange(ROWS * count, dtype=torch.int32).view(ROWS, count)
-        found[f"blocks of {block} in order"] = paged(cut, _step(consecutive, context, block))
-        found[f"blocks of {block}"] = paged(
-            shuffled, _step(order.int().view(ROWS, count), context, block)
-        )
-    _check(found, both[0], query, shape, scale, context)
+        if block <= context:
+            layouts[f"blocks of {block} in order"] = block, False
+            layouts[f"blocks of {block}"] = block, True
+    found = {}
+    for name, (block, is_shuffled) in layouts.items():
+        setting = Setting(shape, case, block, "bf16", "cpu")
+        data = attention_data.make(setting, layers=LAYERS, is_shuffled=is_shuffled)
+        peer = Contiguous() if name == "sdpa" else Ours("")
+        functions, problems = attention.admit([peer], data)
+        if problems:
+            raise AssertionError(f"{name}: {problems[peer.name]}")
+        found[name] = functions[peer.name]
     return found
-
-
-def _check(
-    found: dict[str, Callable[[int], Tensor]],
-    both: Tensor,
-    query: Tensor,
-    shape: Shape,
-    scale: float,
-    context: int,
-) -> None:
-    """Raises unless every contender matches the reference."""
-    whole = _step(torch.arange(ROWS, dtype=torch.int32)[:, None], context, context)
-    expected = reference.attend(_call(query, both, whole, shape.kv_heads, scale)).unsqueeze(1)
-    for name, function in found.items():
-        try:
-            torch.testing.assert_close(function(0), expected, atol=2e-2, rtol=2e-2)
-        except AssertionError as error:
-            raise AssertionError(f"{name} differs from the reference: {error}") from None
 
 
 @torch.no_grad()
@@ -129,7 +61,6 @@ def overhead(size: Size) -> list[Row]:
     minimum and maximum. Blocks are in random order unless stated otherwise.
     """
     seconds = seconds_of(size, 3 * size.repeats)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     rows = []
     for name in seconds:
         if not name.startswith("blocks"):
@@ -141,11 +72,9 @@ def overhead(size: Size) -> list[Row]:
                 continue
             published, source = _PUBLISHED[base] if is_main else ("", "")
             what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            details = {"ms": 1e3 * medians[name], "base_ms": 1e3 * medians[base]}
-            details |= {"block_size": block, "base": base}
             why = _WHY[base] if is_main else ""
             over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
-            details |= {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
+            details = {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
             ours = f"{ranged(over, '.3g')}, {len(over)} turns"
             title = f"{name}, {size.context} tokens a row, over {what}"
             rows.append(Row(title, published, ours, "%", source, why, details))

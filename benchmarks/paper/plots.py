@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.paper.schedulers import SYSTEMS, shown
 
 PARTS = {
     "used": "holds a token",
@@ -23,8 +22,6 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
     simulated = "simulated with the engine's scheduler and block manager"
     pictures = {
         "waste": (waste, "waste", simulated),
-        "schedulers": (schedulers, "schedulers", simulated),
-        "blocks": (blocks, "block_sizes", ""),
         "vattention": (vattention, "decode", ""),
         "s4": (article, "sweep", "models over GPUs: computed"),
     }
@@ -88,65 +85,6 @@ def _stack(axis: Any, x: float, shares: Mapping[str, float], is_first: bool) -> 
 def _numbers(published: str) -> dict[str, float]:
     pairs = [part.split() for part in published.split(", ")]
     return {name: float(number) for number, name in pairs}
-
-
-def schedulers(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
-    """Normalized latency over the request rate, by step cost."""
-    found = [
-        row["details"]
-        for row in rows
-        if row["table"] == "schedulers" and "curves" in row.get("details", {})
-    ]
-    if not found:
-        return None
-    drawing, axes = report.figure(440, foot, ncols=len(found), squeeze=False)
-    for axis, details in zip(axes[0], found):
-        for index, system in enumerate(SYSTEMS):
-            rates, latencies = zip(*details["curves"][system])
-            name = "hf_paged" if system == "ours" else shown(system)
-            axis.plot(rates, latencies, label=name, linewidth=1.6, **report.marked(index))
-        axis.axhline(details["bound"], color=report.GREY, linewidth=0.8, linestyle="--")
-        axis.set_ylim(0, 2 * details["bound"])
-        axis.set_xlim(left=0)
-        axis.set_xlabel("requests a second")
-        axis.set_title(details["cost"], fontsize=10)
-        style = {"fontsize": 8, "color": report.GREY, "ha": "right", "va": "bottom"}
-        axis.text(axis.get_xlim()[1], details["bound"], "latency bound", **style)
-    axes[0][0].set_ylabel("seconds per output token (mean)")
-    report.legend_below(drawing, axes[0][0], len(SYSTEMS))
-    return report.save(drawing, path)
-
-
-def blocks(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
-    """Left: throughput over block sizes; right: recompute and swap."""
-    rates: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["table"] == "block_sizes":
-            details = row["details"]
-            rates.setdefault(details["series"], []).append((details["block_size"], row["ours"]))
-    swaps = [row["details"] for row in rows if row["table"] == "preemption"]
-    if not rates or not swaps:
-        return None
-    drawing, (left, right) = report.figure(430, foot, ncols=2)
-    for index, (series, points) in enumerate(rates.items()):
-        left.plot(*zip(*points), label=series, **report.marked(index))
-    left.set_ylim(0, 1.3)
-    left.set_ylabel("throughput, over block size 16")
-    sizes = [details["block_size"] for details in swaps]
-    lines = {
-        "recompute": [details["recompute_ms"] for details in swaps],
-        "swap out and in": [details["swap_out_ms"] + details["swap_in_ms"] for details in swaps],
-    }
-    for index, (name, times) in enumerate(lines.items(), start=len(rates)):
-        right.plot(sizes, times, label=name, **report.marked(index))
-    right.set_yscale("log")
-    report.log_ticks(right.yaxis)
-    right.set_ylabel("milliseconds of one preempted request")
-    all_sizes = sorted({size for points in rates.values() for size, _ in points})
-    for axis, ticks in ((left, all_sizes), (right, sizes)):
-        report.octaves(axis, ticks, "tokens in a block")
-        report.legend_above(axis)
-    return report.save(drawing, path)
 
 
 def vattention(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:

@@ -59,29 +59,20 @@ class Size:
     Amount of work of a run.
 
     Args:
-        requests (`int`): Requests of the trace that compares the schedulers with measured costs.
-        short (`int`): Requests of every other simulated trace.
-        shape (`str`): Model whose steps, copies and attention are timed, from
-            `benchmarks.models.SHAPES`.
-        engine_shape (`str`): Model that serves whole requests.
-        context (`int`): Tokens of a preempted request, and of a row that a kernel reads.
+        short (`int`): Requests of a simulated trace.
+        shape (`str`): Model whose steps and attention are timed, from `benchmarks.models.SHAPES`.
+        context (`int`): Tokens of a row that a kernel reads.
         engine_requests (`int`): Timed requests per block size.
-        beam_prompts (`int`): Prompts of each beam search.
-        beam_tokens (`int`): Most tokens of such a prompt, and most new tokens.
         repeats (`int`): Repeats of every timed measurement.
         seeds (`int`): Number of traces, for figures shown with their range over seeds.
         small (`str`): Shape of the float32 model for whole calls that take turns.
         turns (`int`): Turns of the contenders in each of `processes` processes.
     """
 
-    requests: int
     short: int
     shape: str
-    engine_shape: str
     context: int
     engine_requests: int
-    beam_prompts: int
-    beam_tokens: int
     repeats: int
     seeds: int
     small: str = "llama-tiny"
@@ -89,9 +80,9 @@ class Size:
     processes: int = 1
 
 
-TINY = Size(60, 40, "llama-tiny", "llama-tiny", 64, 2, 2, 24, 1, 1)
-QUICK = Size(10_000, 1_000, "llama-100m", "llama-tiny", 256, 8, 3, 64, 3, 2)
-FULL = Size(1_000_000, 10_000, "llama-100m", "llama-100m", 1024, 8, 4, 256, 9, 5, "llama-24m", 8, 2)
+TINY = Size(40, "llama-tiny", 64, 2, 1, 1)
+QUICK = Size(1_000, "llama-100m", 256, 8, 3, 2)
+FULL = Size(10_000, "llama-100m", 1024, 8, 9, 5, "llama-24m", 8, 2)
 
 
 def ranged(values: Sequence[float], digits: str = ".4g") -> str:

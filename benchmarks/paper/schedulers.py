@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS, measured_cost
+from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
 from benchmarks.paper.rows import PAPER, READ, Row, Size
-from benchmarks.paper.serving import Outcome, StepCost, serve_paged, serve_reserved, serve_static
+from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved, serve_static
 from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
 
 SYSTEMS = ("static", "Max", "Pow2", "Oracle", "ours")
@@ -21,13 +21,13 @@ BOUND = 10.0
 other."""
 
 
-def serve(system: str, trace: Trace, cost: StepCost) -> Outcome:
+def serve(system: str, trace: Trace) -> Outcome:
     """Serves the trace in OPT-13B's number of slots."""
     if system == "static":
-        return serve_static(trace, cost, OPT_13B_SLOTS)
+        return serve_static(trace, A100, OPT_13B_SLOTS)
     if system == "ours":
-        return serve_paged(trace, cost, OPT_13B_SLOTS)
-    return serve_reserved(trace, cost, OPT_13B_SLOTS, POLICIES[system], system)
+        return serve_paged(trace, A100, OPT_13B_SLOTS)
+    return serve_reserved(trace, A100, OPT_13B_SLOTS, POLICIES[system])
 
 
 def shown(system: str) -> str:
@@ -45,24 +45,24 @@ def sustained(curve: list[tuple[float, float]], bound: float) -> float:
     return curve[-1][0] if curve[-1][1] <= bound else 0.0
 
 
-def curves(cost: StepCost, requests: int) -> dict[str, list[tuple[float, float]]]:
+def curves(requests: int) -> dict[str, list[tuple[float, float]]]:
     """Points (requests per second, normalized latency) of every system, at `LOADS` of its rate when
     all requests wait."""
     everybody = make_trace(SHAREGPT, requests)
     found: dict[str, list[tuple[float, float]]] = {}
     for system in SYSTEMS:
-        most = serve(system, everybody, cost).rate
+        most = serve(system, everybody).rate
         rates = [load * most for load in LOADS]
         found[system] = [
-            (rate, serve(system, make_trace(SHAREGPT, requests, rate), cost).normalized_latency)
+            (rate, serve(system, make_trace(SHAREGPT, requests, rate)).normalized_latency)
             for rate in rates
         ]
     return found
 
 
-def alone(cost: StepCost) -> float:
+def alone() -> float:
     """Normalized latency of requests that arrive one at a time."""
-    return serve_paged(make_trace(SHAREGPT, 50, rate=1e-9), cost, OPT_13B_SLOTS).normalized_latency
+    return serve("ours", make_trace(SHAREGPT, 50, rate=1e-9)).normalized_latency
 
 
 def schedulers(size: Size) -> list[Row]:
@@ -71,29 +71,18 @@ def schedulers(size: Size) -> list[Row]:
 
     The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency:
     seconds from arrival to end over output tokens, averaged over requests), the reservations.
-    Different: time is simulated with two step costs, one fitted to our engine's steps on this
-    machine, one a roofline of the paper's model and GPU; lengths are log-normal; static batches are
-    padded; at most 256 requests at a time and 2048 tokens per step, for all. Ours is the engine's
-    scheduler and block manager. Figure 13a's batch sizes are in the table `batch_size`.
+    Different: time is simulated with a roofline of the paper's model and GPU (`benchmarks.generate`
+    measures arrivals on a machine); lengths are log-normal; static batches are padded; at most 256
+    requests at a time and 2048 tokens per step, for all. Ours is the engine's scheduler and block
+    manager. Figure 13a's batch sizes are in the table `batch_size`.
     """
-    rows = []
-    measured, error = measured_cost(size.shape, size.repeats < 5)
-    for cost, requests in ((measured, size.requests), (A100, min(size.requests, size.short))):
-        few = min(size.short // 4, 2_000)
-        found = curves(cost, few)
-        bound = BOUND * alone(cost)
-        rates = {system: sustained(found[system], bound) for system in SYSTEMS}
-        details = {"cost": cost.name, "bound": bound, "curves": found, "requests": few}
-        if cost is measured:
-            details |= {name: getattr(cost, name) for name in ("fixed", "per_token", "per_context")}
-            details["median_error_percent"] = error
-        rows += list(_rates(rates, cost, details))
-        rate = SHARE * rates["ours"]
-        trace = make_trace(SHAREGPT, requests, rate)
-        for system in SYSTEMS:
-            outcome = serve(system, trace, cost)
-            rows.append(_at_one_rate(outcome, system, cost, rate, bound))
-    return rows
+    few = min(size.short // 4, 2_000)
+    found, bound = curves(few), BOUND * alone()
+    rates = {system: sustained(found[system], bound) for system in SYSTEMS}
+    rate = SHARE * rates["ours"]
+    trace = make_trace(SHAREGPT, size.short, rate)
+    at_one_rate = [_at_one_rate(serve(system, trace), system, rate, bound) for system in SYSTEMS]
+    return [*_rates(rates), *at_one_rate]
 
 
 PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
@@ -101,11 +90,10 @@ PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
 fits any smaller ratio."""
 
 
-def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) -> Iterator[Row]:
+def _rates(rates: dict[str, float]) -> Iterator[Row]:
     for system in SYSTEMS:
-        name = f"requests a second within the latency bound, {shown(system)}; {cost.name}"
-        more = details if system == "ours" else None
-        yield Row(name, "", rates[system], "requests/s", "", "", more)
+        name = f"requests a second within the latency bound, {shown(system)}; {A100.name}"
+        yield Row(name, "", rates[system], "requests/s", "")
     for system in SYSTEMS[:-1]:
         ratio = rates["ours"] / rates[system] if rates[system] else math.inf
         published = source = why = ""
@@ -114,34 +102,21 @@ def _rates(rates: dict[str, float], cost: StepCost, details: dict[str, object]) 
             published = f"{low:g} to {high:g}"
             source = f"{PAPER}, section 6.2, over three models ({READ})"
             if not low <= ratio <= high:
-                why = _WHY_A100 if cost is A100 else _WHY_MEASURED
+                why = _WHY
         ours = ratio if ratio < math.inf else "the other is never within it"
-        name = f"ours over {shown(system)}, requests a second; {cost.name}"
+        name = f"ours over {shown(system)}, requests a second; {A100.name}"
         yield Row(name, published, ours, "times", source, why)
 
 
-def _at_one_rate(outcome: Outcome, system: str, cost: StepCost, rate: float, bound: float) -> Row:
+def _at_one_rate(outcome: Outcome, system: str, rate: float, bound: float) -> Row:
     why = ""
     if outcome.normalized_latency > bound:
         why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
     asked = f"{outcome.requests} requests at {rate:.3g}/s"
-    name = f"seconds per output token, {asked}, {shown(system)}; {cost.name}"
-    details = {
-        "system": system,
-        "cost": cost.name,
-        "requests": outcome.requests,
-        "steps": outcome.steps,
-        "preemptions": outcome.preemptions,
-        "batch_size": outcome.rows,
-        "served_per_second": outcome.rate,
-        "usage": outcome.usage.percent(),
-    }
-    return Row(name, "", outcome.normalized_latency, "s", "", why, details)
+    name = f"seconds per output token, {asked}, {shown(system)}; {A100.name}"
+    return Row(name, "", outcome.normalized_latency, "s", "", why)
 
 
-_WHY_MEASURED = (
-    "on this machine a step's time grows with its tokens, so larger batches gain less than on a GPU"
-)
-_WHY_A100 = (
+_WHY = (
     "a roofline has no overhead per request or kernel, and the published range is over three models"
 )

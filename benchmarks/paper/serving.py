@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -65,6 +66,20 @@ class Usage:
     external: float = 0.0
     seconds: float = 0.0
 
+    def add(self, seconds: float, used: float, final: int, taken: int, num_slots: int) -> None:
+        """
+        Counts some seconds.
+
+        Args:
+            used (`float`): Slot-seconds that held tokens.
+            final, taken (`int`): Tokens of the running requests at their ends, and their slots.
+        """
+        self.used += used
+        self.reserved += seconds * final - used
+        self.internal += seconds * (taken - final)
+        self.external += seconds * (num_slots - taken)
+        self.seconds += seconds
+
     def percent(self) -> dict[str, float]:
         """Shares of the memory; they sum to 100."""
         parts = {name: getattr(self, name) for name in ("used", "reserved", "internal", "external")}
@@ -75,10 +90,9 @@ class Usage:
 @dataclass
 class Outcome:
     """Result of serving a trace; `normalized_latency` is the mean over requests of seconds per
-    output token."""
+    output token. Of ours also `tokens`, those scheduled, and `scheduling`, the CPU seconds that
+    this took."""
 
-    system: str
-    num_slots: int
     requests: int = 0
     seconds: float = 0.0
     latency: float = 0.0
@@ -86,6 +100,8 @@ class Outcome:
     busy_seconds: float = 0.0
     steps: int = 0
     preemptions: int = 0
+    tokens: int = 0
+    scheduling: float = 0.0
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -119,8 +135,8 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
     widest prompt and the longest output; the batch size is what fits if every row has the longest
     sequence. First come, first served; answers return when the batch ends.
     """
-    outcome, usage = Outcome("static", num_slots), Usage()
-    outcome.usage = usage
+    outcome = Outcome()
+    usage = outcome.usage
     most = min(MAX_SEQS, num_slots // LONGEST)
     first, now = 0, 0.0
     while first < len(trace):
@@ -135,10 +151,8 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
         alive = sorted(zip(outputs, prompts))
         while alive:  # one iteration per end of a row
             until = alive[0][0]
-            step_a, step_da = (
-                cost.work(rows) + cost.per_context * rows * (width + done - 1),
-                cost.per_context * rows,
-            )
+            step_da = cost.per_context * rows
+            step_a = cost.work(rows) + step_da * (width + done - 1)
             held = sum(prompt for _, prompt in alive) + len(alive) * (done - 1)
             steps = until - done
             used = sum_of_products(steps, step_a, step_da, held, len(alive))
@@ -148,11 +162,7 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
                 used, seconds = used + extra * (held + len(alive)), seconds + extra
             if is_full:
                 final = sum(prompt + output for output, prompt in alive)
-                usage.used += used
-                usage.reserved += seconds * final - used
-                usage.internal += seconds * (rows * LONGEST - final)
-                usage.external += seconds * (num_slots - rows * LONGEST)
-                usage.seconds += seconds
+                usage.add(seconds, used, final, rows * LONGEST, num_slots)
             now += seconds
             outcome.row_seconds += seconds * len(alive)
             done = until
@@ -167,14 +177,14 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
 
 
 def serve_reserved(
-    trace: Trace, cost: StepCost, num_slots: int, policy: Callable[[int, int], int], name: str
+    trace: Trace, cost: StepCost, num_slots: int, policy: Callable[[int, int], int]
 ) -> Outcome:
     """Iteration-level batches (Orca, OSDI'22): requests join and leave at every step, first come,
     first served; prompts run beside decodes. `policy` sets the memory reserved on admission, from a
     buddy allocator.
     """
-    outcome, usage = Outcome(name, num_slots), Usage()
-    outcome.usage = usage
+    outcome = Outcome()
+    usage = outcome.usage
     buddy = Buddy(num_slots)
     running: list[tuple[int, int, int]] = []  # end step, request, start of its chunk
     step = held = reserved = final = 0  # tokens held now, reserved, and held at the end
@@ -208,11 +218,7 @@ def serve_reserved(
         seconds = sum_of_products(steps, a, da, 1, 0)
         if waits:
             used = sum_of_products(steps, a, da, held, growth)
-            usage.used += used
-            usage.reserved += seconds * final - used
-            usage.internal += seconds * (reserved - final)
-            usage.external += seconds * (num_slots - reserved)
-            usage.seconds += seconds
+            usage.add(seconds, used, final, reserved, num_slots)
         now, step, held = now + seconds, step + steps, held + steps * growth
         outcome.steps += steps
         outcome.row_seconds += seconds * rows
@@ -240,27 +246,34 @@ def _steps_until(seconds: float, cost: StepCost, rows: int, held: int) -> int:
 
 
 def serve_paged(
-    trace: Trace, cost: StepCost, num_slots: int, block_size: int = BLOCK_SIZE, name: str = "ours"
+    trace: Trace,
+    cost: StepCost,
+    num_slots: int,
+    block_size: int = BLOCK_SIZE,
+    most_tokens: float = math.inf,
 ) -> Outcome:
-    """Our scheduler and block manager, as the engine runs them; only the forward is left out."""
-    outcome, usage = Outcome(name, num_slots), Usage()
-    outcome.usage = usage
+    """Our scheduler and block manager, as the engine runs them; only the forward is left out. Ends
+    early once `most_tokens` tokens are scheduled."""
+    outcome = Outcome()
+    usage = outcome.usage
     pool = BlockPool(num_slots // block_size)
     blocks = manager_of([PoolGroup(pool)], block_size, prefix_caching=False)
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )
     head, now, count, held = 0, 0.0, len(trace), 0
-    while head < count or scheduler.has_unfinished:
+    while outcome.tokens < most_tokens and (head < count or scheduler.has_unfinished):
         if not scheduler.has_unfinished:
             now = max(now, trace.arrivals[head])
         while head < count and trace.arrivals[head] <= now:
             prompt, output = trace.prompts[head], trace.outputs[head]
             scheduler.add(Request(head, [Sequence([0] * prompt)], prompt + output))
             head += 1
+        start = time.process_time()
         batch = scheduler.schedule()
         scheduler.commit(batch)
         new = batch.num_tokens
+        outcome.tokens += new
         if batch.preempted:  # recompute: their tokens are computed again
             held = sum(table.num_tokens for table in blocks.tables(0))
             outcome.preemptions += len(batch.preempted)
@@ -272,11 +285,7 @@ def serve_paged(
         outcome.row_seconds += seconds * len(batch)
         outcome.busy_seconds += seconds
         if scheduler.num_waiting:
-            used_slots = pool.num_used * block_size
-            usage.used += seconds * held
-            usage.internal += seconds * (used_slots - held)
-            usage.external += seconds * (num_slots - used_slots)
-            usage.seconds += seconds
+            usage.add(seconds, seconds * held, held, pool.num_used * block_size, num_slots)
         for sequence in batch.sequences:
             token_ids = sequence.token_ids
             if sequence.num_computed_tokens == len(token_ids):
@@ -287,5 +296,6 @@ def serve_paged(
                     index = request.request_id
                     scheduler.finish(request)
                     outcome.finish(now - trace.arrivals[index], trace.outputs[index])
+        outcome.scheduling += time.process_time() - start
     outcome.seconds = now
     return outcome

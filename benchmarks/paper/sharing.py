@@ -1,13 +1,8 @@
-"""Blocks shared by the samples and beams of a prompt."""
+"""Blocks shared by the samples of a prompt."""
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
-import hf_paged
-from benchmarks.models import SHAPES
-from benchmarks.paper.measured import OPT_13B_KV_BYTES, model_of, prompt_of
+from benchmarks.paper.measured import OPT_13B_KV_BYTES
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
@@ -18,10 +13,6 @@ from tests.support.pools import PoolGroup, manager_of
 SAMPLES = {
     "Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"},
     "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"},
-}
-BEAMS = {
-    "Alpaca-like": {2: "37.56", 4: "53.13", 6: "55.16"},
-    "ShareGPT-like": {2: "44.3 to 66.3 over 2, 4, 6"},
 }
 
 
@@ -87,80 +78,9 @@ def sampling(size: Size) -> list[Row]:
                 " the two go together, which the paper does not give"
             )
             source = f"{PAPER}, figure 15a, section 6.3 ({READ})" if published else ""
-            details = {"lengths": lengths.name, "count": count, "kind": "samples"}
             name = f"saved by sharing, {count} samples, {lengths.name}"
             why = why if published else ""
-            rows.append(Row(name, published, saved, "% of the blocks", source, why, details))
-    return rows
-
-
-def beam_saving(model: Any, vocab: int, beams: int, prompts: list[tuple[int, int]]) -> float:
-    """
-    Percent of the blocks saved by sharing over all steps of the engine's beam searches.
-
-    Args:
-        prompts (`list[tuple[int, int]]`): Prompt length and number of new tokens of each prompt.
-    """
-    draw = random.Random(beams)
-    budget = sum(prompt for prompt, _ in prompts)  # all prompts run in the first step
-    config = hf_paged.PagedConfig(
-        block_size=BLOCK_SIZE,
-        prefix_caching=False,
-        max_num_batched_tokens=max(budget, 256),
-        max_num_seqs=1024,
-    )
-    named = taken = 0
-    with hf_paged.PagedEngine(model, config) as engine:
-        for prompt, output in prompts:
-            options = {"num_beams": beams, "do_sample": False, "eos_token_id": None}
-            options["max_new_tokens"] = output
-            engine.add_request(prompt_of(prompt, vocab, draw), options)
-        while engine.has_unfinished:
-            engine.step()
-            for group in engine.memory.groups.values():
-                tables = [table for table in group.live_tables() if table.block_ids]
-                if len(tables) % beams:
-                    raise RuntimeError(
-                        f"{len(tables)} block tables are alive, no multiple of {beams} beams"
-                    )
-                named += sum(len(table.block_ids) for table in tables)
-                taken += group.pool.num_used
-        engine.check_integrity()
-    return 100 * (1 - taken / named) if named else 0.0
-
-
-def beams(size: Size) -> list[Row]:
-    """PagedAttention (arXiv 2309.06180), section 6.3 and figure 15b: blocks saved by sharing over
-    blocks without it.
-
-    The same: mean lengths, blocks of 16, the average over all steps, beam search that goes on to
-    the given length. Different: log-normal lengths, fewer prompts (medians and ranges over a few
-    seeds), and a model of random weights, whose scores decide where beams part. The engine runs it
-    and continues the same beams as transformers' beam search.
-    """
-    shape = SHAPES["llama-tiny"]
-    model = model_of(shape.name)
-    rows = []
-    for lengths in (ALPACA, SHAREGPT):
-        seeds, most = [], size.beam_tokens
-        for seed in range(min(3, size.seeds)):
-            trace = make_trace(lengths, size.beam_prompts, seed=1 + seed)
-            pairs = zip(trace.prompts, trace.outputs)
-            seeds.append(
-                [(min(prompt, most), max(2, min(output, most))) for prompt, output in pairs]
-            )
-        for count in (2, 4, 6):
-            published = BEAMS[lengths.name].get(count, "")
-            saved = ranged([beam_saving(model, shape.vocab, count, pairs) for pairs in seeds])
-            why = (
-                "how long beams stay together depends on the model; a random one's scores are not a"
-                " language's"
-            )
-            source = f"{PAPER}, figure 15b, section 6.3 ({READ})" if published else ""
-            details = {"lengths": lengths.name, "count": count, "kind": "beams"}
-            name = f"saved by sharing, {count} beams, {lengths.name}"
-            why = why if published else ""
-            rows.append(Row(name, published, saved, "% of the blocks", source, why, details))
+            rows.append(Row(name, published, saved, "% of the blocks", source, why))
     return rows
 
 

@@ -7,7 +7,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from transformers.cache_utils import DynamicLayer
 import hf_paged
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.measured import prompt_of
 from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.paper.turns import Times, backend, details_of, in_turns, measured, said, small_shape
 from benchmarks.systems import checked
+from benchmarks.virtual import mmaps
+from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
 
@@ -97,7 +98,7 @@ def prefill_times(size: Size) -> dict[str, Times]:
     }
     found = {}
     for context in contexts(size):
-        prompt = prompt_of(context, shape.vocab, random.Random(context))
+        (prompt,) = texts(random.Random(context), [context], shape.vocab)
         expected = contiguous_first_token(model, shape, torch.tensor([prompt]))
 
         def work(name: str, prompt: list[int] = prompt, expected: int = expected) -> float:
@@ -136,7 +137,8 @@ def prefill(size: Size) -> list[Row]:
     engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the K/V
     of grouped heads, as transformers does with a mask.
     """
-    rows, (shortest, *_, longest) = [], contexts(size)
+    shortest, *_, longest = contexts(size)
+    unchanged = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
     published = {
         (BLOCKS, shortest): ("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
         (BLOCKS, longest): (
@@ -144,23 +146,44 @@ def prefill(size: Size) -> list[Row]:
             f"{VATTENTION}, abstract ({READ}); 16K: S1",
             _WHY_PREFILL,
         ),
-        (RESERVED, longest): (
-            "1",
-            f"{VATTENTION}, abstract: kernels unchanged ({READ})",
-            _WHY_RESERVED,
-        ),
+        (RESERVED, longest): ("1", unchanged, _WHY_RESERVED),
     }
+    rows = []
     for context, times in measured(prefill_times, size).items():
-        speed = {name: int(context) / statistics.median(seconds) for name, seconds in times.items()}
-        for base in (BLOCKS, GATHERED, RESERVED):
-            ratios = paired.ratios(times[base], times[VIRTUAL])
-            figure, source, why = published.get((base, int(context)), ("", "", ""))
-            name = f"prompt of {context} tokens: throughput of {VIRTUAL}, over {base}"
-            rates = f"{speed[VIRTUAL]:.0f} over {speed[base]:.0f} tokens/s"
-            details = {"context": int(context), "base": base, "tokens_per_second": speed}
-            details |= details_of(ratios)
-            ours = f"{said(ratios, size)}; {rates}"
-            rows.append(Row(name, figure, ours, "times", source, why, details))
+        title = f"prompt of {context} tokens: throughput"
+        case, tokens = {"context": int(context)}, int(context)
+        bases = BLOCKS, GATHERED, RESERVED
+        rows += compared(title, times, bases, case, tokens, published, size, ".0f")
+    return rows
+
+
+def compared(
+    title: str,
+    times: Times,
+    bases: Sequence[str],
+    case: dict[str, int],
+    tokens: int,
+    published: Mapping[tuple[str, int], tuple[str, str, str]],
+    size: Size,
+    digits: str,
+) -> list[Row]:
+    """
+    Throughput of `VIRTUAL` in one case, over that of each base.
+
+    Args:
+        case (`dict[str, int]`): Name and value of what differs between the cases.
+        tokens (`int`): Of a measurement.
+        published (`Mapping`): Figure, source and reason, by base and value of the case.
+    """
+    speed = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
+    rows, (value,) = [], case.values()
+    for base in bases:
+        ratios = paired.ratios(times[base], times[VIRTUAL])
+        figure, source, why = published.get((base, value), ("", "", ""))
+        rates = f"{speed[VIRTUAL]:{digits}} over {speed[base]:{digits}} tokens/s"
+        details = {**case, "base": base, "tokens_per_second": speed, **details_of(ratios)}
+        name, ours = f"{title} of {VIRTUAL}, over {base}", f"{said(ratios, size)}; {rates}"
+        rows.append(Row(name, figure, ours, "times", source, why, details))
     return rows
 
 
@@ -245,26 +268,22 @@ def decode(size: Size) -> list[Row]:
     model, not recorded. A `DynamicCache` is copied in each step.
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
+    abstract = f"{VATTENTION}, abstract"
     published = {
-        (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1),
-        (BLOCKS, 8): ("1.97 (vLLM's kernel, Yi-6B)", f"{VATTENTION}, abstract ({READ}); batch: S1"),
-        (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1),
-        (RESERVED, 8): ("1", f"{VATTENTION}, abstract: kernels unchanged ({READ})"),
+        (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1, _WHY_DECODE),
+        (BLOCKS, 8): (
+            "1.97 (vLLM's kernel, Yi-6B)",
+            f"{abstract} ({READ}); batch: S1",
+            _WHY_DECODE,
+        ),
+        (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1, _WHY_DECODE),
+        (RESERVED, 8): ("1", f"{abstract}: kernels unchanged ({READ})", ""),
     }
-    found = measured(decode_times, size)
-    rows = []
+    rows, found = [], measured(decode_times, size)
     for batch, times in found.items():
-        speed = {name: int(batch) / statistics.median(seconds) for name, seconds in times.items()}
-        for base in (BLOCKS, LARGE, RESERVED, DYNAMIC):
-            ratios = paired.ratios(times[base], times[VIRTUAL])
-            figure, source = published.get((base, int(batch)), ("", ""))
-            name = f"{batch} rows of {context} tokens: decode throughput of {VIRTUAL}, over {base}"
-            rates = f"{speed[VIRTUAL]:.1f} over {speed[base]:.1f} tokens/s"
-            details = {"rows": int(batch), "base": base, "tokens_per_second": speed}
-            details |= details_of(ratios)
-            why = _WHY_DECODE if base in (BLOCKS, LARGE) and figure else ""
-            ours = f"{said(ratios, size)}; {rates}"
-            rows.append(Row(name, figure, ours, "times", source, why, details))
+        title = f"{batch} rows of {context} tokens: decode throughput"
+        case, bases = {"rows": int(batch)}, (BLOCKS, LARGE, RESERVED, DYNAMIC)
+        rows += compared(title, times, bases, case, int(batch), published, size, ".1f")
     batch, times = list(found.items())[-1]
     needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
     why = (
@@ -423,38 +442,17 @@ MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048
 of milliseconds."""
 
 
-class Counted:
-    """Counts calls that map pages, within the context."""
-
-    def __enter__(self) -> Counted:
-        from hf_paged.virtual.pages import MemoryFile
-
-        self.calls, own = 0, MemoryFile.map
-
-        def count(mapper: Any, *args: int) -> None:
-            self.calls += 1
-            own(mapper, *args)
-
-        self._own, MemoryFile.map = own, count  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        from hf_paged.virtual.pages import MemoryFile
-
-        MemoryFile.map = self._own  # type: ignore[method-assign]
-
-
 def latencies(
     model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int
 ) -> list[tuple[float, int]]:
     """Seconds and `mmap` calls of each decode step after these states, in a separate cache."""
     cache = filled(PagedCache(model.config, {"storage": storage}), states)
     token, found = torch.full((states[0][0].shape[0], 1), 5), []
-    with backend(None if storage == "blocks" else "gather"), Counted() as counted:
+    with backend(None if storage == "blocks" else "gather"), mmaps() as calls:
         for _ in range(steps):
-            before, start = counted.calls, time.perf_counter()
+            before, start = len(calls), time.perf_counter()
             model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-            found.append((time.perf_counter() - start, counted.calls - before))
+            found.append((time.perf_counter() - start, len(calls) - before))
     cache.reset()
     return found
 

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks import arrivals, paired, report
 from benchmarks.generate_tables import COLUMNS, OURS
 from benchmarks.peers import TITLES
-from benchmarks.sections import Data, flow, machine_of, picture_of
+from benchmarks.report import Row as Data
+from benchmarks.report import flow, machine_of, picture_of
 from benchmarks.workloads import WORKLOADS
 
 WHOLE_CALLS = "generate-cpu-llama-100m"

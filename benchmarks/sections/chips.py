@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks import report
 from benchmarks.chips import CHIPS
-from benchmarks.sections import Data, flow
+from benchmarks.report import Row as Data
+from benchmarks.report import flow
 
 COMPILED = "compiled"
 

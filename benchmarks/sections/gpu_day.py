@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks import report
-from benchmarks.gpu_day.stages import STAGES
-from benchmarks.sections import Data, flow, machine_of
+from benchmarks.gpu_day.runner import STAGES
+from benchmarks.report import Row as Data
+from benchmarks.report import flow, machine_of
 
 NAMES = tuple(f"gpu_day-{stage.name}" for stage in STAGES)
 NOT_RUN = "not run yet"

@@ -10,7 +10,8 @@ from benchmarks import paired, report
 from benchmarks.paper.article import TABLES as S4_TABLES
 from benchmarks.paper.rows import TOLD, TOLD_S1, TOLD_S2
 from benchmarks.paper.vattention import TABLES as S1_TABLES
-from benchmarks.sections import Data, flow, machine_of, picture_of
+from benchmarks.report import Row as Data
+from benchmarks.report import flow, machine_of, picture_of
 
 ATTENTION, PAPER = "attention-cpu", "paper-cpu"
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")

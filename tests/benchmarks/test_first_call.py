@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import first_call
 from benchmarks.machine import facts
-from benchmarks.sections import features
 
 
 def test_the_section_has_the_parts_and_the_target() -> None:
@@ -35,7 +34,7 @@ def test_the_section_has_the_parts_and_the_target() -> None:
         "new_tokens": 64,
         "rows": rows,
     }
-    said = features.first_call(data)
+    said = "\n\n".join(first_call.show([data]))
     assert "here 4.00 s" in said and "64 new, `llama-100m` in bfloat16" in said
     assert said.splitlines()[-3:] == [
         "| plain `generate` | 2.00 (1.90 to 2.20) |  |  |  | 1.50 |",

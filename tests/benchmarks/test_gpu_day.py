@@ -27,8 +27,7 @@ from benchmarks import machine
 from benchmarks.gpu_day import runner, steps, suite
 from benchmarks.gpu_day.__main__ import main
 from benchmarks.gpu_day.record import FAKE, Record, Skipped
-from benchmarks.gpu_day.runner import Options, run
-from benchmarks.gpu_day.stages import STAGES, Stage
+from benchmarks.gpu_day.runner import STAGES, Options, Stage, run
 from benchmarks.gpu_day.summary import LIMIT, summary
 from benchmarks.sections import gpu_day
 from benchmarks.workers import Lost, in_workers

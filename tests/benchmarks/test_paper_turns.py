@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import parallel, sections
+from benchmarks import lora, parallel, report, virtual
 from benchmarks.paper import article, plots, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
-from benchmarks.sections import features, papers
+from benchmarks.sections import papers
 from hf_paged.kernels import VARIABLE
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
@@ -65,9 +65,9 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
     from hf_paged.virtual.pages import MemoryFile
 
     own = MemoryFile.map
-    with vattention.Counted() as counted:
+    with virtual.mmaps() as sizes:
         vattention.map_seconds(1 << 16, 1 << 20)
-    assert counted.calls == 16 and MemoryFile.map is own
+    assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 
 def test_a_model_over_gpus_costs_what_its_part_does_and_the_links():
@@ -122,7 +122,7 @@ def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
 
 
 def test_the_text_has_the_tables_that_were_run():
-    data = {**sections.read(papers.PAPER)}
+    data = {**report.result(papers.PAPER)}
     run = next(iter(data["runs"].values()))
     row = {**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}
     data |= {"rows": [row, {**row, "name": "b", "published": ""}], "runs": {"spikes": run}}
@@ -136,20 +136,20 @@ def test_the_text_has_the_tables_that_were_run():
 
 
 def test_results_of_two_processes_are_one_table():
-    facts = sections.read(features.TIERS[0])["facts"]
+    facts = report.result("tiers-cpu-1")["facts"]
     line = {"tokens_per_second": 8.0, "forwards": 2, "loads": 0, "equal": "yes"}
     turns = {"together": [1.0, 1.0], "one adapter a forward": [4.0, 4.0], "one adapter": [0.9, 0.9]}
     rows = [
         {"system": name, "seconds": s[0], "seconds_by_turn": s, **line} for name, s in turns.items()
     ]
-    shown = features.lora([{"facts": facts, "title": "8 rows", "rows": rows}] * 2)
+    shown = "".join(lora.show([{"title": "8 rows", "rows": rows}] * 2))
     assert (
         "| together | 4, 2 | 1 | 8 |" in shown and "4.00 (4.00 to 4.00), at least 3: met" in shown
     )
     cases = [{"what": "decode", "case": "DynamicCache", "seconds": [1.0] * 3, "target": None}]
     cases += [{"what": "decode", "case": "virtual", "seconds": [2.0] * 3, "target": 0.95}]
     cases += [{"what": "bytes", "case": "virtual", "ratio": 0.2, "target": 0.25, "bytes after": 0}]
-    shown = features.virtual([{"machine": facts, "rows": cases}] * 2)
+    shown = "".join(virtual.BENCHMARK.shown([{"machine": facts, "rows": cases}] * 2))
     assert (
         "| decode | virtual | 6, 2 | 2000 | 2.000 (2.000 to 2.000) | at most 0.95: not met |"
         in shown
@@ -165,13 +165,12 @@ def test_results_of_two_processes_are_one_table():
     }
     run = {
         "facts": facts,
-        "model": "m",
+        **{"model": "m", "prompts": 1, "new_tokens": 1},
         "rows": [{"processes": 1, **row}],
         "computed": parallel.scaling(),
     }
-    shown = features.parallel([run, run])
+    shown = "".join(parallel.show([run, run]))
     assert (
         "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown
-        and "computed from data sheets, not measured" in shown
+        and "Computed from data sheets, not measured" in shown
     )
-    assert not features.lora([]) and not features.virtual([]) and not features.parallel([])

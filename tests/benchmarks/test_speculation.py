@@ -28,7 +28,8 @@ def test_quick_prints_and_writes_its_rows(
     assert rows[-1]["parameters"][0] < rows[-1]["parameters"][1] and rows[-1]["break_even_from"]
     out = capsys.readouterr().out
     assert (
-        "| W7: 32 rows, edit a text of 96 words | n-grams | 1 |" in out and "at most 0.75: " in out
+        "| W7: 32 rows, edit a text of 96 words | n-grams | 1, 1 |" in out
+        and "at most 0.75: " in out
     )
 
 

@@ -17,9 +17,8 @@ def test_scheduler(tmp_path, capsys):
         printed.startswith("| waiting | tokens scheduled |") and "waste at block size 16" in printed
     )
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["waiting"] for row in found["rows"]] == [1_000, 10_000] and found["machine"][
-        "torch"
-    ]
+    waiting = [row["waiting"] for row in found["rows"]]
+    assert waiting == ["1000", "10000", "1000, 2000 blocks"] and found["facts"]["torch"]
 
 
 @pytest.mark.slow
@@ -28,6 +27,7 @@ def test_decode_step(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("| case | plain ms | paged ms |")
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert len(rows) == 2 and all(row["route"]["in_place"] for row in rows)
+    assert all(row["equal"].endswith("%") and row["kv_mib"] > 0 for row in rows)
 
 
 def test_decode_step_of_a_case_of_ones_own(capsys):

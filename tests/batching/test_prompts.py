@@ -717,6 +717,15 @@ def test_prompts_of_several_requests_begin_in_one_forward(name: str, forwards: l
         assert max(forwards) == 2, forwards
 
 
+def test_positions_may_be_floats() -> None:
+    """As those of Qwen3-Omni are."""
+    ids = torch.tensor([[5, 6, 7]])
+    positions = torch.tensor([[[0.0, 0.0, 1.0]]] * 3)
+    prompts = Prompts(ids, {"position_ids": positions}, [0])
+    assert prompts.positions(0, 2, 5) == [[1, 2, 3]] * 3
+    assert prompts.keys_behind(0, [8, 9]) == [(8, (2, 2, 2), None), (9, (3, 3, 3), None)]
+
+
 def test_prompts_that_differ_in_more_than_floats_begin_alone(forwards: list[int]) -> None:
     """A grid of another shape has other positions; surplus tokens in one prompt would offset
     missing ones in another."""

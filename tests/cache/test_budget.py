@@ -59,8 +59,8 @@ class Watch:
             monkeypatch.setattr(GroupMemory, name, self._looking(getattr(GroupMemory, name)))
 
     def _looking(self, method: Any) -> Any:
-        def wrapped(*args: Any) -> Any:
-            found = method(*args)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            found = method(*args, **options)
             self.look()
             return found
 

@@ -127,8 +127,8 @@ class PromptInputs:
         first: int,
         end: int,
     ) -> list[list[int]] | None:
-        """Positions of a row's tokens `[first, end)` on each axis, which count on after the prompt;
-        `None` if they just count tokens."""
+        """Positions of a row's tokens `[first, end)` on each axis, which count on after the prompt,
+        as floats if the model's are; `None` if they just count tokens."""
         axes = self.axes[row]
         if axes is None:
             return None
@@ -137,7 +137,8 @@ class PromptInputs:
         positions = []
         for axis in axes:
             behind = axis[-1] + 1 + max(first - length, 0)
-            positions.append([*axis[first:end], *range(behind, behind + num_counted)])
+            counted = [behind + number for number in range(num_counted)]
+            positions.append([*axis[first:end], *counted])
         return positions
 
     @property

@@ -14,6 +14,8 @@ from ..model.structure import reasons_of_rows
 from .call import current, first_rows
 from .invocation import Invocation
 
+_KNOWN_LAYERS = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
+
 
 def share_prefill(prefill: Invocation) -> Any:
     """Computes rows that were expanded from one prompt once, where that gives the same results."""
@@ -29,6 +31,7 @@ def share_prefill(prefill: Invocation) -> Any:
     ids, inputs = first
     given["input_ids"] = ids
     given["model_kwargs"] = inputs
+    known = {id(value): {*vars(value)} for value in inputs.values() if isinstance(value, Cache)}
     outputs = prefill.original(*prefill.bound.args, **prefill.bound.kwargs)
     # the model may have created one
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
@@ -39,6 +42,9 @@ def share_prefill(prefill: Invocation) -> Any:
     for cache in caches:
         # every cache layer can reorder its rows, which includes repeating one
         cache.reorder_cache(rows)
+        if id(cache) in known:  # tensors of rows that the model's forward has set on it
+            for name in vars(cache).keys() - known[id(cache)]:
+                setattr(cache, name, select_rows(name, getattr(cache, name), rows, num_prompts))
     for name, value in outputs.items():
         outputs[name] = select_rows(name, value, rows, num_prompts)
     call.details["prefills_shared"] = True
@@ -61,6 +67,8 @@ def _of_first_rows(
             for part in cache_parts(value):
                 if not isinstance(part, PagedCache) or not part.is_empty:
                     return None
+                if not all(map(_can_repeat_rows, part.layers)):
+                    return None
             continue
         is_scalar = isinstance(value, (bool, int, float, str))
         if value is not None and not is_scalar:
@@ -73,6 +81,16 @@ def _of_first_rows(
             if inputs[name] is None:
                 return None
     return None if ids is None else (ids, inputs)
+
+
+def _can_repeat_rows(layer: Any) -> bool:
+    """Whether `reorder_cache` repeats all that a cache layer holds: a model's own class may hold
+    states that an inherited method leaves out."""
+    for base in type(layer).__mro__:
+        is_known = base.__module__.startswith(_KNOWN_LAYERS)
+        if not is_known and "reorder_cache" not in vars(base):
+            return False
+    return True
 
 
 def _rows_are_independent(model: Any) -> bool:

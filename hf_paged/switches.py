@@ -31,11 +31,14 @@ class Switches(Generic[T]):
     """Objects that calls have switched, each with what `switching` returned and the threads of its
     calls, which may overlap: each call switches, the last restores what the first found."""
 
-    def __init__(self, switching: Callable[[T], Switching]) -> None:
+    def __init__(
+        self, switching: Callable[[T], Switching], after: Callable[[], None] | None = None
+    ) -> None:
+        """`after`: called when the last item has been restored."""
         self._lock = forks.lock()
         self._switching = switching
         self.held: dict[int, tuple[T, Switching, list[int]]] = {}
-        self.after: Callable[[], None] | None = None  # called when the last item has been restored
+        self._after = after
         forks.in_child(self)
         ends_with_calls(self)
 
@@ -78,8 +81,8 @@ class Switches(Generic[T]):
         if not threads:
             _, (_, restore), _ = self.held.pop(id(item))
             restore()
-            if self.after is not None and not self.held:
-                self.after()
+            if self._after is not None and not self.held:
+                self._after()
 
 
 class _Switching(Generic[T]):

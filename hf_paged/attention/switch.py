@@ -73,20 +73,22 @@ def _switching(config: PreTrainedConfig) -> Switching:
     return switch, functools.partial(compat.set_attention, config, named)
 
 
-_switches: Switches[PreTrainedConfig] = Switches(_switching)
+def _forget_unused() -> None:
+    """Makes transformers forget our functions, unless they are to stay known."""
+    if _register is not None:
+        compat.forget_attention(NAME)
+
+
+_switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
     """Makes transformers forget our functions, except while calls that began before use them; these
     `register` them again. `None`: they stay known."""
     global _register
-    _register, _switches.after = register, None if register is None else _forget
-    if register is not None and not _switches.held:
-        _forget()
-
-
-def _forget() -> None:
-    compat.forget_attention(NAME)
+    _register = register
+    if not _switches.held:
+        _forget_unused()
 
 
 def use_paged_attention(

@@ -386,12 +386,13 @@ class BlockManager:
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        self.tier, self.index.spill = tier, None
-        if tier is not None:
-            keep = tier.keep
-            self.index.spill = lambda group, block_id, digest: keep(
-                group, block_id, digest, self.epochs.are_vouched_for
-            )
+        self.tier = tier
+        self.index.spill_to(None if tier is None else self._spill)
+
+    def _spill(self, group: int, block_id: int, digest: bytes) -> None:
+        """Hands a block that the prefix cache evicts to the tier."""
+        assert self.tier is not None
+        self.tier.keep(group, block_id, digest, self.epochs.are_vouched_for)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Counts the registered blocks of a sequence with more holders than its request's

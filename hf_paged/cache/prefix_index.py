@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from .block_pool import BlockPool
 
 MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
+Spill = Callable[[int, int, bytes], None]
+"""Is given a block that goes: its group, id and digest."""
 
 
 class Link(NamedTuple):
@@ -75,9 +77,12 @@ class PrefixIndex:
         self._on_evict = [functools.partial(self._evicted, group) for group in groups]
         # (group, block id) registered since `begin_step`; `None` between steps
         self._step: dict[tuple[int, int], None] | None = None
-        # called with group, id and digest of a computed block on its eviction, before it is
-        # overwritten
-        self.spill: Callable[[int, int, bytes], None] | None = None
+        self._spill: Spill | None = None
+
+    def spill_to(self, spill: Spill | None) -> None:
+        """Has `spill` called with group, id and digest of a computed block on its eviction, before
+        it is overwritten."""
+        self._spill = spill
 
     def root(self, namespace: Hashable) -> Node:
         """Returns the root node of a namespace, for `add`."""
@@ -227,14 +232,13 @@ class PrefixIndex:
     def _evicted(self, group: int, block_id: int) -> None:
         """Handles the eviction of a block, which still has its content."""
         try:
-            if self.spill is not None:
-                self._spill(self._named[group][block_id], group)
+            if self._spill is not None:
+                self._spill_from(self._named[group][block_id], group, self._spill)
         finally:
             self._unname(group, block_id)
 
-    def _spill(self, node: Node, group: int) -> None:
+    def _spill_from(self, node: Node, group: int, spill: Spill) -> None:
         """Spills the blocks that are removed with this one: in full attention the whole subtree."""
-        assert self.spill is not None
         is_subtree = self._windows[group] is None
         groups: Sequence[int] = (group,)
         if is_subtree:
@@ -250,7 +254,7 @@ class PrefixIndex:
                         continue
                     is_computed = self._step is None or (number, block_id) not in self._step
                     if is_computed:
-                        self.spill(number, block_id, digest)
+                        spill(number, block_id, digest)
             if is_subtree:
                 pending.extend(lost.children.values())
 

@@ -65,7 +65,7 @@ def serve(engine: hf_paged.PagedEngine, batch: Batch) -> Answer:
 
 def give_up(engine: hf_paged.PagedEngine) -> None:
     """Evicts all cached blocks; returns when they are on disk."""
-    engine.memory.give_up_cached()
+    engine.memory.evict_cached()
     wait(engine)
 
 

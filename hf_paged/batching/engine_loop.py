@@ -170,7 +170,7 @@ class EngineLoop:
         if self.leader is not None:
             self.leader.retire()
         try:
-            self.memory.give_up_cached()
+            self.memory.evict_cached()
         finally:
             self.memory.drop_recorders()
             self.loop, self.memory = None, self._new_memory(self.memory.sizes)

@@ -62,7 +62,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Blocks that may still be taken over all groups, including cached ones."""
-        return self.memory.num_obtainable(self.groups)
+        return self.memory.num_available(self.groups)
 
     @property
     def size_text(self) -> str:
@@ -87,7 +87,7 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if nothing else ran."""
-        return self.memory.num_obtainable(self.groups, if_unused=True)
+        return self.memory.num_available(self.groups, if_unused=True)
 
     def num_spanned(
         self,
@@ -214,7 +214,7 @@ class BlockManager:
                 # the last holder writes in place, unless the prefix cache keeps the block
                 needed += min(count, pool.refcount(block_id) - 1)
         if needed:
-            self.groups[group].make_room(needed)
+            self.groups[group].ensure_free(needed)
         if writers:
             before = [list(table.block_ids) for table in tables]
             try:
@@ -387,12 +387,12 @@ class BlockManager:
 
     def set_tier(self, tier: Tier | None) -> None:
         self.tier = tier
-        self.index.spill_to(None if tier is None else self._spill)
+        self.index.offload_to(None if tier is None else self._offload)
 
-    def _spill(self, group: int, block_id: int, digest: bytes) -> None:
+    def _offload(self, group: int, block_id: int, digest: bytes) -> None:
         """Hands a block that the prefix cache evicts to the tier."""
         assert self.tier is not None
-        self.tier.keep(group, block_id, digest, self.epochs.are_vouched_for)
+        self.tier.keep(group, block_id, digest, self.epochs.are_verified)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Counts the registered blocks of a sequence with more holders than its request's
@@ -458,10 +458,10 @@ class BlockManager:
             node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
 
-    def forget_before_window(self) -> None:
+    def forget_before_period(self) -> None:
         """Drops all registered blocks from before this window: the model has changed. Later ones
         are not registered."""
-        self.index.forget_before(self.epochs.drop_before_window())
+        self.index.forget_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:
         """Drops everything cached; sequences keep their blocks, which are not registered later."""

@@ -41,7 +41,7 @@ def budget(num_bytes: int | None) -> None:
         )
     with _lock:
         _limit = None if num_bytes is None else int(num_bytes)
-        settle()
+        enforce()
 
 
 def limit(memory: Any = None) -> int | None:
@@ -96,7 +96,7 @@ def left() -> int | None:
     return max(0, total - charged_bytes)
 
 
-def make_way(memory: Any) -> None:
+def release_idle(memory: Any) -> None:
     """Frees all idle pools, for a device on which pools allocate their full size at once."""
     with _lock:
         if _limit is None:
@@ -105,7 +105,7 @@ def make_way(memory: Any) -> None:
             _release(pool)
 
 
-def settle() -> None:
+def enforce() -> None:
     """Frees idle pools while all pools together exceed the budget."""
     with _lock:
         _shrink(0, None)

@@ -117,8 +117,8 @@ class GroupMemory:
             )
 
     def has_free(self, num_blocks: int) -> bool:
-        """Whether this many blocks are free and no limit need be looked at, so that `make_room` has
-        nothing to do."""
+        """Whether this many blocks are free and no limit has to be checked, so that `ensure_free`
+        has nothing to do."""
         memory = self.memory
         pool = self.pool
         if memory.config.num_blocks is not None:  # which counts the blocks of all groups
@@ -127,7 +127,7 @@ class GroupMemory:
             return False
         return num_blocks <= pool.num_free
 
-    def make_room(self, num_blocks: int) -> None:
+    def ensure_free(self, num_blocks: int) -> None:
         """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool
         grows up to it before it evicts cached blocks, unless that needs larger tensors; without one
         it evicts first, except that it keeps a few snapshots of states, and cached blocks of an
@@ -142,7 +142,7 @@ class GroupMemory:
             pool.shrink()
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        memory.make_place(num_blocks, self)
+        memory.evict_to_fit(num_blocks, self)
         missing = num_blocks - pool.num_free
         if missing > 0:
             missing -= self._num_evicted(missing)
@@ -152,7 +152,7 @@ class GroupMemory:
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Takes `num_blocks` new blocks with refcount 1, preferably after the blocks `after` of
         their table. Raises `OutOfBlocksError`."""
-        self.make_room(num_blocks)
+        self.ensure_free(num_blocks)
         return self.pool.allocate(num_blocks, after)
 
     @property
@@ -179,7 +179,7 @@ class GroupMemory:
             return max(0, num_cached - CACHED_RATIO * pool.peak_used)
         return num_cached
 
-    def _growth_step(self, affordable: int) -> int:
+    def _growth_step(self, growth_limit: int) -> int:
         """Returns how many blocks to add at least, of those that can be had."""
         pool = self.pool
         step = self.storage.growth_step
@@ -188,7 +188,7 @@ class GroupMemory:
             return step
         if self.holds_states or not self.is_sized:
             return 0
-        if affordable < sys.maxsize and len(self.memory.groups) > 1:
+        if growth_limit < sys.maxsize and len(self.memory.groups) > 1:
             return 0  # leave the rest to other groups
         return min(GROWTH_STEP, pool.num_blocks)
 
@@ -197,19 +197,19 @@ class GroupMemory:
         memory = self.memory
         pool = self.pool
         storage = self.storage
-        affordable = memory.num_affordable(self)
-        step = self._growth_step(affordable)
+        growth_limit = memory.growth_limit(self)
+        step = self._growth_step(growth_limit)
         spare = storage.num_rows - pool.num_blocks
         if missing <= spare:
             step = min(step, spare)
         added = max(missing, step)
-        num_obtainable = pool.num_available + max(0, affordable)
-        if num_blocks > num_obtainable and memory.release_unused(self):
-            affordable = memory.num_affordable(self)
-        if added > affordable:
-            added = max(0, min(missing, affordable))
+        num_available = pool.num_available + max(0, growth_limit)
+        if num_blocks > num_available and memory.release_unused(self):
+            growth_limit = memory.growth_limit(self)
+        if added > growth_limit:
+            added = max(0, min(missing, growth_limit))
         if num_blocks > pool.num_available + added:
-            free = max(0, affordable) + pool.num_available
+            free = max(0, growth_limit) + pool.num_available
             raise self._over_budget(num_blocks, free)
         if not added:
             return
@@ -219,10 +219,10 @@ class GroupMemory:
             raise self._over_budget(num_blocks, pool.num_available)
         try:
             left = budget.left()
-            most = affordable
+            most = growth_limit
             if left is not None:
                 num_left = left // max(1, self.block_bytes)
-                most = min(affordable, added + num_left)
+                most = min(growth_limit, added + num_left)
             storage.grow(pool.num_blocks + added, most=pool.num_blocks + most)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if is_interrupt(error):
@@ -301,7 +301,7 @@ class GroupMemory:
         self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
         self._is_short = True
         if not commits_when_touched(keys.device):
-            budget.make_way(self.memory)
+            budget.release_idle(self.memory)
         try:
             layer = self.storage.make(index, keys, values)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter

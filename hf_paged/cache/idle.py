@@ -47,7 +47,7 @@ def end_use(memory: PagedMemory) -> None:
         begin_use(memory)
     else:
         _watch(memory, seconds or MIN_WAIT)
-    budget.settle()
+    budget.enforce()
 
 
 def _watch(memory: PagedMemory, seconds: float) -> None:

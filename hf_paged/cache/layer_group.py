@@ -139,7 +139,7 @@ class LayerGroup:
             # the tables' owner has made room and copied shared blocks
             self.length, self._block_tables = length, None
         else:
-            self._make_room(tables, context_len, length)
+            self._make_writable(tables, context_len, length)
         self._view = None
         self._step = self._snapshot(length, query_len, device)
         return self._step
@@ -164,7 +164,7 @@ class LayerGroup:
                     group.expected_paddings = (paddings, length)
 
     @guarded
-    def _make_room(
+    def _make_writable(
         self,
         tables: list[BlockTable],
         context_len: int,

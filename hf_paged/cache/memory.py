@@ -255,7 +255,7 @@ class PagedMemory:
         """Cached blocks, which no table holds, over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
-    def num_obtainable(self, groups: Sequence[GroupMemory], if_unused: bool = False) -> int:
+    def num_available(self, groups: Sequence[GroupMemory], if_unused: bool = False) -> int:
         """Returns how many blocks these groups may still take, including cached ones, or with
         `if_unused` could take if no table of this or another pool held a block; `sys.maxsize`
         without a budget. With a limit in bytes and blocks of different bytes, counts the
@@ -278,7 +278,7 @@ class PagedMemory:
         return min(limit, max(held, total // block_bytes))
 
     @property
-    def num_withheld(self) -> int:
+    def num_held_by_others(self) -> int:
         """Blocks that `hf_paged.budget` would allow in addition if no other pool were in use."""
         total = budget.limit(self)
         block_bytes = _least_block_bytes(self.groups.values())
@@ -287,7 +287,7 @@ class PagedMemory:
         share = budget.share(self) or 0
         return max(0, total - share) // block_bytes
 
-    def make_place(self, needed: int, first: GroupMemory) -> None:
+    def evict_to_fit(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, so that `needed` more used blocks stay
         within `num_blocks`."""
         total = self.config.num_blocks
@@ -312,7 +312,7 @@ class PagedMemory:
             most = budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
-            limit_bytes = self.affordable_bytes()
+            limit_bytes = self.fraction_bytes()
             if self.processes is not None:
                 limit_bytes = self.processes.least(limit_bytes)
             self._limit_bytes = limit_bytes
@@ -322,7 +322,7 @@ class PagedMemory:
             return self._limit_bytes
         return min(most, self._limit_bytes)
 
-    def num_affordable(self, group: GroupMemory) -> int:
+    def growth_limit(self, group: GroupMemory) -> int:
         """Returns how many more blocks `memory_fraction` and `hf_paged.budget` allow `group`."""
         block_bytes = group.block_bytes
         if not block_bytes:
@@ -336,7 +336,7 @@ class PagedMemory:
         num_spare_rows = group.storage.num_rows - group.pool.num_blocks
         return max(0, left) + max(0, num_spare_rows)
 
-    def affordable_bytes(self) -> int:
+    def fraction_bytes(self) -> int:
         """Returns the bytes that `memory_fraction` allows, including those already taken."""
         held = Counter[torch.device]()  # bytes of a block over the device's layers
         for group in self.groups.values():
@@ -422,7 +422,7 @@ class PagedMemory:
         trim()
         return True
 
-    def give_up_cached(self) -> None:
+    def evict_cached(self) -> None:
         """Evicts all cached blocks to the tiers, if there are any."""
         with self.lock:
             if any(manager.tier is not None for manager in self.managers.values()):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .block_pool import BlockPool
 
 MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
-Spill = Callable[[int, int, bytes], None]
+Offload = Callable[[int, int, bytes], None]
 """Is given a block that goes: its group, id and digest."""
 
 
@@ -77,12 +77,12 @@ class PrefixIndex:
         self._on_evict = [functools.partial(self._evicted, group) for group in groups]
         # (group, block id) registered since `begin_step`; `None` between steps
         self._step: dict[tuple[int, int], None] | None = None
-        self._spill: Spill | None = None
+        self._offload: Offload | None = None
 
-    def spill_to(self, spill: Spill | None) -> None:
-        """Has `spill` called with group, id and digest of a computed block on its eviction, before
-        it is overwritten."""
-        self._spill = spill
+    def offload_to(self, offload: Offload | None) -> None:
+        """Sets the function that gets the group, id and digest of each evicted block, while the
+        block still has its content."""
+        self._offload = offload
 
     def root(self, namespace: Hashable) -> Node:
         """Returns the root node of a namespace, for `add`."""
@@ -232,13 +232,14 @@ class PrefixIndex:
     def _evicted(self, group: int, block_id: int) -> None:
         """Handles the eviction of a block, which still has its content."""
         try:
-            if self._spill is not None:
-                self._spill_from(self._named[group][block_id], group, self._spill)
+            if self._offload is not None:
+                self._offload_subtree(self._named[group][block_id], group, self._offload)
         finally:
             self._unname(group, block_id)
 
-    def _spill_from(self, node: Node, group: int, spill: Spill) -> None:
-        """Spills the blocks that are removed with this one: in full attention the whole subtree."""
+    def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
+        """Offloads the blocks that are removed with this one: in full attention the whole
+        subtree."""
         is_subtree = self._windows[group] is None
         groups: Sequence[int] = (group,)
         if is_subtree:
@@ -254,7 +255,7 @@ class PrefixIndex:
                         continue
                     is_computed = self._step is None or (number, block_id) not in self._step
                     if is_computed:
-                        spill(number, block_id, digest)
+                        offload(number, block_id, digest)
             if is_subtree:
                 pending.extend(lost.children.values())
 

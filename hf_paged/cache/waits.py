@@ -55,7 +55,7 @@ class Shortage:
     def is_of_other_models(self) -> bool:
         """Whether to try again because other models hold the memory, for `PATIENCE`."""
         is_patient = time.monotonic() - self.since < budget.PATIENCE
-        return is_patient and bool(self._memory.num_withheld)
+        return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
         """As `may_end`, and waits before the next try. Not for use with a lock held."""

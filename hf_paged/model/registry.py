@@ -162,7 +162,7 @@ def memory_for(
         memory.config = config
         begin_use(memory)
     if before is not None and before is not memory:
-        before.give_up_cached()
+        before.evict_cached()
     return memory
 
 
@@ -220,7 +220,7 @@ def free(model: Any) -> None:
         owners = [module for module in _modules(model) if module in _memories]
         memories = [_memories.pop(module)[1] for module in owners]
     for memory in memories:
-        memory.give_up_cached()
+        memory.evict_cached()
         memory.drop_recorders()
     trim()
 

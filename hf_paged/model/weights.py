@@ -50,7 +50,7 @@ class WeightsGuard:
     def rest(self) -> None:
         """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks
         that move to it later are known to be of these weights in any process."""
-        is_known = self._epochs.are_vouched_for or self._memory.fingerprint is None
+        is_known = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_known:
             self.open()  # the model may have changed since the last step
             self._compare()
@@ -60,12 +60,12 @@ class WeightsGuard:
         """Begins a window: user code may have run since the last."""
         if self.is_on:
             with self._memory.lock:
-                self._epochs.begin_window()
+                self._epochs.begin_period()
 
     def vouch(self) -> bool:
         """Whether blocks of earlier windows may be served in this one, by one fingerprint per
         window; if not, they are dropped."""
-        return self._epochs.are_vouched_for or self._compare()
+        return self._epochs.are_verified or self._compare()
 
     def settle(self, is_call: bool, state: ModelState | None = None) -> None:
         """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
@@ -76,7 +76,7 @@ class WeightsGuard:
             if not is_needed and tier is not None:
                 is_needed = tier.wants_confirmation
             is_unknown = self._memory.fingerprint is None
-            if is_unknown or (is_needed and not self._epochs.are_vouched_for):
+            if is_unknown or (is_needed and not self._epochs.are_verified):
                 self._compare(state)
         except BaseException:
             self.abandon()
@@ -85,13 +85,13 @@ class WeightsGuard:
     def abandon(self) -> None:
         """Ends a window without `settle`: forgets its blocks unless something else vouches for
         them."""
-        if self.is_on and not self.is_watched and not self._epochs.are_vouched_for:
+        if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
     def change(self) -> None:
         """Notes that the model has changed: forgets all earlier blocks."""
         with self._memory.lock:
-            self._epochs.begin_window()
+            self._epochs.begin_period()
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
@@ -113,14 +113,14 @@ class WeightsGuard:
                 self._blocks.drop_cached()
                 self._blocks.prefix_caching = False
             self._memory.fingerprint = now
-            self._epochs.vouch()
+            self._epochs.verify()
         return now is not None and now == before
 
     def _forget(self) -> None:
         self.is_watched = False
         with self._memory.changing():
             self.num_changes += self._memory.fingerprint is not None
-            self._blocks.forget_before_window()
+            self._blocks.forget_before_period()
             if self._blocks.tier is not None:
                 self._blocks.tier.discard()
             self._memory.fingerprint = None

@@ -348,7 +348,7 @@ class Follower:
         self.ranks.fingerprint(self.model)
 
     def least(self) -> None:
-        self.ranks.least(self._memory.affordable_bytes())
+        self.ranks.least(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
         named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]

@@ -432,7 +432,7 @@ def _keep_all() -> None:
             lock = store.memory.lock
             if store._disk is not None and lock.acquire(timeout=1):
                 try:
-                    store.memory.give_up_cached()
+                    store.memory.evict_cached()
                 finally:
                     lock.release()
         store.wait()

@@ -83,7 +83,7 @@ def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
         for num_hits in (0, 64):
             (result,) = engine.generate([prompt], SHORT)
             assert result.token_ids == expected and result.num_prefix_hit_tokens == num_hits
-            engine.memory.give_up_cached()
+            engine.memory.evict_cached()
             assert engine.memory.stats().cached_blocks == 0
         (tier,) = tiers
         stats = engine.memory.stats()

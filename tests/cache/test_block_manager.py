@@ -157,11 +157,11 @@ def test_an_error_in_one_group_leaves_no_block_of_another(
     blocks = manager(None, 8)
     sequence = blocks.new()
 
-    def make_room(num_blocks: int) -> None:
+    def ensure_free(num_blocks: int) -> None:
         raise error("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks.groups[1], "make_room", make_room)
+        patch.setattr(blocks.groups[1], "ensure_free", ensure_free)
         for call in (lambda: blocks.append(sequence, 5), lambda: blocks.has_room([2, 2])):
             with pytest.raises(error, match="on purpose"):
                 call()
@@ -289,7 +289,7 @@ def test_the_budget_holds_for_used_and_cached_blocks_of_all_groups() -> None:
     assert blocks.append(second, 24) and memory.num_cached == 0
     assert memory.stats().used_blocks == 12
     with pytest.raises(OutOfBlocksError, match="needs 1 blocks of 8 tokens, 0 of 12 are free"):
-        memory.group(GroupSpec()).make_room(1)
+        memory.group(GroupSpec()).ensure_free(1)
     memory.check_integrity()
 
 
@@ -319,7 +319,7 @@ def test_a_group_gives_its_unused_memory_to_another_and_grows_again() -> None:
     for spec in (first, second):
         memory.group(spec).layer(0, states, states, num_layers=1, num_begun=0)
     memory._limit_bytes = 40 * memory.group(first).block_bytes
-    memory.group(first).make_room(30)
+    memory.group(first).ensure_free(30)
     blocks = memory.manager([second, first])
     # the second's blocks fit only without the free ones of the first
     assert blocks.append(blocks.new(), 8 * 18)

@@ -55,7 +55,7 @@ class Watch:
 
     def __init__(self, owners: list[Any], monkeypatch: Any) -> None:
         self.owners, self.most = owners, 0
-        for name in ("make_room", "layer"):
+        for name in ("ensure_free", "layer"):
             monkeypatch.setattr(GroupMemory, name, self._looking(getattr(GroupMemory, name)))
 
     def _looking(self, method: Any) -> Any:
@@ -340,7 +340,7 @@ def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
     group.expect(BLOCK)
 
     def look() -> None:
-        memory.num_affordable(group)
+        memory.growth_limit(group)
         budgets.left()
         budgets.charge(memory, 1)
 

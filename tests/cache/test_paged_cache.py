@@ -379,12 +379,12 @@ def test_a_cache_that_ran_out_at_once_is_as_new(name: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "method"),
     [
-        (GroupMemory, "make_room"),
+        (GroupMemory, "ensure_free"),
         (BlockTable, "append"),
         (LayerGroup, "_snapshot"),
         (KVBlocks, "store"),
     ],
-    ids=["make_room", "append", "snapshot", "store"],
+    ids=["ensure_free", "append", "snapshot", "store"],
 )
 def test_a_cache_whose_first_step_failed_is_as_new(
     owner: Any, method: str, name: str, monkeypatch: pytest.MonkeyPatch

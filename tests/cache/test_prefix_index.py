@@ -262,7 +262,7 @@ def test_what_goes_is_told_of_while_it_is_there_and_only_if_it_is_computed() -> 
     pool = BlockPool(4)
     index = PrefixIndex([pool], [None], 2)
     told: list[tuple[int, int, bytes]] = []
-    index.spill_to(lambda group, block_id, digest: told.append((group, block_id, digest)))
+    index.offload_to(lambda group, block_id, digest: told.append((group, block_id, digest)))
     first, second, third = pool.allocate(3)
     index.begin_step()
     node = index.add(index.root("a"), (1, 2), [first])

@@ -66,7 +66,7 @@ class House:
         freed."""
         blocks = self.manager.new()
         for group, table in zip(self.groups, blocks.tables):
-            group.make_room(-(-num_tokens // SIZE))
+            group.ensure_free(-(-num_tokens // SIZE))
             table.append(num_tokens)
             fill(group.storage, table.block_ids)
         blocks.tables[1].drop_before(num_dropped * SIZE)
@@ -155,7 +155,7 @@ def test_what_sequences_share_is_copied_once_and_shared_again() -> None:
     for row, group in ((second, 0), (third, 1)):
         # separate writes: copy-on-write of the tail, then more
         table = row.blocks.tables[group]
-        house.groups[group].make_room(3)
+        house.groups[group].ensure_free(3)
         copy = table.append(SIZE + 2)
         assert copy is not None
         house.groups[group].storage.copy_blocks([copy])
@@ -216,7 +216,7 @@ def test_out_of_blocks_changes_nothing(left: int) -> None:
     before = content(house, row)
     assert house.swapper.swap_out(request(row))
     filler = [house.sequence(SIZE) for _ in range((12 - left) // 2)]
-    house.groups[0].make_room((12 - left) % 2)
+    house.groups[0].ensure_free((12 - left) % 2)
     odd = house.groups[0].take((12 - left) % 2)
     state, used, num_bytes = row.swapped, house.memory.num_used, host_bytes()
     assert used == 12 - left
@@ -279,7 +279,7 @@ def test_sequences_that_end_meanwhile_take_no_blocks() -> None:
     first = house.sequence(2 * SIZE)
     second = house.fork(first)
     for group, table in zip(house.groups, second.blocks.tables):
-        group.make_room(2)
+        group.ensure_free(2)
         table.append(2 * SIZE)
         fill(group.storage, table.block_ids[-2:])
     finished = SimpleNamespace(blocks=SimpleNamespace(tables=()), swapped=None)

@@ -27,11 +27,11 @@ class PoolGroup:
     def has_free(self, num_blocks: int) -> bool:
         return False
 
-    def make_room(self, num_blocks: int) -> None:
+    def ensure_free(self, num_blocks: int) -> None:
         pass
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
-        self.make_room(num_blocks)
+        self.ensure_free(num_blocks)
         return self.pool.allocate(num_blocks, after)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -41,13 +41,13 @@ class PoolGroup:
 class Pools:
     """Stands for the `PagedMemory` of these groups, which no other manager uses."""
 
-    num_withheld = 0
+    num_held_by_others = 0
 
     def __init__(self, groups: Sequence[Any], block_size: int) -> None:
         self.groups, self.block_size = groups, block_size
         self.sizes = BlockSizes()
 
-    def num_obtainable(self, groups: Sequence[Any], if_unused: bool = False) -> int:
+    def num_available(self, groups: Sequence[Any], if_unused: bool = False) -> int:
         num_blocks = sum(group.pool.num_available for group in groups)
         if if_unused:
             num_blocks += sum(group.pool.num_used for group in groups if group.spec.is_counted)

@@ -594,7 +594,7 @@ def test_two_hundred_faults(tmp_path: Path, monkeypatch: Any, caplog: Any) -> No
 
 def evict_all(engine: PagedEngine) -> None:
     """Writes all cached blocks to disk; the pool and its tier stay."""
-    engine.memory.give_up_cached()
+    engine.memory.evict_cached()
     engine._core.loop.blocks.tier.wait()  # type: ignore[union-attr]
 
 
@@ -948,7 +948,7 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
             for text, tokens in zip(texts, expected):
                 found, num_hits = run(engine, text)
                 assert found == tokens and (turn == 0 or num_hits), f"turn {turn}"
-                engine.memory.give_up_cached()
+                engine.memory.evict_cached()
                 store.wait()
                 assert (
                     store.counts().host_bytes <= 30 * block
@@ -963,7 +963,7 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
         )
         for text in prompts(100, 110, 120, seed=7):
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
-            engine.memory.give_up_cached()
+            engine.memory.evict_cached()
             store.wait()
             assert 25 * block < store.counts().host_bytes <= 30 * block
         assert_drained(engine)
@@ -981,7 +981,7 @@ def test_a_slow_disk_skips_blocks_and_nothing_waits(tmp_path: Path, monkeypatch:
     with PagedEngine(model, config(tmp_path, num_blocks=60)) as engine:
         for text in texts:
             assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
-            engine.memory.give_up_cached()
+            engine.memory.evict_cached()
         (store,) = stores_of(engine.memory)
         assert store.num_skipped and store.counts().host_bytes < 40_000
         gate.set()

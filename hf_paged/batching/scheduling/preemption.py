@@ -93,7 +93,7 @@ class Preemption:
     preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
     # returns whether cached blocks from before this window are still valid
-    # (`Epochs.need_vouching`); if not, it has dropped them
+    # (`Epochs.needs_verification`); if not, it has dropped them
     vouch: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; else as a whole, then token by token
     chunks: bool = True
@@ -204,7 +204,7 @@ class Preemption:
             return False
         is_restorable = self._is_restorable(request)
         may_be_old = is_restorable or any(
-            manager.epochs.need_vouching(sequence.blocks) for sequence in request.sequences
+            manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
         )
         if may_be_old and self.vouch is not None and not self.vouch():
             self.forget(request)

@@ -165,7 +165,7 @@ class RequestQueue:
             return OutOfBlocksError(
                 shortage + "Others hold blocks: free their caches, or raise `num_blocks`"
             )
-        if blocks.memory.num_withheld:
+        if blocks.memory.num_held_by_others:
             return OutOfBlocksError(
                 shortage
                 + "Other models hold the rest of `hf_paged.budget`: end their requests, or raise it"

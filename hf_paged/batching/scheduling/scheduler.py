@@ -292,7 +292,7 @@ class Scheduler:
         """Preempts the only request left that could give blocks: the one that needs them. Raises
         `OutOfBlocksError` if it has made no progress since it was last preempted alone."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
-        is_alone = not self.blocks.memory.num_withheld
+        is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_alone:
             return

@@ -76,10 +76,10 @@ class Group(PoolGroup):
 class ApartPools(Pools):
     """Pools of which each has a limit: a request fits if the smallest could hold all of it."""
 
-    def num_obtainable(self, groups: Any, if_unused: bool = False) -> int:
+    def num_available(self, groups: Any, if_unused: bool = False) -> int:
         if if_unused:
             return min(group.pool.num_blocks for group in groups)
-        return super().num_obtainable(groups)
+        return super().num_available(groups)
 
 
 class SharedPools(Pools):
@@ -89,7 +89,7 @@ class SharedPools(Pools):
         super().__init__(groups, 16)
         self.num_blocks = num_blocks
 
-    def num_obtainable(self, groups: Any, if_unused: bool = False) -> int:
+    def num_available(self, groups: Any, if_unused: bool = False) -> int:
         if if_unused:
             return self.num_blocks
         return self.num_blocks - sum(group.pool.num_used for group in groups)
@@ -158,7 +158,7 @@ class FakeSwapper:
         taken: list[dict[int, int]] = []
         try:
             for group, ids in zip(self.groups, self.held(request)):
-                group.make_room(len(ids))
+                group.ensure_free(len(ids))
                 taken.append(dict(zip(ids, group.pool.allocate(len(ids)))))
         except OutOfBlocksError:
             for group, blocks in zip(self.groups, taken):
@@ -227,7 +227,7 @@ class Engine(RuleBasedStateMachine):
         ]
         if is_shared:
             for group, pool in zip(self.groups, pools):
-                group.make_room = self.room(pool, pools)
+                group.ensure_free = self.room(pool, pools)
             limited: Pools = SharedPools(self.groups, num_blocks)
         else:
             limited = ApartPools(self.groups, 16)
@@ -255,12 +255,12 @@ class Engine(RuleBasedStateMachine):
         self.outside: list[list[int]] = [[] for _ in windows]
 
     def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
-        def make_room(needed: int) -> None:
+        def ensure_free(needed: int) -> None:
             if needed > self.num_blocks - sum(p.num_used for p in pools):
                 raise OutOfBlocksError("budget")
             pool.grow(max(0, needed - pool.num_available))
 
-        return make_room
+        return ensure_free
 
     # -- what callers do --------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class Engine(RuleBasedStateMachine):
         pool.release(self.outside[group])
         self.outside[group] = []
         count = min(count, self.manager.num_free if self.is_shared else pool.num_available)
-        self.groups[group].make_room(count)
+        self.groups[group].ensure_free(count)
         self.outside[group] = pool.allocate(count)
         for block_id in self.outside[group]:
             self.memories[group].fill(block_id, [GARBAGE] * self.memories[group].block_size)

@@ -138,11 +138,11 @@ class BlockManager:
         blocks: SequenceBlocks,
         num_tokens: int,
         skips: bool = False,
-        num_settled: int | None = None,
+        num_committed: int | None = None,
     ) -> bool:
         """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is no
         room. First frees window blocks that no query after the held tokens sees, or after
-        `num_settled` of them, to which `truncate` may go back. With `skips`, an empty sequence
+        `num_committed` of them, to which `truncate` may go back. With `skips`, an empty sequence
         begins without the blocks that no query after the new tokens sees."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
@@ -158,7 +158,7 @@ class BlockManager:
         if skips:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
-        self.trim(blocks, num_settled)
+        self.trim(blocks, num_committed)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self.take(needs, tables)
         if taken is None and self._unname_state(blocks):
@@ -230,15 +230,15 @@ class BlockManager:
             table.append(count)
         return needed > 0
 
-    def trim(self, blocks: SequenceBlocks, num_settled: int | None = None) -> None:
+    def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
         """Frees window blocks that no later query sees. Not to be called between scheduling and
         computing tokens."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
             num_tokens = table.num_tokens
-            if num_settled is not None:
-                num_tokens = min(num_tokens, num_settled)
+            if num_committed is not None:
+                num_tokens = min(num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))
 
     def take(

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .. import compat
-from ..attention.backends import obstacles
+from ..attention.backends import unsupported_reasons
 from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
 from ..attention.switch import (
@@ -99,7 +99,7 @@ class Call:
         variables: dict[ContextVar[Any], Any] = {
             current: self,
             mask_observer: None,
-            obstacles: self.slowed_by,
+            unsupported_reasons: self.slowed_by,
             counted: self.details["setup_seconds"],
         }
         plain_bytes = None

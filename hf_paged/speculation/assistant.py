@@ -225,8 +225,8 @@ class Assistant:
         with self.memory.changing():
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
-            num_settled = max(0, row.num_followed - self.depth)
-            has_room = self.blocks.append(sequence.blocks, count, num_settled=num_settled)
+            num_committed = max(0, row.num_followed - self.depth)
+            has_room = self.blocks.append(sequence.blocks, count, num_committed=num_committed)
             if has_room:
                 self.blocks.flush_copies()
         return has_room

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention.backends import obstacles
+from ..attention.backends import unsupported_reasons
 from ..attention.switch import model_attention
 from ..batching.execution.buckets import bucket, chunk_bucket, power_of_two
 from ..batching.execution.inputs import Bounds, PackedTokens
@@ -209,7 +209,7 @@ class StepGraphs:
             reason = f"a replay would bypass the active `{mode}`"
         if reason is None:
             return False
-        reasons = obstacles.get()
+        reasons = unsupported_reasons.get()
         if reasons is not None:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True

@@ -97,14 +97,14 @@ def test_a_device_without_kernels_slows_the_call(monkeypatch: pytest.MonkeyPatch
     query, blocks = torch.zeros(2, 4, 16, device="meta"), torch.zeros(3, 2, 16, 16, device="meta")
     step = StepMetadata.rectangle(torch.zeros(2, 1, dtype=torch.int32, device="meta"), (5, 9), 16)
     reasons: set[str] = set()
-    token = backends.obstacles.set(reasons)
+    token = backends.unsupported_reasons.set(reasons)
     try:
         assert (
             backends.select(AttentionCall(query, KVBlocks((blocks,), blocks, blocks), step, 1.0))
             is gather
         )
     finally:
-        backends.obstacles.reset(token)
+        backends.unsupported_reasons.reset(token)
     (reason,) = reasons
     assert reason.startswith(
         "decode steps gather keys and values on meta: the Triton kernels do not run there"

@@ -498,7 +498,7 @@ def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.Monke
     model, jobs = models.build("llama"), []
     expected = [generate(model, number) for number in (0, 1)]
     paged(model, 0)
-    context, me = executor.obstacles, threading.get_ident()
+    context, me = executor.unsupported_reasons, threading.get_ident()
 
     class Joined:
         reset = context.reset
@@ -511,7 +511,7 @@ def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.Monke
             return context.set(value)
 
     found: list[torch.Tensor] = []
-    monkeypatch.setattr(executor, "obstacles", Joined())
+    monkeypatch.setattr(executor, "unsupported_reasons", Joined())
     found.append(paged(model, 0))
     jobs[0].join(60)
     assert sorted(map(torch.Tensor.tolist, found)) == sorted(map(torch.Tensor.tolist, expected))

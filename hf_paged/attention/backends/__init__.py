@@ -30,7 +30,9 @@ BACKENDS: dict[str, ModuleType] = {
     "triton": triton,
 }
 
-obstacles: ContextVar[set[str] | None] = ContextVar("hf_paged_obstacles", default=None)
+unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
+    "hf_paged_unsupported_reasons", default=None
+)
 """Collects why kernels did not serve calls in this context; a call's report reads it."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
@@ -64,7 +66,7 @@ def select(call: AttentionCall) -> ModuleType:
             reason,
         )
         return gather
-    reasons = obstacles.get()
+    reasons = unsupported_reasons.get()
     is_decode = call.step.query_start[:2] == (0, 1)
     if reasons is not None and is_decode and not forced():
         device = "the CPU" if is_cpu else call.query.device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.backends import obstacles
+from ...attention.backends import unsupported_reasons
 from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
 from ...attention.switch import compiled_layers, switchable_configs, use_paged_attention
@@ -236,7 +236,7 @@ class Executor:
             paged = use_paged_attention(switchable_configs(modules))
             switches = self._switches = eagerly, paged
         eagerly, paged = switches
-        tokens = (mask_observer.set(None), obstacles.set(self.slowed_by))
+        tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
         has_gradients = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)  # `torch.no_grad` takes eight Python calls
@@ -245,7 +245,7 @@ class Executor:
         finally:
             torch._C._set_grad_enabled(has_gradients)
             mask_observer.reset(tokens[0])
-            obstacles.reset(tokens[1])
+            unsupported_reasons.reset(tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
         """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""

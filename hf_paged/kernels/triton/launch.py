@@ -25,7 +25,7 @@ _failed: set[Hashable] = set()
 for a second or two.
 """
 
-_told: set[str] = set()
+_logged: set[str] = set()
 """Names of kernels whose first error is logged."""
 
 
@@ -60,8 +60,8 @@ def launch(
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
         if "out of memory" not in reason:  # which may pass
             _failed.add(_variant(kernel, args, kwargs, device))
-        if kernel.__name__ not in _told:
-            _told.add(kernel.__name__)
+        if kernel.__name__ not in _logged:
+            _logged.add(kernel.__name__)
             text = "the Triton kernel %s does not run; PyTorch computes in its place: %s"
             logger.warning(Topic.TRITON(text), kernel.__name__, reason)
         raise LaunchFailedError(f"{kernel.__name__}: {reason}") from error

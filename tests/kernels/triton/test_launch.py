@@ -96,7 +96,7 @@ def launches(
     monkeypatch.setattr(InterpretedFunction, "run", observed)
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(launch, "_failed", set())
-    monkeypatch.setattr(launch, "_told", set())
+    monkeypatch.setattr(launch, "_logged", set())
     launch.logger.addHandler(handler)
     yield found
     launch.logger.removeHandler(handler)

@@ -219,7 +219,7 @@ class BlockManager:
             before = [list(table.block_ids) for table in tables]
             try:
                 rows = zip(tables, ranges)
-                copies = [copy for table, tokens in rows for copy in table.own(*tokens)]
+                copies = [copy for table, tokens in rows for copy in table.copy_on_write(*tokens)]
                 if copies:
                     self.groups[group].copy_blocks(copies)
             except BaseException:  # blocks without content must not stay
@@ -292,7 +292,7 @@ class BlockManager:
             return False
         is_kept = table.pool.is_kept(slot)
         if is_kept:
-            table.pool.lose(slot)
+            table.pool.invalidate(slot)
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
@@ -406,7 +406,7 @@ class BlockManager:
                 num_shared += table.pool.refcount(block_id) > num_rows
         return num_shared
 
-    def num_known(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
+    def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Returns the tokens that `match` would attach if there were a state snapshot after each
         block."""
         max_nodes = (len(token_ids) - 1) // self.unit

@@ -36,7 +36,9 @@ class BlockPool:
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
         self.take = take
         self._wrong_write: str | None = None
-        self.has_lost = False  # a table that held blocks was collected, so that `recount` is due
+        self.needs_recount = (
+            False  # a table that held blocks was collected, so that `recount` is due
+        )
         self.grow(num_blocks)
 
     @property
@@ -74,7 +76,7 @@ class BlockPool:
         return block_id in self._kept
 
     @property
-    def kept(self) -> list[int]:
+    def kept_ids(self) -> list[int]:
         """Blocks whose content is kept, including used ones."""
         return list(self._kept)
 
@@ -152,8 +154,8 @@ class BlockPool:
 
     def drop_all(self, on_evict: Callable[[int], None]) -> None:
         """Stops keeping the blocks that were kept with `on_evict`; `recount` must follow."""
-        kept = self._kept.items()
-        self._kept = {block_id: other for block_id, other in kept if other is not on_evict}
+        callbacks = self._kept.items()
+        self._kept = {block_id: other for block_id, other in callbacks if other is not on_evict}
 
     def drop(self, block_id: int) -> None:
         """Stops keeping a block's content, without calling `on_evict`."""
@@ -162,7 +164,7 @@ class BlockPool:
             del self._cached[block_id]
             self._free[block_id] = None
 
-    def lose(self, block_id: int) -> None:
+    def invalidate(self, block_id: int) -> None:
         """Stops keeping a block's content and calls `on_evict`."""
         on_evict = self._kept[block_id]
         self.drop(block_id)
@@ -183,7 +185,7 @@ class BlockPool:
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
         """Makes the counts agree with `tables`, all that hold blocks, whatever an exception left
         half changed."""
-        self.has_lost = False
+        self.needs_recount = False
         try:
             held = Counter(block_id for table in tables for block_id in table)
             self._refcounts = [held[block_id] for block_id in range(self.num_blocks)]
@@ -199,7 +201,7 @@ class BlockPool:
                 block_id for block_id in order if block_id in unused and block_id in self._kept
             )
         except BaseException:
-            self.has_lost = True
+            self.needs_recount = True
             raise
 
     def note_write(self, block_ids: Iterable[int]) -> None:
@@ -232,9 +234,9 @@ class BlockPool:
         if self._wrong_write is not None:
             raise AssertionError(self._wrong_write)
         unused = {block_id for block_id, count in enumerate(self._refcounts) if not count}
-        kept = self._kept.keys()
+        kept_ids = self._kept.keys()
         num_shared = sum(refcount > 1 for refcount in self._refcounts)
-        expected = (unused - kept, unused & kept, num_shared)
+        expected = (unused - kept_ids, unused & kept_ids, num_shared)
         states = (set(self._free), set(self._cached), self.num_shared)
         if states != expected:
             raise AssertionError(f"(free, cached, number shared) is {states}, not {expected}")
@@ -304,7 +306,7 @@ class BlockTable:
             if pool.refcount(block_id) > 1 or pool.is_kept(block_id)
         ]
 
-    def own(self, first: int, last: int) -> list[tuple[int, int]]:
+    def copy_on_write(self, first: int, last: int) -> list[tuple[int, int]]:
         """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` to make
         before any write."""
         copies = []

@@ -123,7 +123,7 @@ class GroupMemory:
         pool = self.pool
         if memory.config.num_blocks is not None:  # which counts the blocks of all groups
             return False
-        if self._is_short or pool.has_lost or memory.is_recovery_due:
+        if self._is_short or pool.needs_recount or memory.is_recovery_due:
             return False
         return num_blocks <= pool.num_free
 

@@ -194,7 +194,7 @@ class PagedMemory:
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:
-            is_due |= group.pool.has_lost
+            is_due |= group.pool.needs_recount
         if is_due and not self.lock._is_owned():  # type: ignore[attr-defined]
             with self.lock:
                 if self.is_recovery_due:

@@ -33,7 +33,7 @@ class SequenceBlocks(_WithWeakRefs):
     def __del__(self) -> None:
         # an exception lost it before its blocks were freed, or before it was made
         for table in getattr(self, "tables", ()):
-            table.pool.has_lost |= bool(table.block_ids)
+            table.pool.needs_recount |= bool(table.block_ids)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless the tables agree."""

@@ -102,11 +102,11 @@ class StateStorage:
     def copy_kept(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
         Evicts those whose step is no longer alive from the prefix cache."""
-        for slot in self.pool.kept:
+        for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)
             except KeyError:
-                self.pool.lose(slot)
+                self.pool.invalidate(slot)
             else:
                 if not isinstance(holder, StateRows):
                     part = (holder.state_layers, [row])

@@ -67,8 +67,8 @@ def test_prefixes_and_adapters_have_one_order() -> None:
     blocks.register(row, tokens, 8, None)
     blocks.free(row)
     assert pages.pin("b", 2 * BYTES, "r") and evicted == ["a"], "it was let go before the prefix"
-    assert blocks.num_known([*tokens, 0], None) == 8
-    assert pages.pin("c", BYTES, "s") and blocks.num_known([*tokens, 0], None) < 8
+    assert blocks.num_matching([*tokens, 0], None) == 8
+    assert pages.pin("c", BYTES, "s") and blocks.num_matching([*tokens, 0], None) < 8
     blocks.check_integrity()
 
 

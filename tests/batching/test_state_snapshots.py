@@ -316,7 +316,7 @@ def test_a_request_that_ends_at_a_stop_leaves_no_snapshot() -> None:
         engine.step()
         engine.cancel(name)
         run_all(engine)
-        assert not engine.memory.group(StateSpec()).pool.kept
+        assert not engine.memory.group(StateSpec()).pool.kept_ids
         for expected in (0, 56):
             result, hits = run(engine, prompt, GREEDY)
             assert hits == expected

@@ -51,7 +51,7 @@ def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
     """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each
     block."""
     sequence = blocks.new()
-    found, known = blocks.match(sequence, tokens, None), blocks.num_known(tokens, None)
+    found, known = blocks.match(sequence, tokens, None), blocks.num_matching(tokens, None)
     assert all(table.num_tokens == found for table in sequence.tables)
     blocks.check_integrity()
     blocks.free(sequence)
@@ -108,7 +108,8 @@ def test_without_a_place_for_a_slot_of_its_own_the_snapshot_goes() -> None:
     assert cached.append(second, 20), "the snapshot was meant to become the sequence's own"
     cached.check_integrity()
     assert (
-        not cached.groups[2].pool.kept and other.tables[2].block_ids != second.tables[2].block_ids
+        not cached.groups[2].pool.kept_ids
+        and other.tables[2].block_ids != second.tables[2].block_ids
     )
 
 
@@ -118,7 +119,7 @@ def test_a_snapshot_goes_with_the_blocks_in_front() -> None:
     blocks.groups[0].pool.evict(1)  # the least recently used one is the last
     blocks.groups[0].pool.evict(40)
     blocks.check_integrity()
-    assert not blocks.groups[2].pool.kept and hit(blocks, TOKENS) == (0, 0)
+    assert not blocks.groups[2].pool.kept_ids and hit(blocks, TOKENS) == (0, 0)
 
 
 def test_the_snapshot_may_go_while_blocks_are_taken() -> None:
@@ -142,10 +143,10 @@ def test_no_state_is_named_in_a_step_that_is_undone() -> None:
     sequence.stops = (20,)
     blocks.index.begin_step()
     blocks.register(sequence, TOKENS, 20, None)
-    assert blocks.groups[2].pool.kept
+    assert blocks.groups[2].pool.kept_ids
     blocks.index.undo_step()
     blocks.check_integrity()
-    assert not blocks.groups[2].pool.kept
+    assert not blocks.groups[2].pool.kept_ids
 
 
 def test_without_states_a_sequence_begins_behind_any_block() -> None:
@@ -224,7 +225,7 @@ def test_a_kept_state_whose_step_is_gone_loses_its_name() -> None:
     pool.keep(0, lost.append)
     gc.collect()
     storage.copy_kept()
-    assert lost == [0] and not pool.kept
+    assert lost == [0] and not pool.kept_ids
 
 
 @pytest.mark.slow

@@ -343,8 +343,8 @@ class Preemption:
         partings = self.waiting.partings(request)
         least |= dict.fromkeys(partings, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
-            num_known = self.blocks.num_known(sequence.keys, request.namespace)
-            least[num_known] = FORWARD_TOKENS
+            num_matching = self.blocks.num_matching(sequence.keys, request.namespace)
+            least[num_matching] = FORWARD_TOKENS
         stops: list[int] = []
         for stop, num_tokens in sorted(least.items()):  # each must save that many tokens
             before = max(done, *stops, 0)

@@ -27,7 +27,7 @@ class Units(NamedTuple):
         return torch.index_select(matrix, 0, self.indices, out=out)
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """Memory layout of a layer's keys or values; the last dimension is contiguous."""
 
     shape: tuple[int, ...]  # blocks, heads, block size, dim
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     itemsize: int
 
     @classmethod
-    def of(cls, blocks: Tensor) -> Layout:
+    def of(cls, blocks: Tensor) -> BlockLayout:
         return cls(blocks.shape, blocks.stride(), blocks.element_size())
 
     def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
@@ -102,7 +102,7 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     device = blocks.device
     pieces = []
     for plane in planes:
-        units = step.plan(_units, Layout.of(plane), device)
+        units = step.plan(_units, BlockLayout.of(plane), device)
         pieces.append(units.read(plane).view(*shape, -1))
     dense = quantized.join(pieces, blocks, dtype)
     if step.has_padding:
@@ -111,7 +111,7 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     return dense
 
 
-def _units(step: StepMetadata, layout: Layout, device: torch.device) -> Units:
+def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Units:
     """Those of all `step.columns`, the same for all layers with one layout. For padding, some
     token's."""
     tables = step.block_tables.to(device, torch.long)

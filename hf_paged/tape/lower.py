@@ -21,7 +21,7 @@ from .entries import Call, Entry, Kernel, Linear
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
-from .rows import Layout, Rows, layout, shape_of
+from .rows import Rows, TensorLayout, layout, shape_of
 from .values import DTYPES, FLOATS, Values, values_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
@@ -141,7 +141,7 @@ class Lowering:
         inputs: Sequence[Tensor | None],
         output: Tensor,
         dtypes: Iterable[torch.dtype] = FLOATS,
-    ) -> tuple[Rows, list[int], Layout] | None:
+    ) -> tuple[Rows, list[int], TensorLayout] | None:
         """Begins an operation over rows of `sizes`: the list, which is the last entry if it fits,
         registers of the inputs but `None`, the layout of the output. `None` if no list takes
         them."""

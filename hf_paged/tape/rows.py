@@ -23,7 +23,7 @@ INSTRUCTION = struct.Struct("6id")  # struct RowInstruction
 CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A tensor's strides under a list's rows, as their `Shape`. Narrow tensors have one number per
     row."""
 
@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
     op: str
     out: int
     inputs: tuple[int, ...] = ()
-    memory: Layout | None = None
+    memory: TensorLayout | None = None
     dtype: torch.dtype = torch.float32
     number: float = 0.0
 
@@ -73,7 +73,7 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     return (*rows, sizes[-1])
 
 
-def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
+def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> TensorLayout | None:
     """The layout of a tensor broadcast to `sizes`; `None` if it cannot be."""
     sizes = sizes or (1,)
     try:
@@ -88,7 +88,7 @@ def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> Layout | None:
     step = 1
     if is_wide and not is_narrow:
         step = strides[-1]
-    return Layout(ref, (*row_strides, step), is_narrow)
+    return TensorLayout(ref, (*row_strides, step), is_narrow)
 
 
 class Rows:
@@ -101,7 +101,7 @@ class Rows:
         self.are_narrow: list[bool] = []  # registers
         self._registers: dict[Any, int] = {}  # by the layout key of their content
 
-    def accesses(self, *ops: str) -> list[Layout]:
+    def accesses(self, *ops: str) -> list[TensorLayout]:
         """The tensors of loads and stores, or of those of `ops`, in order."""
         return [
             each.memory
@@ -119,7 +119,7 @@ class Rows:
 
     # -- building ---------------------------------------------------------------------------------
 
-    def takes(self, layouts: list[Layout]) -> bool:
+    def takes(self, layouts: list[TensorLayout]) -> bool:
         """Whether reads of `layouts` fit: none may read memory that this list writes, except in the
         same layout."""
         written = self.writes
@@ -129,7 +129,7 @@ class Rows:
         self.are_narrow.append(is_narrow)
         return len(self.are_narrow) - 1
 
-    def read(self, source: Layout) -> int:
+    def read(self, source: TensorLayout) -> int:
         key = source.key
         if key not in self._registers:
             register = self._register(source.is_narrow)
@@ -149,7 +149,7 @@ class Rows:
         self.instructions.append(Instruction(op, out, inputs, dtype=dtype, number=number))
         return out
 
-    def write(self, target: Layout, register: int) -> None:
+    def write(self, target: TensorLayout, register: int) -> None:
         self.instructions.append(Instruction("store", register, (register,), target))
         self._registers[target.key] = register
 

@@ -20,7 +20,7 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.parts import SLICE_QUERIES, Part, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.reading import Layout
+from hf_paged.cache.reading import BlockLayout
 from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention, Store
@@ -369,7 +369,7 @@ def test_scratch_survives_inference_mode() -> None:
 
 
 def parts_of(call: Call, step: StepMetadata | None = None) -> tuple[Part, ...]:
-    layouts = [Layout.of(x) for x in (call.key_blocks, call.value_blocks)]
+    layouts = [BlockLayout.of(x) for x in (call.key_blocks, call.value_blocks)]
     return (step or call.step).plan(plan_parts, *layouts)[0]
 
 

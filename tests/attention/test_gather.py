@@ -15,7 +15,7 @@ from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.parts import plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.cache.reading import Layout
+from hf_paged.cache.reading import BlockLayout
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp
 from hf_paged.step import StepMetadata
@@ -59,8 +59,8 @@ def test_nothing_visible_gives_zeros(device: torch.device) -> None:
     assert not call.run("gather").any()
 
 
-def layouts_of(*blocks: torch.Tensor) -> list[Layout]:
-    return [Layout.of(x) for x in blocks]
+def layouts_of(*blocks: torch.Tensor) -> list[BlockLayout]:
+    return [BlockLayout.of(x) for x in blocks]
 
 
 def operations_per_step(

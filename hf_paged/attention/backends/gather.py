@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...cache.reading import Layout
+from ...cache.reading import BlockLayout
 from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
@@ -76,7 +76,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
             return _decode_in_place(call, parts[0], placed)
     else:
         planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
-        layouts = map(Layout.of, planes)
+        layouts = map(BlockLayout.of, planes)
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape

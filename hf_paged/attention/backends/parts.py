@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...cache.reading import Layout, Units
+from ...cache.reading import BlockLayout, Units
 from ...step import StepMetadata
 
 APART_QUERIES = 32
@@ -75,7 +75,7 @@ every row."""
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def plan_parts(step: StepMetadata, *layouts: Layout) -> Parts:
+def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> Parts:
     """The parts of rows that are gathered, with their units in each layout. `step.plan` runs this
     once for all layers of the same layouts."""
     geometries, is_complete = geometries_of(step)
@@ -114,12 +114,12 @@ def plan_parts(step: StepMetadata, *layouts: Layout) -> Parts:
 
 
 def _units(
-    layouts: tuple[Layout, ...],
+    layouts: tuple[BlockLayout, ...],
     tables: Tensor,
     heads: slice,
     positions: Tensor | None = None,
 ) -> tuple[Units, ...]:
-    """`Layout.units` of each layout, computed once for equal ones."""
+    """`BlockLayout.units` of each layout, computed once for equal ones."""
     units = {layout: layout.units(tables, heads, positions) for layout in {*layouts}}
     return tuple(units[layout] for layout in layouts)
 
@@ -159,7 +159,7 @@ def _similar(
 def _padded_part(
     step: StepMetadata,
     group: list[Rows],
-    layouts: tuple[Layout, ...],
+    layouts: tuple[BlockLayout, ...],
     make_part: Callable[..., Part],
 ) -> Part:
     """The part of all rows of a group, whose first geometry is the longest."""

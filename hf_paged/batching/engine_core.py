@@ -326,7 +326,7 @@ class EngineCore(EngineLoop):
                 self._shortage = None
             except OutOfBlocksError:
                 self._shortage = self._shortage or Shortage(loop.memory)
-                if not self._shortage.is_of_other_models:
+                if not self._shortage.should_await_other_models:
                     self._shortage = None
                     raise
                 time.sleep(0.01)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import forks
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
-from ..cache.waits import Shortage, claims_resting
+from ..cache.waits import Shortage, claims_waiting
 from ..interrupts import ends_with_calls, restoring
 from ..threads import wait
 from .decoding.base import Fetch
@@ -100,7 +100,7 @@ class SharedLoop:
                 caller = self._callers[generation] = Caller(
                     generation, threading.Condition(self._lock)
                 )
-            with claims_resting(self.loop.memory):
+            with claims_waiting(self.loop.memory):
                 while True:
                     self._sample(caller, self._wait_for_logits(caller), window)
                     if generation.is_done:
@@ -192,9 +192,9 @@ class SharedLoop:
         models hold the memory, for `PATIENCE`."""
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
-        return shortage.may_end() or shortage.is_of_other_models
+        return shortage.should_retry() or shortage.should_await_other_models
 
-    def goes_on(self, thread: int) -> bool:
+    def is_progressing(self, thread: int) -> bool:
         """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which
         hold none."""
         stepper = self._stepper

@@ -17,7 +17,7 @@ from ..kernels.cpp import attention as cpp_attention
 from ..seams import MappedRows
 from .free_memory import commits_when_touched, reserved
 from .groups import GroupSpec
-from .store import Look, Store, choose_store
+from .store import Store, StoreKey, choose_store
 
 MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
 
@@ -50,8 +50,8 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side with one common scale
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `looks` of the K/V that were last stored, which these blocks fit
-        self.look: Look | None = None
+        # `store_key` of the K/V that were last stored, which these blocks fit
+        self.store_key: StoreKey | None = None
         # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
         self.attention: cpp_attention.Attention | None = None
         self._store: Store | None = None
@@ -95,12 +95,12 @@ class KVBlocks:
 
     def store(
         self,
-        look: Look,
+        key: StoreKey,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `look` is the
+        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `key` is the
         same, since choosing takes longer than a small store."""
         blocks = self
         if self.rows is not None:
@@ -109,9 +109,9 @@ class KVBlocks:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
             values = keys
-        if look != self.look or self._store is None:
+        if key != self.store_key or self._store is None:
             chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self._store, self.look = chosen, look
+            self._store, self.store_key = chosen, key
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:

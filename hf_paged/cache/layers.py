@@ -20,7 +20,7 @@ from .handles import PagedTensor, RowTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
 from .reading import read_rows
-from .store import Look, looks
+from .store import StoreKey, store_key
 from .waits import Shortage
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
@@ -47,7 +47,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.gathers = False
         # of the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
-        self._packed_look: Look | None = None
+        self._packed_key: StoreKey | None = None
         self.graph_states: GraphStates | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
@@ -83,8 +83,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         # the owner of borrowed rows computes without gradients
         has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.borrows
         context_len = self.num_seen
-        look = looks(keys, values)
-        step, blocks = self._store(keys, values, look)
+        key = store_key(keys, values)
+        step, blocks = self._store(keys, values, key)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if has_graph:
@@ -95,7 +95,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
             return shown_keys, shown_values
         if context_len == 0:
-            return self._show_new(step, blocks, look, keys, values)
+            return self._show_new(step, blocks, key, keys, values)
         return self._show_cached(step, blocks, is_decode=keys.shape[2] == 1)
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,7 +121,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self,
         keys: Tensor,
         values: Tensor,
-        look: Look,
+        key: StoreKey,
     ) -> tuple[StepMetadata, KVBlocks]:
         """Stores new K/V in blocks, waits for blocks that other threads hold, and returns the
         step, with the blocks that it reads."""
@@ -136,7 +136,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             try:
                 with group.memory.lock:
                     layers = group.blocks.storage.layers
-                    is_fit = self.index in layers and layers[self.index].look == look
+                    is_fit = self.index in layers and layers[self.index].store_key == key
                     if not is_fit:
                         num_begun = group.num_begun(context_len)
                         group.blocks.layer(
@@ -150,7 +150,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                     step = step.on(device)
                     blocks = group.blocks.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
-                    blocks.store(look, keys, values, step.slots)
+                    blocks.store(key, keys, values, step.slots)
                     if step.columns is not None:
                         self.num_seen = step.columns.stop
                 return step, blocks
@@ -168,14 +168,14 @@ class PagedLayer(cache_utils.DynamicLayer):
         self,
         step: StepMetadata,
         blocks: KVBlocks,
-        look: Look,
+        key: StoreKey,
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to K/V of a layer that had none. Those of packed steps are used again."""
         handles = self.packed_handles
         is_packed = step.columns is None
-        if is_packed and handles is not None and self._packed_look == look:
+        if is_packed and handles is not None and self._packed_key == key:
             for handle, fresh, (stored, _) in zip(handles, (keys, values), blocks.pair):
                 handle.step = step
                 handle.layer = blocks
@@ -186,7 +186,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         new_values = PagedTensor(step, blocks, True, values)
         handles = new_keys, new_values
         if is_packed:
-            self.packed_handles, self._packed_look = handles, look
+            self.packed_handles, self._packed_key = handles, key
         return handles
 
     def _show_cached(

@@ -16,11 +16,11 @@ from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
-Look: TypeAlias = tuple[Any, ...]
+StoreKey: TypeAlias = tuple[Any, ...]
 Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
-def looks(keys: Tensor, values: Tensor) -> Look:
+def store_key(keys: Tensor, values: Tensor) -> StoreKey:
     """Returns a key that is equal for K/V that fit the same blocks and the same store function."""
     return (
         keys.shape,
@@ -42,7 +42,7 @@ def choose_store(
 ) -> Store:
     """Returns a function that writes K/V `(batch, heads, n, dim)`, any strides, into blocks
     `(num_blocks, heads, block_size, dim)`, in their dtype or quantized, for arguments with the same
-    `looks`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each at
+    `store_key`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each at
     most once; negative for tokens that are not stored."""
     chosen: Callable[..., None] = store_portable
     fits = keys.size(1) == values.size(1)

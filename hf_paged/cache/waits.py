@@ -17,13 +17,13 @@ _POLL = 0.01  # seconds between two tries
 GRACE = 0.5  # seconds in which callers of calls that have ended drop the caches that these returned
 # Seconds without a step of any call on the memory, after which a call that waits for blocks assumes
 # that the calls which hold them wait for it: a caller's code may do that.
-MAX_STILL = 60.0
+MAX_STALL = 60.0
 
 
 class Holder(Protocol):
     """Calls that hold blocks of a memory (`PagedMemory.holders`)."""
 
-    def goes_on(self, thread: int) -> bool:
+    def is_progressing(self, thread: int) -> bool:
         """Whether a call of another thread than `thread` advances, and does not wait for blocks
         itself."""
 
@@ -35,35 +35,35 @@ class Shortage:
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
         self._num_steps = -1
-        self._still_since = 0.0
+        self._last_step_at = 0.0
         self.since = time.monotonic()
-        self._stuck_since = -math.inf if is_alone else self.since
+        self._last_progress_at = -math.inf if is_alone else self.since
 
-    def may_end(self) -> bool:
+    def should_retry(self) -> bool:
         """Whether to try again after a try that failed."""
         now = time.monotonic()
         num_steps = self._memory.num_steps
         me = threading.get_ident()
         if num_steps != self._num_steps:
-            self._num_steps, self._still_since = num_steps, now
-        go_on = any(holder.goes_on(me) for holder in list(self._memory.holders))
-        if go_on and now - self._still_since < MAX_STILL:
-            self._stuck_since = now
-        return now - self._stuck_since < GRACE
+            self._num_steps, self._last_step_at = num_steps, now
+        go_on = any(holder.is_progressing(me) for holder in list(self._memory.holders))
+        if go_on and now - self._last_step_at < MAX_STALL:
+            self._last_progress_at = now
+        return now - self._last_progress_at < GRACE
 
     @property
-    def is_of_other_models(self) -> bool:
+    def should_await_other_models(self) -> bool:
         """Whether to try again because other models hold the memory, for `PATIENCE`."""
         is_patient = time.monotonic() - self.since < budget.PATIENCE
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
-        """As `may_end`, and waits before the next try. Not for use with a lock held."""
-        with claims_resting(self._memory):
-            is_hopeful = self.may_end()
-            if is_hopeful:
+        """As `should_retry`, and waits before the next try. Not for use with a lock held."""
+        with claims_waiting(self._memory):
+            retries = self.should_retry()
+            if retries:
                 time.sleep(_POLL)
-            return is_hopeful
+            return retries
 
 
 class Claim:
@@ -77,7 +77,7 @@ class Claim:
         forks.in_child(self)
         ends_with_calls(self)
 
-    def goes_on(self, thread: int) -> bool:
+    def is_progressing(self, thread: int) -> bool:
         return self.thread != thread and not self.is_waiting
 
     def fits(self, total: int) -> bool:
@@ -111,7 +111,7 @@ def claims_on(memory: Any) -> list[Claim]:
 
 
 @restoring
-def claims_resting(memory: Any) -> Iterator[None]:
+def claims_waiting(memory: Any) -> Iterator[None]:
     """While this thread's calls wait for blocks, or a loop tells whether they go on: their claims
     do not."""
     me = threading.get_ident()

@@ -342,7 +342,7 @@ def test_of_calls_that_wait_for_one_another_the_one_that_keeps_blocks_ends(
 ) -> None:
     """Rows that ended keep all blocks until the other rows end, which need more; the call that came
     first fits."""
-    monkeypatch.setattr(waits, "MAX_STILL", 1.0)
+    monkeypatch.setattr(waits, "MAX_STALL", 1.0)
     model, few, samples = (
         models.build("llama"),
         {"cache_config": {"block_size": 8, "num_blocks": 6}},
@@ -381,7 +381,7 @@ def test_the_loop_tells_whether_its_calls_go_on() -> None:
     def look() -> None:
         (loop,) = (loop for loops in shared_loop._loops.values() for loop in loops.values())
         claims = claims_on(loop.loop.memory)
-        seen.append(([claim.goes_on(0) for claim in claims], loop.goes_on(0)))
+        seen.append(([claim.is_progressing(0) for claim in claims], loop.is_progressing(0)))
 
     paged(model, 1, AtToken(2, look), return_dict_in_generate=True)
     assert seen == [([False], True)]

@@ -19,10 +19,10 @@ from tests.support.checks import in_threads
 class Call:
     """Calls of another thread, which go on or not."""
 
-    def __init__(self, goes_on: bool) -> None:
-        self.is_going_on = goes_on
+    def __init__(self, is_progressing: bool) -> None:
+        self.is_going_on = is_progressing
 
-    def goes_on(self, thread: int) -> bool:
+    def is_progressing(self, thread: int) -> bool:
         return self.is_going_on
 
 
@@ -40,32 +40,32 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_call_tries_again_as_long_as_others_go_on_and_a_moment_longer(now: list[float]) -> None:
-    other = Call(goes_on=True)
-    memory = memory_with(Call(goes_on=False), other)
+    other = Call(is_progressing=True)
+    memory = memory_with(Call(is_progressing=False), other)
     shortage = Shortage(memory)
     for _ in range(3):
         now[0] += 5 * waits.GRACE
-        assert shortage.may_end()
+        assert shortage.should_retry()
     other.is_going_on = False
     now[0] += 0.9 * waits.GRACE
-    assert shortage.may_end()
+    assert shortage.should_retry()
     now[0] += 0.2 * waits.GRACE
-    assert not shortage.may_end()
+    assert not shortage.should_retry()
     other.is_going_on = True
-    assert shortage.may_end()
-    assert not Shortage(memory_with(), is_alone=True).may_end()
+    assert shortage.should_retry()
+    assert not Shortage(memory_with(), is_alone=True).should_retry()
 
 
 def test_a_call_gives_up_where_nobody_computes(now: list[float]) -> None:
     """The code of a caller that holds blocks may wait for the call that is short of them."""
-    memory = memory_with(Call(goes_on=True))
+    memory = memory_with(Call(is_progressing=True))
     shortage = Shortage(memory)
     for _ in range(5):
-        now[0] += 0.9 * waits.MAX_STILL
+        now[0] += 0.9 * waits.MAX_STALL
         memory.num_steps += 1
-        assert shortage.may_end()
-    now[0] += 1.1 * waits.MAX_STILL
-    assert not shortage.may_end()
+        assert shortage.should_retry()
+    now[0] += 1.1 * waits.MAX_STALL
+    assert not shortage.should_retry()
 
 
 def test_calls_that_fit_together_go_on_together_in_the_order_in_which_they_came() -> None:
@@ -93,7 +93,7 @@ def test_a_call_inside_of_another_one_does_not_wait_for_it() -> None:
     memory = memory_with()
     with claimed(memory, 8, lambda: 8), claimed(memory, 8, lambda: 8):
         assert len(memory.holders) == 2
-        assert not any(holder.goes_on(threading.get_ident()) for holder in memory.holders)
+        assert not any(holder.is_progressing(threading.get_ident()) for holder in memory.holders)
     assert not memory.holders
 
 
@@ -129,13 +129,13 @@ def test_a_call_that_waits_for_blocks_does_not_count_as_one_that_goes_on() -> No
     memory, seen = memory_with(), []
 
     class Watch(Call):
-        def goes_on(self, thread: int) -> bool:
-            seen.append([claim.goes_on(thread + 1) for claim in claims_on(memory)])
+        def is_progressing(self, thread: int) -> bool:
+            seen.append([claim.is_progressing(thread + 1) for claim in claims_on(memory)])
             return False
 
-    memory.holders.append(Watch(goes_on=False))
+    memory.holders.append(Watch(is_progressing=False))
     with claimed(memory, 3, lambda: 8):
-        assert [claim.goes_on(0) for claim in claims_on(memory)] == [True]
+        assert [claim.is_progressing(0) for claim in claims_on(memory)] == [True]
         Shortage(memory).wait()
-        assert [claim.goes_on(0) for claim in claims_on(memory)] == [True]
+        assert [claim.is_progressing(0) for claim in claims_on(memory)] == [True]
     assert seen == [[False]]

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 HIDDEN = -1e4  # a bias of this or less hides a key
 
 
-def showing_rows(step: StepMetadata) -> StepMetadata:
+def with_key_len(step: StepMetadata) -> StepMetadata:
     """A packed step for a model with its own attention code. Raises `NotCapturable` if lengths are
     only on the device, `NotPackable` if layers have a window."""
     if step.lengths is not None:
@@ -69,7 +69,7 @@ class Scores(DeferredTensor):
         scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
         scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
         scores.scale, scores.bias, scores.is_softmax = scale, bias, is_softmax
-        scores.made_of = {
+        scores.arguments = {
             "query": query,
             "key": key,
             "dtype": dtype,
@@ -80,14 +80,14 @@ class Scores(DeferredTensor):
         }
         return scores
 
-    def plus(self, bias: Tensor | None) -> Scores:
+    def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
             raise NotPackable("something is added to attention weights")
         if bias is None:
             return self
         if self.bias is not None:
             bias = self.bias + bias
-        return self.but(bias=bias)
+        return self.replace(bias=bias)
 
 
 def flat(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _convert(
         raise NotPackable(f"packed keys, values or scores as {dtype}")
     if dtype is x.kind:
         return x
-    return x.but(dtype=dtype)
+    return x.replace(dtype=dtype)
 
 
 @defer("dropout")
@@ -158,7 +158,7 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if not isinstance(x, RowTensor) or axes != swapped:
         raise NotPackable(f"axes of packed keys, values or scores in the order {axes}")
-    return x.but(is_transposed=not x.is_transposed)
+    return x.replace(is_transposed=not x.is_transposed)
 
 
 @defer("view", "reshape")
@@ -173,7 +173,7 @@ def _view(function: Any, x: Any, *shape: Any) -> Any:
         raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {asked}")
     if ndim == len(x.sizes):
         return x
-    return x.but(ndim=ndim)
+    return x.replace(ndim=ndim)
 
 
 @defer("matmul", "bmm", "__matmul__")
@@ -212,7 +212,7 @@ def _baddbmm(
     if beta != 1:
         x = x * beta
     bias = _bias(scores.key.step, x)
-    return scores.but(scale=float(alpha)).plus(bias)
+    return scores.replace(scale=float(alpha)).add_bias(bias)
 
 
 @defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
@@ -231,7 +231,7 @@ def _scale(function: Any, scores: Any, factor: Any) -> Any:
     bias = scores.bias
     if bias is not None:
         bias = bias * factor
-    return scores.but(scale=scores.scale * factor, bias=bias)
+    return scores.replace(scale=scores.scale * factor, bias=bias)
 
 
 @defer("add", "radd", "iadd")
@@ -241,7 +241,7 @@ def _add(function: Any, scores: Any, other: Any) -> Any:
     is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
     if not isinstance(scores, Scores) or not is_dense:
         raise NotPackable("something is added to packed keys or values")
-    return scores.plus(scores.key.step.plan(_bias, other))
+    return scores.add_bias(scores.key.step.plan(_bias, other))
 
 
 @defer("masked_fill")
@@ -253,7 +253,7 @@ def _masked_fill(
 ) -> Any:
     if not isinstance(scores, Scores) or not value <= HIDDEN:
         raise NotPackable("packed keys, values or scores are filled")
-    return scores.plus(scores.key.step.plan(_bias_where, mask, True))
+    return scores.add_bias(scores.key.step.plan(_bias_where, mask, True))
 
 
 @defer("max", "maximum", "clamp_min")
@@ -276,7 +276,7 @@ def _softmax(
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or dim not in (-1, len(scores.sizes) - 1):
         raise NotPackable("a softmax of packed keys or values")
-    return scores.but(is_softmax=True, dtype=kwargs.get("dtype") or scores.kind)
+    return scores.replace(is_softmax=True, dtype=kwargs.get("dtype") or scores.kind)
 
 
 @defer("scaled_dot_product_attention")
@@ -293,14 +293,14 @@ def _sdpa(
 ) -> Tensor:
     if attn_mask is None or is_causal:
         raise NotPackable("attention without a mask, or a mask of its own")
-    scores = _matmul(torch.matmul, query, key.but(is_transposed=True))
+    scores = _matmul(torch.matmul, query, key.replace(is_transposed=True))
     if attn_mask.dtype == torch.bool:
         bias = key.step.plan(_bias_where, attn_mask, False)
     else:
         bias = key.step.plan(_bias, attn_mask)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    weights = scores.plus(bias).but(scale=scale, is_softmax=True)
+    weights = scores.add_bias(bias).replace(scale=scale, is_softmax=True)
     return _attend(_dropout(F.dropout, weights, dropout_p), value)
 
 

@@ -168,7 +168,7 @@ def _packed(
         )
     metadata = step.plan(packed_step, mask)
     if isinstance(key, LatentTensor):
-        if not key.is_with(value):
+        if not key.pairs_with(value):
             raise NotPackable("values that are not of the latents that the keys are of")
         return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)

@@ -78,7 +78,7 @@ class LatentTensor(LazyTensor):
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
 
-    def is_with(self, value: Tensor) -> bool:
+    def pairs_with(self, value: Tensor) -> bool:
         """Whether these are the keys and `value` the values of the same expansion."""
         return (
             isinstance(value, LatentTensor)
@@ -99,7 +99,7 @@ class LatentTensor(LazyTensor):
         layer = latent.layer
         rank = latent.shape[3]
         rope_dim = rotary.shape[3]
-        if not self.is_with(value) or layer is not rotary.layer:
+        if not self.pairs_with(value) or layer is not rotary.layer:
             return None
         if layer.tiles[0].shape[3] != rank + rope_dim:
             return None

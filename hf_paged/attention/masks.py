@@ -171,7 +171,7 @@ class PagedMask(LazyTensor):
 
 
 @dataclasses.dataclass(eq=False)
-class LooksAhead:
+class LookAhead:
     """An `attention_observer` of a first forward over rows of `length` columns, or those from
     `first` on if a cache holds the others: finds positions that saw later ones."""
 

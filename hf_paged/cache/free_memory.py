@@ -130,28 +130,28 @@ def address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def reserve(size: int, protection: int) -> mmap.mmap:
+def reserve_addresses(size: int, protection: int) -> mmap.mmap:
     """Reserves host addresses on Linux, without memory until they are written to. Raises
     `MemoryError`."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     try:
         return mmap.mmap(-1, size, flags, protection)
     except OSError as error:
-        raise not_mapped(size, error.errno) from error
+        raise mapping_error(size, error.errno) from error
 
 
-def not_mapped(size: int, number: int | None) -> MemoryError:
+def mapping_error(size: int, number: int | None) -> MemoryError:
     error = os.strerror(number or 0)
     return MemoryError(
         f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
     )
 
 
-def reserved(size: int) -> torch.Tensor:
+def reserved_tensor(size: int) -> torch.Tensor:
     """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
     `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
     has. Raises `MemoryError`."""
-    memory = reserve(size, mmap.PROT_READ | mmap.PROT_WRITE)
+    memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -320,12 +320,12 @@ class DeferredTensor(LazyTensor):
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     sizes: tuple[int, ...]  # shape, and below dtype, for our code: torch's attributes are slower
     kind: torch.dtype
-    made_of: dict[str, Any]  # the arguments that made it
+    arguments: dict[str, Any]  # the arguments that made it
 
-    def but(self: Deferred, **changes: Any) -> Deferred:
+    def replace(self: Deferred, **changes: Any) -> Deferred:
         """The same data with some of its arguments changed."""
-        made_of: dict[str, Any] = {**self.made_of, **changes}
-        return type(self)(**made_of)
+        arguments: dict[str, Any] = {**self.arguments, **changes}
+        return type(self)(**arguments)
 
     def dense(self) -> Tensor:
         raise NotPackable("packed keys, values or scores are read: only attention may")
@@ -377,7 +377,7 @@ class RowTensor(DeferredTensor):
         handle.is_transposed = is_transposed
         handle.sizes = shape
         handle.kind = dtype
-        handle.made_of = {
+        handle.arguments = {
             "step": step,
             "layer": layer,
             "blocks": blocks,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
 from ..seams import MappedRows
-from .free_memory import commits_when_touched, reserved
+from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreKey, choose_store
 
@@ -280,7 +280,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"
         if is_on_linux_host and size >= MIN_RESERVED_BYTES:
-            return reserved(size).view(dtype).view(shape)
+            return reserved_tensor(size).view(dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -64,7 +64,7 @@ class Deltas:
         if self.table is not None:
             from .triton import lora
 
-            if lora.takes(out, x):
+            if lora.supports(out, x):
                 # `out` is as it was; processes that share the depth run the same kernels, which all
                 # fail
                 with contextlib.suppress(LaunchFailedError):
@@ -90,7 +90,7 @@ class RecordedDeltas:
         if they fail."""
         from .triton import lora
 
-        if not lora.takes(out, x):
+        if not lora.supports(out, x):
             raise NotCapturable(f"LoRA's kernels do not take {x.dtype} and {out.dtype}")
         try:
             lora.add_deltas(out, x, self.table)
@@ -104,7 +104,7 @@ def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
         return False
     from .triton import lora
 
-    return lora.takes_weights(weights, device)
+    return lora.supports_weights(weights, device)
 
 
 def add_each(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.free_memory import NORESERVE, not_mapped, reserve
+from ..cache.free_memory import NORESERVE, mapping_error, reserve_addresses
 
 PLANE_BYTES = 1 << 38
 """Distance between planes in the offset space, more than the bytes of any plane, so that each can
@@ -173,7 +173,7 @@ def _map_over(
 ) -> None:
     """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
-        raise not_mapped(size, ctypes.get_errno())
+        raise mapping_error(size, ctypes.get_errno())
 
 
 @functools.cache
@@ -212,7 +212,7 @@ class MemoryFile:
 
     def reserve(self, size: int) -> Addresses:
         """Reserves addresses. Raises `MemoryError` if that fails."""
-        memory = reserve(size, _READ)
+        memory = reserve_addresses(size, _READ)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         return Addresses(address, size, self._tensor, memory)
 

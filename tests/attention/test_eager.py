@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged import kernels
-from hf_paged.attention.eager import showing_rows
+from hf_paged.attention.eager import with_key_len
 from hf_paged.cache.handles import RowTensor
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
 from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built, Case
@@ -83,7 +83,7 @@ WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj]
 
 def packed(case: Case) -> tuple[Built, Mine]:
     built = Built(case)
-    step = showing_rows(built.step)
+    step = with_key_len(built.step)
     key, value = (
         RowTensor(step, built.blocks, x, case.dtype) for x in (built.key_blocks, built.value_blocks)
     )
@@ -168,7 +168,7 @@ def test_nothing_else_is_done_with_packed_rows(what: str) -> None:
 def test_steps_that_show_no_rows() -> None:
     tables = torch.zeros(2, 1, dtype=torch.int32)
     with pytest.raises(NotPackable, match="window"):
-        showing_rows(StepMetadata.rectangle(tables, (3, 4), 8, window=5))
+        with_key_len(StepMetadata.rectangle(tables, (3, 4), 8, window=5))
     lengths = Lengths(torch.ones(2), torch.zeros(2))
     with pytest.raises(NotCapturable):
-        showing_rows(StepMetadata.rectangle(tables, (), 8, lengths=lengths))
+        with_key_len(StepMetadata.rectangle(tables, (), 8, lengths=lengths))

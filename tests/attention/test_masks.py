@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import LooksAhead, MaskPattern, PagedMask, padding_columns, parse
+from hf_paged.attention.masks import LookAhead, MaskPattern, PagedMask, padding_columns, parse
 
 PAD = torch.zeros(2, dtype=torch.long)
 
@@ -155,7 +155,7 @@ def test_positions_that_saw_later_ones() -> None:
         "kv_length": 6,
         "mask_function": masking_utils.causal_mask_function,
     }
-    looks = LooksAhead([0, 2], 6)
+    looks = LookAhead([0, 2], 6)
     looks(sizes, None, True)
     looks(sizes, made(arguments, "sdpa"), False)
     looks((2, 9, 9), None, False)  # as from a vision tower
@@ -172,6 +172,6 @@ def test_positions_that_saw_later_ones() -> None:
     assert looks.positions().int().tolist() == expected
     looks(sizes, torch.ones(2, 1, 6, 7, dtype=torch.bool), True)
     assert looks.positions() is None
-    looks = LooksAhead([0], 3)
+    looks = LookAhead([0], 3)
     looks((1, 3, 3), None, False)
     assert looks.positions().all()

@@ -101,7 +101,7 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
         elif operation == "reserve":
             file.reserve(size)
         elif operation == "reserved":
-            free_memory.reserved(size)
+            free_memory.reserved_tensor(size)
         else:
             first, second = addresses.address, addresses.address + 2 * size
             file.detach(addresses, [first, first + size, second + size], size)

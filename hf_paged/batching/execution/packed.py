@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...attention.eager import showing_rows
+from ...attention.eager import with_key_len
 from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import UNCACHED
@@ -364,7 +364,7 @@ class PackedRunner(Runner):
             cache, mask = self._borrow(rows, token_ids.shape[1])
             arguments["attention_mask"] = mask
         elif self._shows_rows:
-            steps = [showing_rows(step) for step in steps]
+            steps = [with_key_len(step) for step in steps]
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
-from ...attention.masks import LooksAhead, attention_observer
+from ...attention.masks import LookAhead, attention_observer
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
@@ -224,7 +224,7 @@ class Prompts(PromptInputs):
         `num_cached` tokens already. Returns logits `(all rows, vocab_size)`, and which positions
         `(all rows, length)` saw later ones, or lie between; `None` if that is unknown."""
         first = self.paddings[0] + num_cached if num_cached else 0
-        looks = LooksAhead(self.paddings, self.length, first)
+        looks = LookAhead(self.paddings, self.length, first)
         rectangle = self.lay_out(model, cache, rows)
         rectangle.borrow(first)
         token = attention_observer.set(looks)

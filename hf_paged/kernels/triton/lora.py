@@ -124,8 +124,8 @@ def _expand_kernel(
 
 def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
     """The table of `parts`; `None` if the kernels do not support their weights
-    (`takes_weights`)."""
-    if not takes_weights([lora for *_, lora in parts], device):
+    (`supports_weights`)."""
+    if not supports_weights([lora for *_, lora in parts], device):
         return None
     bounds = torch.tensor(
         [(start, end) for start, end, _ in parts], dtype=torch.int64, device=device
@@ -151,7 +151,7 @@ def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeigh
     return Table(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
 
 
-def takes_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
+def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
     """Whether the kernels support these weights: on `device`, contiguous, of one supported dtype,
     ranks up to `MAX_RANK`, and all or none of one process group."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
@@ -166,7 +166,7 @@ def takes_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
     )
 
 
-def takes(out: Tensor, x: Tensor) -> bool:
+def supports(out: Tensor, x: Tensor) -> bool:
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 

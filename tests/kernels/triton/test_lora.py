@@ -49,7 +49,7 @@ def test_adds_what_plain_products_add(
         tensor[others] = float("nan")
     chosen = parts(ranges, dtype)
     table = lora.make_table(chosen, before.device)
-    assert table is not None and lora.takes(before, x)
+    assert table is not None and lora.supports(before, x)
     expected, found = before.clone(), before.clone()
     add_each(expected, x, chosen)
     lora.add_deltas(found, x, table)

@@ -224,7 +224,7 @@ class PagedTensor(ReadOnlyTensor):
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense
 
-    def keep(self) -> None:
+    def materialize(self) -> None:
         """Gathers a copy, unless `dense` has been called, before blocks change. Takes no lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
@@ -300,7 +300,7 @@ class Handles:
             try:
                 handle = ref()
                 if handle is not None:
-                    handle.keep()
+                    handle.materialize()
             except Exception as error:  # out of memory
                 if is_interrupt(error):
                     raise

@@ -141,7 +141,7 @@ class LayerGroup:
         else:
             self._make_writable(tables, context_len, length)
         self._view = None
-        self._step = self._snapshot(length, query_len, device)
+        self._step = self._make_step(length, query_len, device)
         return self._step
 
     @guarded
@@ -218,7 +218,7 @@ class LayerGroup:
                     table.skip(max(0, first_visible - padding))
         tables_and_ranges = zip(tables, ranges)
         if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
-            self.rows.keep_snapshots()
+            self.rows.gather_handles()
         if self.rows.manager.extend(self.number, tables, ranges) or self.rows.borrows:
             self._block_tables = None
         self.length = max(self.length, length)
@@ -227,15 +227,15 @@ class LayerGroup:
     def _check_window(self, length: int) -> None:
         """Raises `ValueError` unless all tokens that the next query after `length` positions sees
         are still stored."""
-        if self._given_back > self.spec.first_visible(length):
+        if self._freed_before > self.spec.first_visible(length):
             raise ValueError(
                 f"a layer looks {self.spec.window} tokens back from token {length}, but the first"
-                f" {self._given_back} were freed, since another layer with the same tables holds"
+                f" {self._freed_before} were freed, since another layer with the same tables holds"
                 f" {self.length}: update all in each step"
             )
 
     @property
-    def _given_back(self) -> int:
+    def _freed_before(self) -> int:
         """The logical position before which some row has freed blocks."""
         freed_before = (
             padding + table.first_token
@@ -250,11 +250,11 @@ class LayerGroup:
             oldest = max(0, first_visible - padding)
             first_block = oldest // table.block_size
             if first_block > table.num_dropped and table.block_ids:
-                self.rows.keep_snapshots()
+                self.rows.gather_handles()
                 table.drop_before(oldest)
                 self._block_tables = None
 
-    def _snapshot(
+    def _make_step(
         self,
         length: int,
         query_len: int,
@@ -282,7 +282,7 @@ class LayerGroup:
             origins.append(origin)
         first = self.spec.first_visible(length - query_len)
         if self.record_past and not query_len:  # outside a step: everything still stored
-            first = min(first, self._given_back)
+            first = min(first, self._freed_before)
         block_tables = self._block_tables.to(device)
         slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
         return StepMetadata.rectangle(
@@ -308,7 +308,7 @@ class LayerGroup:
         ):
             if length < self.length:
                 self._check_window(length)
-            view = self._snapshot(length, 0, device)
+            view = self._make_step(length, 0, device)
             self._view = view
         return view
 

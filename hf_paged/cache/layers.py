@@ -160,7 +160,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                     group.undo_first(query_len)
                 if not isinstance(error, OutOfBlocksError):
                     raise
-                shortage = shortage or Shortage(group.memory, is_alone=group.rows.hold_all_blocks)
+                shortage = shortage or Shortage(group.memory, is_alone=group.rows.is_only_holder)
                 if group.rows.borrows or not shortage.wait():
                     raise
 
@@ -201,10 +201,10 @@ class PagedLayer(cache_utils.DynamicLayer):
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
             dense_values = read_rows(step, blocks, blocks.values, value_dtype)
             return dense_keys, dense_values
-        remember = self.group.rows.remember
+        track = self.group.rows.track
         reader = self if is_decode else None
-        cached_keys = remember(PagedTensor(step, blocks, False))
-        cached_values = remember(PagedTensor(step, blocks, True, reader=reader))
+        cached_keys = track(PagedTensor(step, blocks, False))
+        cached_values = track(PagedTensor(step, blocks, True, reader=reader))
         return cached_keys, cached_values
 
     _update_untraced = torch.compiler.disable(_update)
@@ -269,7 +269,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             # an owner of borrowed rows only reads
             keeps_views = not rows.borrows
             handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
-            return rows.remember(handle)
+            return rows.track(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:

@@ -27,7 +27,7 @@ from .stand_ins import spec_of, stand_in
 from .storage import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.
-_OF_ONE_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
+_PER_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
 SHARE = 0.5  # of free memory that may be reserved without `memory_fraction`
@@ -169,7 +169,7 @@ class PagedCache(DynamicCache):
             self.layers.append(self._next_layer())
         for mine, its in zip(self.layers, other.layers):
             for name, value in vars(its).items():
-                if name not in _OF_ONE_CACHE:
+                if name not in _PER_CACHE:
                     if isinstance(value, (dict, list)):
                         value = copy.copy(value)
                     vars(mine)[name] = value
@@ -361,7 +361,7 @@ class PagedCache(DynamicCache):
     def discard(self) -> None:
         """Frees the cache after a failure, without gathering the handles that a traceback still
         holds."""
-        self.rows.free(keep_snapshots=False)
+        self.rows.free(gathers=False)
         self.reset()
 
     def stats(self) -> MemoryStats:

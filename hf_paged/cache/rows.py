@@ -50,7 +50,7 @@ class CacheRows:
                 self.memory.abandon(self.manager, self.held, self._handles)
 
     @property
-    def hold_all_blocks(self) -> bool:
+    def is_only_holder(self) -> bool:
         """Whether no other rows hold blocks of the memory."""
         tables = zip(*(blocks.tables for blocks in self.held))
         num_used = self.memory.num_used
@@ -60,13 +60,13 @@ class CacheRows:
             num_held += len(block_ids)
         return num_used <= num_held
 
-    def remember(self, handle: PagedTensor) -> PagedTensor:
+    def track(self, handle: PagedTensor) -> PagedTensor:
         """Tracks `handle`, to gather it before its blocks change, are freed or are left to other
         tables."""
         self._handles.add(handle)
         return handle
 
-    def keep_snapshots(self) -> None:
+    def gather_handles(self) -> None:
         """Gathers all living handles, since their blocks are about to change."""
         self._handles.gather()
 
@@ -88,7 +88,7 @@ class CacheRows:
                 f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}"
             )
         with self.memory.changing():
-            self.keep_snapshots()
+            self.gather_handles()
             indices = [numbers[i] for i in indices]
             # a row that keeps its place keeps its blocks
             self.held = [
@@ -112,18 +112,18 @@ class CacheRows:
         for group, length in zip(groups, lengths):
             group.check_crop(length)
         with self.memory.changing():
-            self.keep_snapshots()
+            self.gather_handles()
             for group, length in zip(groups, lengths):
                 group.crop(length)
 
     @guarded
-    def free(self, keep_snapshots: bool = True) -> None:
-        """Frees every block; with `keep_snapshots` first gathers the handles that are still
+    def free(self, gathers: bool = True) -> None:
+        """Frees every block; with `gathers` first gathers the handles that are still
         alive."""
         with self.memory.changing():
             try:
-                if keep_snapshots:
-                    self.keep_snapshots()
+                if gathers:
+                    self.gather_handles()
             finally:
                 if not self.borrows:
                     for blocks in self.held:
@@ -150,12 +150,12 @@ class CacheRows:
             group.forget_steps()
         return twin
 
-    _OWN = ("memory", "specs", "counters", "borrows", "num_operations")
+    _FIELDS = ("memory", "specs", "counters", "borrows", "num_operations")
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle, with the content of the tables' blocks, renumbered from 0."""
-        state = {name: getattr(self, name) for name in self._OWN}
+        state = {name: getattr(self, name) for name in self._FIELDS}
         state["groups"] = []
         with self.memory.changing():
             for number, group in enumerate(self.manager.groups):
@@ -174,7 +174,7 @@ class CacheRows:
 
     @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*(state[name] for name in self._OWN[:4]))  # type: ignore[misc]
+        self.__init__(*(state[name] for name in self._FIELDS[:4]))  # type: ignore[misc]
         self.num_operations = state["num_operations"]
         with self.memory.changing():
             for number, (group, (rows, contents)) in enumerate(

@@ -381,10 +381,10 @@ def test_a_cache_that_ran_out_at_once_is_as_new(name: str) -> None:
     [
         (GroupMemory, "ensure_free"),
         (BlockTable, "append"),
-        (LayerGroup, "_snapshot"),
+        (LayerGroup, "_make_step"),
         (KVBlocks, "store"),
     ],
-    ids=["ensure_free", "append", "snapshot", "store"],
+    ids=["ensure_free", "append", "make_step", "store"],
 )
 def test_a_cache_whose_first_step_failed_is_as_new(
     owner: Any, method: str, name: str, monkeypatch: pytest.MonkeyPatch

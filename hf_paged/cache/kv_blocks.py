@@ -21,7 +21,7 @@ from .store import Store, StoreKey, choose_store
 
 MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
 
-Kind: TypeAlias = tuple[int, int, torch.dtype]
+KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
 
 
@@ -72,7 +72,7 @@ class KVBlocks:
         return (self.keys, key_dtype), (self.values, value_dtype)
 
     @property
-    def kinds(self) -> list[Kind]:
+    def formats(self) -> list[KVFormat]:
         """Those of the keys and of the values that the model computes."""
         return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
 
@@ -120,10 +120,10 @@ class KVBlocks:
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
-    def no_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
         stored ones."""
-        return _no_states(self.kinds, device)
+        return _empty_states(self.formats, device)
 
     def at(self, block_ids: list[int]) -> KVBlocks:
         """Returns copies of some blocks."""
@@ -153,7 +153,7 @@ class KVBlocks:
     def plain_token_bytes(self) -> int:
         """Bytes of a token in the dtypes that the model computes, as transformers' own cache stores
         it."""
-        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.kinds)
+        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.formats)
 
     @classmethod
     def allocate(
@@ -250,13 +250,13 @@ class LayerKV(NamedTuple):
 
     spec: GroupSpec
     layer: int
-    keys: Kind
-    values: Kind
+    keys: KVFormat
+    values: KVFormat
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
         """Empty keys and values of the layer, on the meta device."""
-        return _no_states((self.keys, self.values), torch.device("meta"))
+        return _empty_states((self.keys, self.values), torch.device("meta"))
 
 
 def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -284,9 +284,9 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _no_states(kinds: Iterable[Kind], device: torch.device) -> tuple[Tensor, Tensor]:
+def _empty_states(formats: Iterable[KVFormat], device: torch.device) -> tuple[Tensor, Tensor]:
     keys, values = (
-        torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in kinds
+        torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in formats
     )
     return keys, values
 

@@ -459,7 +459,7 @@ class PagedMemory:
     def layers(self) -> tuple[LayerKV, ...]:
         """Returns what the allocated layers store."""
         return tuple(
-            LayerKV(spec, index, *layer.kinds)
+            LayerKV(spec, index, *layer.formats)
             for spec, group in self.groups.items()
             for index, layer in group.storage.layers.items()
         )

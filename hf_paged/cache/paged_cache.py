@@ -23,7 +23,7 @@ from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
-from .stand_ins import spec_of, stand_in
+from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
 # Attributes of a layer that belong to one cache, and are not copied to another's layer.
@@ -194,7 +194,7 @@ class PagedCache(DynamicCache):
         layers = []
         for index, (layer, spec) in enumerate(zip(cache.layers, specs)):
             group = None if spec is None else self.groups[spec]
-            layers.append(stand_in(layer, group, index))
+            layers.append(paged_layer(layer, group, index))
         Cache.__init__(self, layers=layers)
         self.layer_class_to_replicate = cache.layer_class_to_replicate
 

@@ -14,7 +14,7 @@ from .handles import Handles, PagedTensor
 from .layer_group import LayerGroup
 from .memory import PagedMemory
 from .sequence_blocks import SequenceBlocks
-from .swap import HostBlocks, HostLayer, numbered, put_back, rows_of
+from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
 
 
 class CacheRows:
@@ -160,9 +160,9 @@ class CacheRows:
         with self.memory.changing():
             for number, group in enumerate(self.manager.groups):
                 tables = [blocks.tables[number] for blocks in self.held]
-                numbers = numbered(tables)
+                numbers = number_blocks(tables)
                 rows = [
-                    (rows_of(table, numbers), table.num_dropped, table.num_tokens)
+                    (host_rows(table, numbers), table.num_dropped, table.num_tokens)
                     for table in tables
                 ]
                 contents = {}

@@ -30,7 +30,7 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
     return GroupSpec(kind, window)
 
 
-def stand_in(layer: Any, group: LayerGroup | None, index: int) -> Any:
+def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
     """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
     group of `spec_of`; without a group (Mamba states, a model's own compressed layers) the layer
     itself."""

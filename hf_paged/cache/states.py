@@ -99,7 +99,7 @@ class StateStorage:
                 slots_by_holder.setdefault(holder, set()).add(slot)
         return slots_by_holder
 
-    def copy_kept(self) -> None:
+    def copy_snapshots(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
         Evicts those whose step is no longer alive from the prefix cache."""
         for slot in self.pool.kept_ids:

@@ -32,7 +32,7 @@ class HostLayer(NamedTuple):
     ) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
         # since then, the storage may have grown, changed its dtype or been recreated
-        keys, values = self.blocks.no_states(self.device)
+        keys, values = self.blocks.empty_states(self.device)
         target = group.layer(index, keys, values, num_layers, num_begun=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
         rows = list(block_ids)
@@ -110,7 +110,9 @@ class BlockSwapper:
         """Returns the bytes of the distinct blocks of unfinished sequences, over all layers."""
         rows = [sequence.blocks.tables for sequence in request.open_sequences]
         groups = zip(self.blocks.groups, zip(*rows))
-        return sum(len(numbered(tables)) * group.storage.block_bytes for group, tables in groups)
+        return sum(
+            len(number_blocks(tables)) * group.storage.block_bytes for group, tables in groups
+        )
 
     def swap_out(self, request: Any) -> bool:
         """Copies every block of `request` to host memory and releases it; other holders keep shared
@@ -120,7 +122,7 @@ class BlockSwapper:
         held = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.blocks.memory.lock:
             of_groups = list(zip(*(sequence.blocks.tables for sequence in held)))
-            numbers = [numbered(tables) for tables in of_groups]
+            numbers = [number_blocks(tables) for tables in of_groups]
             try:
                 groups = zip(self.blocks.groups, numbers)
                 host = [copy_out(group, list(ids)) for group, ids in groups]
@@ -130,7 +132,7 @@ class BlockSwapper:
                 return False
             for sequence in held:
                 tables = sequence.blocks.tables
-                sequence.swapped = SwappedSequence(host, list(map(rows_of, tables, numbers)))
+                sequence.swapped = SwappedSequence(host, list(map(host_rows, tables, numbers)))
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
@@ -171,11 +173,11 @@ def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
     return [(sequence, state) for sequence, state in states if state is not None]
 
 
-def numbered(tables: Iterable[BlockTable]) -> dict[int, int]:
+def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:
     """Numbers the distinct blocks of some tables, in order of appearance."""
     block_ids = dict.fromkeys(block_id for table in tables for block_id in table.block_ids)
     return {block_id: number for number, block_id in enumerate(block_ids)}
 
 
-def rows_of(table: BlockTable, numbers: dict[int, int]) -> list[int]:
+def host_rows(table: BlockTable, numbers: dict[int, int]) -> list[int]:
     return [numbers[block_id] for block_id in table.block_ids]

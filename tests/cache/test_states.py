@@ -203,7 +203,7 @@ def test_kept_states_are_copies_and_live_without_their_step() -> None:
     slots, lost = pool.allocate(3), []
     storage.put(slots, holder, 48)
     pool.keep(slots[1], lost.append)
-    storage.copy_kept()
+    storage.copy_snapshots()
     for layer in holder.state_layers:
         layer.conv_states[0] += 100
     assert state(storage, slots[1]) == [11.0, 11.5] and state(storage, slots[0]) == [110.0, 110.5]
@@ -211,7 +211,7 @@ def test_kept_states_are_copies_and_live_without_their_step() -> None:
     assert set().union(*storage.holders().values()) == {slots[1]}
     del holder
     gc.collect()
-    storage.copy_kept()
+    storage.copy_snapshots()
     assert state(storage, slots[1]) == [11.0, 11.5] and not lost
     pool.evict(1)
     assert storage.holders() == {} and lost == [slots[1]]
@@ -224,7 +224,7 @@ def test_a_kept_state_whose_step_is_gone_loses_its_name() -> None:
     storage.put(pool.allocate(1), Holder(1, 1), 48)
     pool.keep(0, lost.append)
     gc.collect()
-    storage.copy_kept()
+    storage.copy_snapshots()
     assert lost == [0] and not pool.kept_ids
 
 

@@ -246,7 +246,7 @@ class RectangleRunner(Runner):
 
     def _copy_kept_states(self) -> None:
         with self.memory.lock:
-            self.states.copy_kept()
+            self.states.copy_snapshots()
 
     def _lay_out(self, plan: StepPlan) -> Rectangle:
         """Prepares a batch as `generate` does, padded on the left."""

@@ -29,23 +29,23 @@ class BlockManager:
         """`memory`: may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        self._ended = memory.sizes  # sequences may end when the memory is collected, too
+        self._sizes = memory.sizes  # sequences may end when the memory is collected, too
         self.prefix_caching = True  # keep full blocks, and reuse them for the same tokens
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
         # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
         # prefixes may end
         self.block_size = max(sizes)
-        self.unit = min(sizes)  # tokens per node of the index
-        # of block sizes to the unit
-        ratios = [1 if size == UNBOUNDED else size // self.unit for size in self._block_sizes]
+        self.node_size = min(sizes)  # tokens per node of the index
+        # of block sizes to `node_size`
+        ratios = [1 if size == UNBOUNDED else size // self.node_size for size in self._block_sizes]
         pools = [group.pool for group in groups]
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
-        self.index = PrefixIndex(pools, windows, self.unit, ratios)
+        self.index = PrefixIndex(pools, windows, self.node_size, ratios)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
-        self._alive: weakref.WeakKeyDictionary[SequenceBlocks, None] = weakref.WeakKeyDictionary()
+        self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # those that live
         # of blocks for other content; each has `recover`
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {number: spec for number, spec in enumerate(specs) if isinstance(spec, StateSpec)}
@@ -67,9 +67,9 @@ class BlockManager:
     @property
     def size_text(self) -> str:
         """Tokens per block, for messages."""
-        if self.unit == self.block_size:
-            return f"{self.unit}"
-        return f"{self.unit} to {self.block_size}"
+        if self.node_size == self.block_size:
+            return f"{self.node_size}"
+        return f"{self.node_size} to {self.block_size}"
 
     @property
     def keeps_states(self) -> bool:
@@ -123,14 +123,14 @@ class BlockManager:
 
     def tables(self, group: int) -> Iterator[BlockTable]:
         # a copy: garbage collection may free sequences
-        sequences = list(self._alive)
+        sequences = list(self._sequences)
         return (blocks.tables[group] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
         sizes = zip(self.groups, self._block_sizes)
         tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
         blocks = SequenceBlocks(tables, self.epochs.current)
-        self._alive[blocks] = None
+        self._sequences[blocks] = None
         return blocks
 
     def append(
@@ -161,7 +161,7 @@ class BlockManager:
         self.trim(blocks, num_committed)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
         taken = self.take(needs, tables)
-        if taken is None and self._unname_state(blocks):
+        if taken is None and self._unregister_state(blocks):
             needs = [table.num_needed(end - table.num_tokens) for table in tables]
             taken = self.take(needs, tables)
         if taken is None:
@@ -176,7 +176,7 @@ class BlockManager:
                 source, target = copy
                 # the content of a source with a queued copy is still in that copy's source
                 copies[target] = copies.get(source, source)
-        blocks.capacity = -(-end // self.unit) * self.unit
+        blocks.capacity = -(-end // self.node_size) * self.node_size
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
@@ -279,7 +279,7 @@ class BlockManager:
             return None
         return taken
 
-    def _unname_state(self, blocks: SequenceBlocks) -> bool:
+    def _unregister_state(self, blocks: SequenceBlocks) -> bool:
         """Drops the prefix cache's snapshot in the sequence's state slot if no other table holds
         the slot, so that the sequence can write there. Returns whether there was one."""
         if self._states is None:
@@ -301,7 +301,7 @@ class BlockManager:
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
-        if blocks.num_registered * self.unit > num_tokens:
+        if blocks.num_registered * self.node_size > num_tokens:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
@@ -310,15 +310,15 @@ class BlockManager:
         tables = tuple(table.fork() for table in blocks.tables)
         twin = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
         twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # the tail is shared now
-        self._alive[twin] = None
+        self._sequences[twin] = None
         return twin
 
     def end(self, blocks: SequenceBlocks) -> None:
         """Frees a finished sequence and notes its length."""
         if blocks.tables:
             length = blocks.tables[0].num_tokens
-            if length and self._ended is not None:
-                self._ended.note(length)
+            if length and self._sizes is not None:
+                self._sizes.note(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
@@ -332,7 +332,7 @@ class BlockManager:
             table.free()
         blocks.capacity = blocks.num_registered = 0
         blocks.node = None
-        self._alive.pop(blocks, None)
+        self._sequences.pop(blocks, None)
 
     def flush_copies(self) -> None:
         """Runs the queued copies, one batch per group."""
@@ -348,7 +348,7 @@ class BlockManager:
         self.index.recover()
         for holder in list(self.holders):
             holder.recover()
-        for blocks in list(self._alive):
+        for blocks in list(self._sequences):
             blocks.node, blocks.num_registered, blocks.capacity = None, 0, 0
 
     def match(
@@ -363,7 +363,7 @@ class BlockManager:
         Returns its number of tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
-        size = self.unit
+        size = self.node_size
         max_nodes = (len(token_ids) - 1) // size
         links = self.index.find(token_ids, namespace, max_nodes)
         path = [link.node for link in links if link.node is not None]
@@ -399,7 +399,7 @@ class BlockManager:
         `num_rows` rows."""
         if not self.prefix_caching or self.keeps_states:
             return 0
-        num_tokens = blocks.num_registered * self.unit
+        num_tokens = blocks.num_registered * self.node_size
         num_shared = 0
         for table in blocks.tables:
             for block_id in table.block_ids[: num_tokens // table.block_size]:
@@ -409,9 +409,9 @@ class BlockManager:
     def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
         """Returns the tokens that `match` would attach if there were a state snapshot after each
         block."""
-        max_nodes = (len(token_ids) - 1) // self.unit
+        max_nodes = (len(token_ids) - 1) // self.node_size
         path = self.index.find(token_ids, namespace, max_nodes, without=self._states)
-        return len(path) * self.unit
+        return len(path) * self.node_size
 
     def register(
         self,
@@ -424,7 +424,7 @@ class BlockManager:
         sequence's stops, the state there, which the step that begins now must copy. Returns at once
         if no block has filled up. Registered blocks must be computed before another sequence reads
         them."""
-        size = self.unit
+        size = self.node_size
         # nodes up to where blocks of all groups are full
         full = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
@@ -433,9 +433,9 @@ class BlockManager:
         if blocks.epoch < self.epochs.dropped:  # `is_outdated`
             return
         is_stop = num_tokens == full * size and num_tokens in blocks.stops
-        names_state = self._states is not None and is_stop
+        registers_state = self._states is not None and is_stop
         has_only_states = len(self.groups) == (self._states is not None)
-        if not names_state and has_only_states:
+        if not registers_state and has_only_states:
             # only states, and none to keep here
             return
         node = blocks.node
@@ -453,7 +453,7 @@ class BlockManager:
                 else:
                     held.append(None)
             is_last = number + 1 == full
-            if self._states is not None and names_state and is_last:
+            if self._states is not None and registers_state and is_last:
                 (held[self._states],) = blocks.tables[self._states].block_ids
             node = self.index.add(node, tokens, held, blocks.epoch)
         blocks.node, blocks.num_registered = node, full
@@ -477,5 +477,5 @@ class BlockManager:
         for number, group in enumerate(self.groups):
             block_ids = (table.block_ids for table in self.tables(number))
             group.pool.check_integrity(block_ids, are_all=False)
-        for blocks in list(self._alive):
+        for blocks in list(self._sequences):
             blocks.check_integrity()

@@ -72,7 +72,7 @@ class PrefixIndex:
         self._pools = list(pools)
         self._windows = list(windows)
         self._roots: dict[Hashable, Node] = {}
-        self._named: list[dict[int, Node]] = [{} for _ in pools]
+        self._registered: list[dict[int, Node]] = [{} for _ in pools]
         groups = range(len(self._pools))
         self._on_evict = [functools.partial(self._evicted, group) for group in groups]
         # (group, block id) registered since `begin_step`; `None` between steps
@@ -130,7 +130,7 @@ class PrefixIndex:
                 break
             links.append(Link(tokens, digest, node))
             num_links = len(links)
-            lacking = []
+            incomplete = []
             for group, ratio in enumerate(self._ratios):
                 if num_links % ratio:
                     continue  # none of its blocks ends here
@@ -142,10 +142,10 @@ class PrefixIndex:
                 else:
                     present[group] = 0
                 if len(self.needed(group, num_links)) > present[group]:
-                    lacking.append(group)
-            if not lacking and num_links % self.stride == 0:
+                    incomplete.append(group)
+            if not incomplete and num_links % self.stride == 0:
                 usable = num_links
-            elif any(self._windows[group] is None for group in lacking):
+            elif any(self._windows[group] is None for group in incomplete):
                 break
         return links[:usable]
 
@@ -178,11 +178,11 @@ class PrefixIndex:
         for group, block_id in enumerate(block_ids):
             if block_id is None or node.block_ids[group] is not None:
                 continue
-            named = self._named[group]
-            if block_id in named:
+            registered = self._registered[group]
+            if block_id in registered:
                 continue
             self._pools[group].keep(block_id, self._on_evict[group])
-            named[block_id] = node
+            registered[block_id] = node
             node.block_ids[group] = block_id
             node.epoch = min(node.epoch, epoch)
             if self._step is not None:
@@ -200,9 +200,9 @@ class PrefixIndex:
     def undo_step(self) -> None:
         """Removes the blocks registered since `begin_step`: they were never computed."""
         for group, block_id in self._step or ():
-            if block_id in self._named[group]:
+            if block_id in self._registered[group]:
                 self._pools[group].drop(block_id)
-                self._unname(group, block_id)
+                self._unregister(group, block_id)
         self._step = {}
 
     def clear(self) -> None:
@@ -214,7 +214,7 @@ class PrefixIndex:
     def recover(self) -> None:
         """Forgets everything, whatever an exception left half changed; a recount of the pools must
         follow."""
-        self._roots, self._named, self._step = {}, [{} for _ in self._pools], None
+        self._roots, self._registered, self._step = {}, [{} for _ in self._pools], None
         for pool, on_evict in zip(self._pools, self._on_evict):
             pool.drop_all(on_evict)
 
@@ -233,9 +233,9 @@ class PrefixIndex:
         """Handles the eviction of a block, which still has its content."""
         try:
             if self._offload is not None:
-                self._offload_subtree(self._named[group][block_id], group, self._offload)
+                self._offload_subtree(self._registered[group][block_id], group, self._offload)
         finally:
-            self._unname(group, block_id)
+            self._unregister(group, block_id)
 
     def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
         """Offloads the blocks that are removed with this one: in full attention the whole
@@ -259,9 +259,9 @@ class PrefixIndex:
             if is_subtree:
                 pending.extend(lost.children.values())
 
-    def _unname(self, group: int, block_id: int) -> None:
+    def _unregister(self, group: int, block_id: int) -> None:
         """Removes a block that the pool no longer keeps from its node."""
-        node = self._named[group].pop(block_id)
+        node = self._registered[group].pop(block_id)
         node.block_ids[group] = None
         if self._windows[group] is None:
             self._forget(node)
@@ -281,7 +281,7 @@ class PrefixIndex:
             lost.children, lost.parent = {}, None
             for group, block_id in enumerate(lost.block_ids):
                 if block_id is not None:
-                    del self._named[group][block_id]
+                    del self._registered[group][block_id]
                     self._pools[group].drop(block_id)
             lost.block_ids = [None] * len(self._pools)
         if parent is not node:
@@ -322,14 +322,14 @@ class PrefixIndex:
                             f"node {child.tokens} lacks its block in group {group}"
                         )
         for group, pool in enumerate(self._pools):
-            if seen[group] != self._named[group]:
+            if seen[group] != self._registered[group]:
                 raise AssertionError(
-                    f"group {group}: names {sorted(self._named[group])}, nodes"
+                    f"group {group}: registered {sorted(self._registered[group])}, nodes"
                     f" {sorted(seen[group])}"
                 )
             lost = [block_id for block_id in seen[group] if not pool.is_kept(block_id)]
             if lost:
-                raise AssertionError(f"group {group}: blocks {lost} are named but not kept")
+                raise AssertionError(f"group {group}: blocks {lost} are registered but not kept")
 
 
 def namespace_digest(namespace: Hashable) -> bytes:

@@ -101,12 +101,12 @@ def save(
                     "such a prompt cannot be saved: its rotary factors depend on the length of the"
                     " whole prompt"
                 )
-            num_nodes = num_tokens // manager.unit
+            num_nodes = num_tokens // manager.node_size
             links = manager.index.find(ids, namespace, num_nodes)
             nodes = [link.node for link in links if link.node is not None]
             if len(nodes) < num_nodes:
                 raise OutOfBlocksError(
-                    f"{len(nodes) * manager.unit:,} of the {num_tokens:,} tokens of the prompt"
+                    f"{len(nodes) * manager.node_size:,} of the {num_tokens:,} tokens of the prompt"
                     f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
                 )
             parts: dict[int, Layers] = {}
@@ -168,7 +168,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 expected[group] = (store.layers(group), len(needed))
         parts = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
-        if len(links) * manager.unit != len(token_ids) or links[-1].digest.hex() != digest:
+        if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
             raise Corrupt("it holds other tokens than its name says")
 
         def read(group: int, number: int) -> Layers:

@@ -211,14 +211,14 @@ class PrefixStore:
             self._sizes["pending"] = 0
 
     def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
-        return len(self._path(blocks, sequence)) * blocks.unit
+        return len(self._path(blocks, sequence)) * blocks.node_size
 
     def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
         """Returns the path that `match` would attach if the pools had all blocks of this store."""
         namespace = sequence.request.namespace
         if not blocks.prefix_caching or namespace is UNCACHED:
             return []
-        max_nodes = (sequence.num_tokens - 1) // blocks.unit
+        max_nodes = (sequence.num_tokens - 1) // blocks.node_size
         return blocks.index.find(sequence.keys, namespace, max_nodes, self.has)
 
     def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
@@ -244,7 +244,7 @@ class PrefixStore:
 
         while True:  # a block that `read` could not find is gone from here, so that the loop ends
             links = self._path(blocks, sequence)
-            if len(links) * blocks.unit <= sequence.num_computed_tokens:
+            if len(links) * blocks.node_size <= sequence.num_computed_tokens:
                 return False
             if adopt(self, blocks, links, sequence.request.namespace, read):
                 return True

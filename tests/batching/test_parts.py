@@ -41,12 +41,12 @@ class DictTier(dict[bytes, Any]):
         self[digest] = copy_out(self.group, [block_id])
 
     def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
-        most = (sequence.num_tokens - 1) // blocks.unit
+        most = (sequence.num_tokens - 1) // blocks.node_size
         namespace = sequence.request.namespace
         return blocks.index.find(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
     def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
-        return len(self.path(blocks, sequence)) * blocks.unit
+        return len(self.path(blocks, sequence)) * blocks.node_size
 
     def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
         links = self.path(blocks, sequence)

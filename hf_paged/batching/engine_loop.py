@@ -153,7 +153,7 @@ class EngineLoop:
     def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
         sizes = None
         if self.config.block_size == AUTO:
-            lengths = () if seen is None else seen.seen
+            lengths = () if seen is None else seen.lengths
             sizes = block_sizes(self.model, self.config, seen=lengths)
         return PagedMemory(
             self.config,

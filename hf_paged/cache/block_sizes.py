@@ -1,5 +1,5 @@
-"""Chooses the block size of each layer group under `block_size="auto"`. Plain Python: no
-tensors."""
+"""Chooses the block size of each layer group under `block_size="auto"`. It holds no tensors and
+never rebuilds a pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .groups import GroupSpec
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
 MAX_LENGTHS = 1024  # of the sequences that ended last
 MIN_GAIN = 0.02  # least gain that justifies rebuilding a pool
-# sequences that ended without any prefix cache hit after which cached blocks count as worthless
+# once this many sequences have ended without a prefix cache hit, cached blocks count as worthless
 MIN_UNSERVED = 64
 
 
@@ -24,7 +24,7 @@ class Costs(NamedTuple):
     source: str  # where times were measured, or why there are none
 
 
-NO_COSTS = Costs({}, "the cache is no model's own")
+NO_COSTS = Costs({}, "the cache belongs to no model")
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Choice:
     reason: str
 
 
-class Held(NamedTuple):
-    """The tokens that a group holds of finished sequences."""
+class HeldTokens(NamedTuple):
+    """How much of a group's memory finished sequences filled."""
 
     num_tokens: int
     # partly filled blocks: a row's last one and, once its window has moved, its first
     num_ends: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], window: int | None = None) -> Held:
+    def of(cls, lengths: Sequence[int], window: int | None = None) -> HeldTokens:
         if window is None:
             return cls(sum(lengths), len(lengths))
         num_tokens = sum(min(length, window) for length in lengths)
@@ -64,7 +64,7 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     its kernel's time.
 
     Args:
-        lengths: Final lengths, in tokens, of the sequences seen.
+        lengths: Final lengths, in tokens, of finished sequences.
         costs: Attention time per context token for each block size that may be chosen.
         window: The group's sliding window in tokens; `None`: full attention.
     """
@@ -72,59 +72,59 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     if not times or not lengths:
         reason = "no sequence has ended yet" if times else costs.source
         return Choice(DEFAULT_BLOCK_SIZE, reason)
-    held = Held.of(lengths, window)
+    held = HeldTokens.of(lengths, window)
     best = min(sorted(times), key=lambda size: sum(held.losses(size, times)))
     memory, time = held.losses(best, times)
     mean = sum(lengths) / len(lengths)
     reason = (
-        f"{memory:.1%} of memory and {time:.1%} of attention's time are lost with sequences of "
+        f"loses {memory:.1%} of memory and {time:.1%} of attention time with sequences of "
         f"{mean:.0f} tokens ({len(lengths)} of them); {costs.source}"
     )
     return Choice(best, reason)
 
 
 class BlockSizes:
-    """The block sizes of one memory, each chosen when its group is created, from the lengths known
-    when the memory was created; also records the lengths of sequences that end, for the model's
-    next memory."""
+    """The block sizes of one memory. Each is chosen when its group is created, from lengths known
+    when the memory was created. `lengths` records those of sequences that end, for the model's next
+    memory."""
 
     def __init__(
-        self, costs: Costs | None = None, known: Iterable[int] = (), seen: Iterable[int] = ()
+        self, costs: Costs | None = None, expected: Iterable[int] = (), observed: Iterable[int] = ()
     ) -> None:
-        """Without `costs` all blocks have the default size. `known`: expected lengths, used if
-        `seen` is empty."""
+        """Without `costs` all blocks have the default size. `observed`: lengths of finished
+        sequences; if there are none, `expected` ones."""
         self.costs = costs or NO_COSTS
         self.chosen = dict[GroupSpec, Choice]()
-        self.seen = deque(seen, MAX_LENGTHS)
+        self.lengths = deque(observed, MAX_LENGTHS)
         self.num_ended = 0  # sequences since creation
-        self._known = tuple(self.seen) or tuple(known)
+        self._initial_lengths = tuple(self.lengths) or tuple(expected)
 
     def of(self, spec: GroupSpec) -> int:
         """Returns the group's block size in tokens."""
         if spec not in self.chosen:
             if spec.kind == "cross" and self.costs.times:
                 self.chosen[spec] = Choice(
-                    DEFAULT_BLOCK_SIZE, "how long an encoder's outputs are is not seen"
+                    DEFAULT_BLOCK_SIZE, "the lengths of an encoder's outputs are not recorded"
                 )
             else:
-                self.chosen[spec] = choose(self._known, self.costs, spec.window)
+                self.chosen[spec] = choose(self._initial_lengths, self.costs, spec.window)
         return self.chosen[spec].block_size
 
     def note(self, length: int) -> None:
         """Records that a sequence of `length` tokens has ended."""
         self.num_ended += 1
-        self.seen.append(length)
+        self.lengths.append(length)
 
     def renewed(self) -> BlockSizes | None:
-        """Returns the sizes chosen by the lengths seen until now; `None` unless a group would lose
-        `MIN_GAIN` less."""
+        """Returns sizes chosen from the lengths recorded so far; `None` unless one saves a group at
+        least `MIN_GAIN`."""
         if not self.num_ended:
             return None
-        later = BlockSizes(self.costs, seen=self.seen)
+        later = BlockSizes(self.costs, observed=self.lengths)
         times = self.costs.times
         for spec, before in list(self.chosen.items()):
             now = later.of(spec)
-            held = Held.of(later._known, spec.window)
+            held = HeldTokens.of(later._initial_lengths, spec.window)
             if now == before.block_size:
                 continue
             old_loss = float("inf")

@@ -388,4 +388,4 @@ def test_a_manager_tells_of_sequences_that_end() -> None:
         blocks.end(stored(blocks, range(length)))
     blocks.free(stored(blocks, range(6)))
     blocks.end(blocks.new())
-    assert list(pools.sizes.seen) == [3, 10] and blocks.groups[0].pool.num_used == 0
+    assert list(pools.sizes.lengths) == [3, 10] and blocks.groups[0].pool.num_used == 0

@@ -1,5 +1,5 @@
-"""Takes, shares and frees the blocks of all sequences over all layer groups, and attaches those of
-cached prefixes. Plain Python: it never touches a tensor, nor decides who gets blocks."""
+"""Allocates, shares and frees the blocks of all sequences over all layer groups, and attaches the
+blocks of cached prefixes. It never touches a tensor; the scheduler decides who gets blocks."""
 
 from __future__ import annotations
 
@@ -22,46 +22,45 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
-    shared blocks are queued (`flush_copies`). `memory`, whose groups these are, counts the blocks
-    that it may take."""
+    shared blocks are queued (`flush_copies`). `memory` owns the groups and limits their blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
-        """`memory`: may be a weak proxy, since the memory holds its managers."""
+        """`memory` may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        self._sizes = memory.sizes  # sequences may end when the memory is collected, too
+        self._sizes = memory.sizes  # sequences may end after the memory has been collected
         self.prefix_caching = True  # keep full blocks, and reuse them for the same tokens
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # sizes are powers of two: at multiples of the largest, blocks of all groups end, and shared
-        # prefixes may end
+        # sizes are powers of two: blocks of all groups end at multiples of the largest, and only
+        # there a shared prefix may end
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
-        # of block sizes to `node_size`
+        # nodes per block
         ratios = [1 if size == UNBOUNDED else size // self.node_size for size in self._block_sizes]
         pools = [group.pool for group in groups]
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
         self.index = PrefixIndex(pools, windows, self.node_size, ratios)
         self.has_windows = any(spec.window is not None for spec in specs)
-        self.tier: Tier | None = None  # keeps blocks that the prefix cache evicts (`set_tier`)
+        self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
         self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # those that live
-        # of blocks for other content; each has `recover`
+        # owners of blocks with other content (adapters); each has a `recover` method
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {number: spec for number, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # `truncate` cannot restore them
-        # the first group of states that are not empty
+        # the first group whose states are not empty
         self._states = next((number for number, spec in states.items() if not spec.is_empty), None)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
         # sequences that began with a cached prefix, and prefixes restored from the tier
         self.num_hits = 0
-        # why the last `take` failed, if not by the number of free blocks
+        # the error of the last `take`, unless it failed for want of free blocks
         self.refusal: OutOfBlocksError | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that may still be taken over all groups, including cached ones."""
+        """Blocks that `take` can still allocate over all groups, including cached ones."""
         return self.memory.num_available(self.groups)
 
     @property
@@ -78,7 +77,7 @@ class BlockManager:
 
     @property
     def num_unsized(self) -> int:
-        """Groups whose bytes per block are not known yet, so that `num_free` may be too large."""
+        """Groups whose bytes per block are still unknown, so that `num_free` may be too large."""
         number = 0
         for group in self.groups:
             number += not group.is_sized
@@ -96,7 +95,7 @@ class BlockManager:
         chunk: int,
         blocks: SequenceBlocks = NO_BLOCKS,
     ) -> list[int]:
-        """Returns `GroupSpec.num_spanned` of each group, given the blocks that `blocks` holds of
+        """Returns `GroupSpec.num_spanned` of each group, for a sequence whose `blocks` hold its
         earlier tokens."""
         num_held = [len(table.block_ids) for table in blocks.tables]
         if not num_held:
@@ -107,17 +106,17 @@ class BlockManager:
         ]
 
     def has_room(self, needs: Sequence[int], reserve: int = 0) -> bool:
-        """Whether `needs[i]` blocks of each group can be taken together with `reserve` blocks
+        """Whether `needs[i]` blocks of each group can be taken and `reserve` more blocks are
         left."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
         if len(self.groups) == 1:
             return True
-        taken = self.take(needs)  # groups compete for memory: only trying tells
-        if taken is None:
+        taken_ids = self.take(needs)  # groups compete for memory, so the only test is to try
+        if taken_ids is None:
             return False
-        for group, block_ids in zip(self.groups, taken):
+        for group, block_ids in zip(self.groups, taken_ids):
             group.pool.release(block_ids)
         return True
 
@@ -140,15 +139,15 @@ class BlockManager:
         skips: bool = False,
         num_committed: int | None = None,
     ) -> bool:
-        """Makes room for `num_tokens` more tokens and counts them as held; `False` if there is no
-        room. First frees window blocks that no query after the held tokens sees, or after
-        `num_committed` of them, to which `truncate` may go back. With `skips`, an empty sequence
-        begins without the blocks that no query after the new tokens sees."""
+        """Allocates slots for `num_tokens` more tokens and counts them as held; returns `False` if
+        too few blocks are free. First frees window blocks that no later query sees: later than the
+        held tokens, or than the first `num_committed` of them, to which `truncate` may go back.
+        With `skips`, an empty sequence skips the blocks that no query after the new tokens sees."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
             for table in tables:
-                table.free()  # an earlier call may have skipped blocks before it ran out of room
+                table.free()  # an earlier call may have skipped blocks before it ran out of blocks
         else:
             length = tables[0].num_tokens
             skips = False
@@ -160,28 +159,28 @@ class BlockManager:
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
-        taken = self.take(needs, tables)
-        if taken is None and self._unregister_state(blocks):
+        taken_ids = self.take(needs, tables)
+        if taken_ids is None and self._unregister_state(blocks):
             needs = [table.num_needed(end - table.num_tokens) for table in tables]
-            taken = self.take(needs, tables)
-        if taken is None:
+            taken_ids = self.take(needs, tables)
+        if taken_ids is None:
             return False
-        for table, copies, new_ids in zip(tables, self._copies, taken):
+        for table, copies, new_ids in zip(tables, self._copies, taken_ids):
             spare = new_ids[table.num_needed(end - table.num_tokens) :]
-            if spare:  # taking blocks evicted this sequence's snapshot, which then needs no copy
+            if spare:  # `take` evicted this sequence's snapshot, which then needs no copy
                 table.pool.release(spare)
                 new_ids = new_ids[: -len(spare)]
             copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy
-                # the content of a source with a queued copy is still in that copy's source
+                # if the source itself waits for a copy, its content is still in that copy's source
                 copies[target] = copies.get(source, source)
         blocks.capacity = -(-end // self.node_size) * self.node_size
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
-        """Takes the block for one more token, so that a step can count it without `append`. `False`
-        if there is no block, or a copy is needed first."""
+        """Takes the block for one more token, so that a step can count it without `append`. Returns
+        `False` if no block is free, or a copy must be made first."""
         tables = blocks.tables
         if tables[0].num_tokens < blocks.capacity:
             return True
@@ -199,8 +198,8 @@ class BlockManager:
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
         """Makes tokens `ranges[i]` of each table of a group writable: copies shared blocks, and
-        counts tokens past the end as held. Returns whether the tables hold different blocks now.
-        Raises `OutOfBlocksError` with nothing changed; after other errors a recount must follow."""
+        counts tokens past the end as held. Returns whether the tables now hold other blocks.
+        Raises `OutOfBlocksError` with nothing changed; any other error requires a recount."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
@@ -222,7 +221,7 @@ class BlockManager:
                 copies = [copy for table, tokens in rows for copy in table.copy_on_write(*tokens)]
                 if copies:
                     self.groups[group].copy_blocks(copies)
-            except BaseException:  # blocks without content must not stay
+            except BaseException:  # a table must not hold blocks without content
                 for table, block_ids in zip(tables, before):
                     table.block_ids = block_ids
                 raise
@@ -231,8 +230,8 @@ class BlockManager:
         return needed > 0
 
     def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
-        """Frees window blocks that no later query sees. Not to be called between scheduling and
-        computing tokens."""
+        """Frees window blocks that no later query sees. Must not be called after tokens are
+        scheduled and before they are computed."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
@@ -247,7 +246,7 @@ class BlockManager:
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
         """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after those of
-        `tables[i]`. Returns `None`, with none taken, if there are too few; takes none either if it
+        `tables[i]`. Returns `None` if too few are free. Takes none if it returns `None` or
         raises."""
         self.refusal = None
         are_free = [
@@ -258,30 +257,31 @@ class BlockManager:
             total = sum(needed for group, needed in groups if group.spec.is_counted)
             if total and total > self.num_free:
                 return None
-        taken: list[list[int]] = []
+        taken_ids: list[list[int]] = []
         try:
             for number, (group, needed) in enumerate(zip(self.groups, needs)):
                 after = tables[number].block_ids if tables else ()
                 if not needed:
-                    taken.append([])
+                    taken_ids.append([])
                 elif are_free[number] and needed <= group.pool.num_free:
-                    # else making room for another group has shrunk it
-                    taken.append(group.pool.allocate(needed, after))
+                    # checked again: freeing blocks for another group may have shrunk this pool
+                    taken_ids.append(group.pool.allocate(needed, after))
                 else:
-                    taken.append(group.take(needed, after))
+                    taken_ids.append(group.take(needed, after))
         except BaseException as error:
-            for group, block_ids in zip(self.groups, taken):
+            for group, block_ids in zip(self.groups, taken_ids):
                 group.pool.release(block_ids)
-            if not isinstance(error, OutOfBlocksError):  # the machine's memory, for instance
+            if not isinstance(error, OutOfBlocksError):  # such as a `MemoryError`
                 raise
-            # without the traceback, whose frames may keep tensors alive
+            # a new error has no traceback, whose frames may keep tensors alive
             self.refusal = OutOfBlocksError(str(error))
             return None
-        return taken
+        return taken_ids
 
     def _unregister_state(self, blocks: SequenceBlocks) -> bool:
-        """Drops the prefix cache's snapshot in the sequence's state slot if no other table holds
-        the slot, so that the sequence can write there. Returns whether there was one."""
+        """Drops the snapshot that the prefix cache keeps in the sequence's state slot, if no other
+        table holds the slot, so that the sequence can write to it. Returns whether there was
+        one."""
         if self._states is None:
             return False
         table = blocks.tables[self._states]
@@ -296,8 +296,8 @@ class BlockManager:
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on. Raises `ValueError` if earlier blocks were freed
-        by the window."""
+        """Forgets all tokens from `num_tokens` on. Raises `ValueError` if the new end lies in
+        blocks that the window has freed."""
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
@@ -309,12 +309,12 @@ class BlockManager:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
         twin = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
-        twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # the tail is shared now
+        twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # both now share the tail
         self._sequences[twin] = None
         return twin
 
     def end(self, blocks: SequenceBlocks) -> None:
-        """Frees a finished sequence and notes its length."""
+        """Frees a finished sequence and records its length."""
         if blocks.tables:
             length = blocks.tables[0].num_tokens
             if length and self._sizes is not None:
@@ -342,8 +342,8 @@ class BlockManager:
                 copies.clear()
 
     def recover(self) -> None:
-        """Drops queued copies and all that is cached, adapters too, whatever an exception left half
-        changed; a recount of the pools must follow."""
+        """Drops queued copies, the prefix cache and adapters, even if an exception left them half
+        changed. The caller must then recount the pools."""
         self._copies = [{} for _ in self.groups]
         self.index.recover()
         for holder in list(self.holders):
@@ -358,9 +358,9 @@ class BlockManager:
         namespace: Hashable,
         least: int = 0,
     ) -> int:
-        """Attaches the longest cached prefix of `token_ids` to an empty sequence, in whole blocks
-        and without the last token, whose logits are needed, if it has at least `least` tokens.
-        Returns its number of tokens."""
+        """Attaches the longest cached prefix of `token_ids`, if it has at least `least` tokens, to
+        an empty sequence. A prefix is whole blocks without the last token, whose logits are
+        needed. Returns its number of tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.node_size
@@ -390,13 +390,13 @@ class BlockManager:
         self.index.offload_to(None if tier is None else self._offload)
 
     def _offload(self, group: int, block_id: int, digest: bytes) -> None:
-        """Hands a block that the prefix cache evicts to the tier."""
+        """Gives a block that the prefix cache evicts to the tier."""
         assert self.tier is not None
         self.tier.keep(group, block_id, digest, self.epochs.are_verified)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
-        """Counts the registered blocks of a sequence with more holders than its request's
-        `num_rows` rows."""
+        """Counts the registered blocks of a sequence that have more holders than the `num_rows`
+        rows of its request."""
         if not self.prefix_caching or self.keeps_states:
             return 0
         num_tokens = blocks.num_registered * self.node_size
@@ -407,8 +407,8 @@ class BlockManager:
         return num_shared
 
     def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns the tokens that `match` would attach if there were a state snapshot after each
-        block."""
+        """Returns the number of tokens that `match` would attach if every block had a state
+        snapshot at its end."""
         max_nodes = (len(token_ids) - 1) // self.node_size
         path = self.index.find(token_ids, namespace, max_nodes, without=self._states)
         return len(path) * self.node_size
@@ -420,27 +420,26 @@ class BlockManager:
         num_tokens: int,
         namespace: Hashable,
     ) -> None:
-        """Registers the new full blocks below `num_tokens` in the prefix index, and, at one of the
-        sequence's stops, the state there, which the step that begins now must copy. Returns at once
-        if no block has filled up. Registered blocks must be computed before another sequence reads
-        them."""
+        """Registers the new full blocks below `num_tokens` in the prefix index. At one of the
+        sequence's stops it also registers the state there, which the step that begins now must
+        copy. Does nothing if no block has filled up. Registered blocks must be computed before
+        another sequence reads them."""
         size = self.node_size
         # nodes up to where blocks of all groups are full
         full = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
         if full <= blocks.num_registered or not is_cached:
             return
-        if blocks.epoch < self.epochs.dropped:  # `is_outdated`
+        if blocks.epoch < self.epochs.first_valid:  # `is_outdated`
             return
         is_stop = num_tokens == full * size and num_tokens in blocks.stops
         registers_state = self._states is not None and is_stop
         has_only_states = len(self.groups) == (self._states is not None)
         if not registers_state and has_only_states:
-            # only states, and none to keep here
             return
         node = blocks.node
         first = blocks.num_registered
-        if node is None or node.parent is None:  # forgotten: one of its path's blocks was evicted
+        if node is None or node.parent is None:  # removed: a block on its path was evicted
             node = self.index.root(namespace)
             first = 0
         for number in range(first, full):
@@ -459,20 +458,20 @@ class BlockManager:
         blocks.node, blocks.num_registered = node, full
 
     def forget_before_period(self) -> None:
-        """Drops all registered blocks from before this window: the model has changed. Later ones
-        are not registered."""
+        """Drops all blocks registered before this period, since the model has changed. Sequences
+        from before it register no more blocks."""
         self.index.forget_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:
-        """Drops everything cached; sequences keep their blocks, which are not registered later."""
+        """Drops everything cached. Sequences keep their blocks but register no more of them."""
         self.epochs.drop()
         self.index.clear()
         if self.tier is not None:
             self.tier.discard()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless tables, index and pools agree. Others may hold blocks of
-        the same pools."""
+        """Raises `AssertionError` unless tables, index and pools agree. Other managers may hold
+        blocks of the same pools."""
         self.index.check_integrity()
         for number, group in enumerate(self.groups):
             block_ids = (table.block_ids for table in self.tables(number))

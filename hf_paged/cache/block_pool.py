@@ -1,4 +1,5 @@
-"""Block pools and block tables. Plain Python: no tensors, no requests, no policy."""
+"""Block pools and block tables: ids, reference counts, eviction and copy-on-write. They know no
+tensors, no requests and no policy."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import TypeAlias
 from ..topics import Topic, TopicError
 
 Take: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
-"""Takes block ids out of the free ones, given the number of all blocks, how many to take, and the
-blocks of their table, the last of which they should follow."""
+"""Removes block ids from the free ones. Arguments: the free ids, the number of all blocks, how many
+to take, and the blocks of the table, the last of which the new ones should follow."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
-    """More blocks were requested than the budget has left. Nothing was allocated."""
+    """A request for more blocks than the budget has left. Nothing was allocated."""
 
     topic = Topic.OUT_OF_BLOCKS
 
@@ -26,19 +27,17 @@ class BlockPool:
     (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
     def __init__(self, num_blocks: int = 0, take: Take | None = None) -> None:
-        """`take`: which free blocks to take; by default those that have been free the longest."""
+        """`take` chooses among free blocks; by default those that have been free the longest."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # `on_evict` of cached blocks, and of used ones to be cached
+        # `on_evict` by block: of cached blocks, and of used ones that will be cached
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
         self.take = take
         self._wrong_write: str | None = None
-        self.needs_recount = (
-            False  # a table that held blocks was collected, so that `recount` is due
-        )
+        self.needs_recount = False  # a table was collected while it held blocks
         self.grow(num_blocks)
 
     @property
@@ -146,14 +145,14 @@ class BlockPool:
                 self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """Makes a used block become cached, not free, when released; `on_evict(block_id)` is called
-        on its eviction."""
+        """Marks a used block to become cached, not free, when released; its eviction calls
+        `on_evict(block_id)`."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
 
     def drop_all(self, on_evict: Callable[[int], None]) -> None:
-        """Stops keeping the blocks that were kept with `on_evict`; `recount` must follow."""
+        """Stops keeping all blocks with this `on_evict`. The caller must then `recount`."""
         callbacks = self._kept.items()
         self._kept = {block_id: other for block_id, other in callbacks if other is not on_evict}
 
@@ -183,8 +182,8 @@ class BlockPool:
         return before - len(self._cached)
 
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
-        """Makes the counts agree with `tables`, all that hold blocks, whatever an exception left
-        half changed."""
+        """Recomputes all counts from `tables`, which are all that hold blocks, after an exception
+        that may have left the pool half changed."""
         self.needs_recount = False
         try:
             held = Counter(block_id for table in tables for block_id in table)
@@ -213,14 +212,14 @@ class BlockPool:
             refcount = self._refcounts[block_id]
             if refcount != 1 or block_id in self._kept:
                 self._wrong_write = (
-                    f"block {block_id} was to be written to: refcount {refcount},"
+                    f"block {block_id} would be overwritten: refcount {refcount},"
                     f" kept: {block_id in self._kept}"
                 )
                 raise AssertionError(self._wrong_write)
 
     def check_integrity(self, tables: Iterable[Sequence[int]], are_all: bool = True) -> None:
         """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables`
-        agree. If not `are_all`, other tables may hold blocks, too."""
+        agree. Unless `are_all`, other tables may also hold blocks."""
         held = Counter(block_id for table in tables for block_id in table)
         for block_id in {*held, *range(self.num_blocks)}:
             refcount = 0
@@ -246,8 +245,8 @@ class BlockPool:
 class BlockTable:
     """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token
     `t` is stored in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared
-    blocks are never written to: `append` first replaces a shared tail block and returns the copy to
-    make (copy-on-write)."""
+    blocks are never written to: `append` first replaces a shared tail block and returns the
+    required copy (copy-on-write)."""
 
     pool: BlockPool
     block_size: int
@@ -275,8 +274,8 @@ class BlockTable:
 
     @property
     def shared_tail(self) -> int | None:
-        """The tail block with room for the next token, if it is shared or kept and so must not be
-        written to."""
+        """The tail block, if it has a slot for the next token but is shared or kept, so that it
+        must not be written to."""
         index = self.num_tokens // self.block_size - self.num_dropped
         if index >= len(self.block_ids):
             return None
@@ -286,15 +285,15 @@ class BlockTable:
         return None
 
     def full_block(self, number: int) -> int | None:
-        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it was
-        freed."""
+        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it has
+        been freed."""
         if number < self.num_dropped:
             return None
         return self.block_ids[number - self.num_dropped]
 
     def shared_blocks(self, first: int, last: int) -> list[int]:
-        """Returns the blocks of tokens `[first, last)`, of those that exist, that must not be
-        written to, since they are shared or kept."""
+        """Returns the existing blocks of tokens `[first, last)` that are shared or kept, and so
+        must not be written to."""
         pool = self.pool
         if pool.is_exclusive:
             return []
@@ -307,8 +306,8 @@ class BlockTable:
         ]
 
     def copy_on_write(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` to make
-        before any write."""
+        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` that must
+        precede any write."""
         copies = []
         for source in self.shared_blocks(first, last):
             (target,) = self.pool.allocate(1)
@@ -318,8 +317,8 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Returns the slots of tokens `[first, end)`, counted from the table's first token that was
-        not dropped."""
+        """Returns the slots of tokens `[first, end)`, counted from the first token that the table
+        has not dropped."""
         size = self.block_size
         ids = self.block_ids
         num_slots = len(ids) * size
@@ -352,9 +351,9 @@ class BlockTable:
         num_tokens: int,
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
-        """Makes room for `num_tokens` more tokens and counts them as held. `new_ids`:
+        """Adds blocks for `num_tokens` more tokens and counts these as held. `new_ids`:
         `num_needed(num_tokens)` allocated blocks; allocates them if `None`. Returns the copy
-        `(source_block, target_block)` to make before any write, or `None`. Raises
+        `(source_block, target_block)` that must precede any write, or `None`. Raises
         `OutOfBlocksError`, with the table unchanged."""
         if num_tokens == 0:
             return None
@@ -381,7 +380,8 @@ class BlockTable:
         full unless `num_tokens` is given."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
-                f"a table that holds {self.num_tokens} tokens cannot begin with others"
+                f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"
+                " tokens"
             )
         num_blocks = num_dropped + len(block_ids)
         if num_tokens is None:
@@ -391,7 +391,7 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Holds these blocks, with the content for its tokens, in place of none."""
+        """Holds these blocks, which contain its tokens; the table held none before."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 
@@ -413,7 +413,8 @@ class BlockTable:
         """Raises the errors of `truncate`."""
         if num_tokens < min(self.first_token, self.num_tokens):
             raise ValueError(
-                f"truncate to {num_tokens} tokens, but the first {self.first_token} were given back"
+                f"cannot truncate to {num_tokens} tokens: the blocks of the first"
+                f" {self.first_token} have been freed"
             )
 
     def truncate(self, num_tokens: int) -> None:
@@ -430,7 +431,8 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """Returns a second table over the same tokens, without blocks reserved for later ones."""
+        """Returns a second table over the same tokens, without blocks reserved for later
+        tokens."""
         num_blocks = -(-self.num_tokens // self.block_size)
         block_ids = self.block_ids[: num_blocks - self.num_dropped]
         self.pool.acquire(block_ids)

@@ -1,4 +1,5 @@
-"""A limit on the bytes of all pools of a process."""
+"""A limit on the bytes of all pools of a process. It never counts what a pool needs: each
+`PagedMemory` reports its bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _pools: tuple[weakref.ref[Any], ...] = ()
 
 
 def budget(num_bytes: int | None) -> None:
-    """Limits the bytes that the blocks of all models and caches of this process take together,
-    from now on. A pool that needs more than is left first frees idle pools, least recently used
-    first, then evicts its cached prefixes; a request that still does not fit waits, or raises
-    [`OutOfBlocksError`]. Pools over the limit when this is called stop growing, and shrink once
-    they are idle. Host memory of swapped requests and of `prefix_tiers` does not count.
+    """Limits the total bytes of the blocks of all models and caches of this process, from now on. A
+    pool that needs more than is left first frees idle pools, least recently used first, then evicts
+    its cached prefixes; a request that still does not fit waits, or raises [`OutOfBlocksError`].
+    Pools that already exceed the limit stop growing, and shrink once they are idle. Host memory of
+    swapped requests and of `prefix_tiers` does not count.
 
     Args:
         num_bytes (`int`, *optional*): At least 1. `None` removes the limit.
@@ -45,14 +46,14 @@ def budget(num_bytes: int | None) -> None:
 
 
 def limit(memory: Any = None) -> int | None:
-    """Returns the budget in bytes; `None` without one, or if it does not bound this pool."""
+    """Returns the budget in bytes; `None` without one, or if this pool is exempt from it."""
     if memory is None or memory.is_bounded:
         return _limit
     return None
 
 
 def join(memory: Any) -> None:
-    """Makes the budget bound this `PagedMemory`, too."""
+    """Adds this `PagedMemory` to those that the budget limits."""
     global _pools
     with _lock:
         living = [ref for ref in _pools if ref() is not None]
@@ -60,7 +61,8 @@ def join(memory: Any) -> None:
 
 
 def share(memory: Any) -> int | None:
-    """Returns the most bytes that this pool can hold: the budget without other pools in use."""
+    """Returns the most bytes that this pool may hold: the budget less the bytes of other pools in
+    use."""
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None
@@ -70,7 +72,7 @@ def share(memory: Any) -> int | None:
 
 def charge(memory: Any, more: int = 0) -> bool:
     """Charges this pool, whose lock is held, for its current bytes and `more`. Returns `False`,
-    with nothing charged, if the budget does not allow that even with every idle pool freed."""
+    with nothing charged, if that exceeds the budget even after every idle pool is freed."""
     needed = memory.taken_bytes + more
     if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
@@ -97,7 +99,7 @@ def left() -> int | None:
 
 
 def release_idle(memory: Any) -> None:
-    """Frees all idle pools, for a device on which pools allocate their full size at once."""
+    """Frees all idle pools before a pool allocates its full size at once on a device."""
     with _lock:
         if _limit is None:
             return
@@ -112,21 +114,21 @@ def enforce() -> None:
 
 
 def _others(memory: Any) -> list[Any]:
-    """Returns all pools except this one, which may be given as a weak proxy."""
+    """Returns all pools except `memory`, which may be a weak proxy."""
     lock = None if memory is None else memory.lock
     pools = (ref() for ref in _pools)
     return [pool for pool in pools if pool is not None and pool.lock is not lock]
 
 
 def _idle(pools: list[Any]) -> list[Any]:
-    """Returns those that could be freed, least recently used first."""
+    """Returns the pools that could be freed, least recently used first."""
     idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
     return sorted(idle, key=operator.attrgetter("last_used"))
 
 
 def _shrink(needed: int, memory: Any) -> bool:
-    """Frees idle pools until `needed` bytes and the other pools fit in the budget; returns whether
-    they do."""
+    """Frees idle pools until `needed` bytes fit in the budget beside the other pools; returns
+    whether they do."""
     while (total := _limit) is not None:
         others = _others(memory)
         charged_bytes = sum(pool.charged_bytes for pool in others)
@@ -141,14 +143,14 @@ def _shrink(needed: int, memory: Any) -> bool:
 def _release(memory: Any) -> bool:
     candidates = (memory.outer_lock, memory.lock)
     locks: list[Any] = [lock for lock in candidates if lock is not None]
-    taken: list[Any] = []
+    acquired: list[Any] = []
     try:
         for lock in locks:
             # with a timeout: two pools that want each other's locks must not deadlock
             if not lock.acquire(timeout=WAIT_SECONDS):
                 return False
-            taken.append(lock)
+            acquired.append(lock)
         return bool(memory.release())
     finally:
-        for lock in reversed(taken):
+        for lock in reversed(acquired):
             lock.release()

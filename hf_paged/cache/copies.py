@@ -15,8 +15,8 @@ from ..step import numbers_on
 
 class BlockCopies:
     """Copies blocks in all tensors of a storage: on a GPU with one transfer of the ids and one
-    launch per device. For that it keeps a table of the tensors' addresses on the device, rebuilt
-    when they change. Without `launches`, and so for tensors that are not contiguous, in PyTorch."""
+    launch per device, over a table of the tensors' addresses that is rebuilt when they change.
+    Without `launches`, which require contiguous tensors, it copies in PyTorch."""
 
     def __init__(self, launches: bool = True) -> None:
         self._launches = launches
@@ -24,7 +24,7 @@ class BlockCopies:
 
     def make(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` of each tensor `(num_blocks, ...)` to its block `target`, for each
-        pair of ids (at least one); all are read before one is written. Raises `IndexError` for
+        pair of ids (at least one), reading all sources before writing. Raises `IndexError` for
         blocks out of range."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
@@ -45,7 +45,7 @@ class BlockCopies:
 
         num_blocks = min(map(len, tensors))
         if last >= num_blocks:
-            raise IndexError(f"a copy from or to block {last}, there are {num_blocks}")
+            raise IndexError(f"cannot copy block {last}: there are {num_blocks} blocks")
         addresses = copy.describe(tensors)
         of_table, table = self._tables.get(pairs.device, (None, None))
         if table is None or of_table != addresses:
@@ -55,7 +55,7 @@ class BlockCopies:
 
 
 def copy_portable(tensors: Iterable[Tensor], pairs: Tensor) -> None:
-    """Does the copies in plain PyTorch, for tensors of any strides on one device; `pairs` `(n, 2)`
+    """Copies in plain PyTorch, for tensors of any strides on one device; `pairs` is `(n, 2)`
     int64."""
     sources, targets = pairs.unbind(1)
     for tensor in tensors:

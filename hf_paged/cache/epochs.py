@@ -1,5 +1,5 @@
-"""Whether the blocks of a sequence were computed by the model as it is now, or may have been by an
-earlier one. It never looks at a model (`model.weights` does), nor drops a block."""
+"""Tracks whether a sequence's blocks were computed with the current weights. It never reads a model
+(`model.weights` does) and drops no blocks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from .sequence_blocks import SequenceBlocks
 
 
 class Epochs:
-    """Numbers the times between changes of a model (windows) and drops of all that is cached. A
-    sequence has the epoch in which its first token was stored."""
+    """Counts epochs: the periods in which the model cannot change, also ended by drops of the whole
+    cache. A sequence has the epoch in which its first token was stored."""
 
     def __init__(self) -> None:
         self.current = 0
-        self.dropped = 0  # blocks of earlier epochs must not be registered
-        self._period = 0  # first epoch of the open window; 0: blocks of all epochs are vouched for
+        self.first_valid = 0  # blocks of earlier epochs must not be registered
+        self._period = 0  # first epoch of the current period; 0: blocks of all epochs are verified
 
     def begin_period(self) -> None:
-        """Opens a window, since others may have changed the model: blocks computed before it need
-        vouching for."""
+        """Begins a period. User code may have changed the model since the last one, so that earlier
+        blocks need verification."""
         self.current += 1
         self._period = self.current
 
@@ -30,21 +30,22 @@ class Epochs:
         self._period = 0
 
     def needs_verification(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence holds registered blocks from before this window, and `vouch` was not
-        called in it."""
+        """Whether the sequence holds registered blocks from before this period, in which `verify`
+        has not been called."""
         return blocks.num_registered > 0 and blocks.epoch < self._period
 
     def is_outdated(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence has stored tokens before the model changed, or before all that is
-        cached was dropped."""
-        return blocks.epoch < self.dropped
+        """Whether the sequence stored tokens before the model changed, or before the whole cache
+        was dropped."""
+        return blocks.epoch < self.first_valid
 
     def drop_before_period(self) -> int:
-        """The model has changed: returns the first epoch whose blocks are not dropped."""
-        self.dropped = max(self.dropped, self._period)
+        """Drops earlier periods, since the model has changed: returns the first epoch whose blocks
+        stay."""
+        self.first_valid = max(self.first_valid, self._period)
         return self._period
 
     def drop(self) -> None:
-        """All blocks of now and before are dropped."""
+        """Drops the blocks of all epochs so far."""
         self.current += 1
-        self.dropped = self.current
+        self.first_valid = self.current

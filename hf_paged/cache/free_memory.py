@@ -1,5 +1,5 @@
-"""Free memory of a device: how much there is, how much of it a call reserves, and which errors say
-that there is none."""
+"""Free memory of a device: how much there is, how much of it a call reserves, and which errors mean
+that it has run out. The limits of `PagedConfig` are in `cache.memory`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 
-NORESERVE = 0x4000  # of Linux; Python's mmap does not name it
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap lacks
 
 
 def commits_when_touched(device: torch.device) -> bool:
@@ -33,33 +33,33 @@ def commits_when_touched(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class Reservation:
-    """Expected memory use of a call or an engine, so that memory need not grow step by step:
+    """Expected memory use of a call or an engine, allocated at once instead of step by step:
     `num_blocks[spec]` blocks per layer, within `share` of the memory that is free when the first
-    layer is allocated. On devices where allocation commits memory, at most `live[spec]` blocks,
-    which running sequences hold. Memory that layers do not need is divided among the other layers,
+    layer is allocated. Where allocation commits memory, at most `live[spec]` blocks, as many as
+    running sequences hold. Memory that one layer does not need is divided among the other layers,
     of which `num_layers[spec]` have that spec."""
 
     num_blocks: dict[GroupSpec, int]
     live: dict[GroupSpec, int]
     num_layers: dict[GroupSpec, int]
     share: float
-    _budget: int = field(default=-1, init=False)  # bytes; -1: not known yet
+    _budget: int = field(default=-1, init=False)  # bytes; -1: unknown until the first layer
 
     def limit(self, free: int) -> None:
         """Sets the budget from `free` bytes of memory."""
         self._budget = int(self.share * free)
 
     def renew(self) -> None:
-        """Makes the next `num_rows` query free memory again."""
+        """Makes the next `num_layer_blocks` read the free memory again."""
         self._budget = -1
 
-    def num_rows(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
+    def num_layer_blocks(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
         """Returns the blocks to allocate for a layer with this spec, whose blocks take
         `block_bytes`."""
         if self._budget < 0:
             try:
                 self.limit(free_bytes(device))
-            except ValueError:  # unknown: allocate blocks as they are used
+            except ValueError:  # unknown free memory: allocate blocks as they are used
                 self.limit(0)
             left = budget.left()
             if left is not None and not commits_when_touched(device):
@@ -80,8 +80,8 @@ class Reservation:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes of free memory on `device`, with those that torch's allocator holds in
-    reserve; on the CPU at most what the process may still map (`ulimit -v`). Raises `ValueError`
+    """Returns the bytes of free memory on `device`, including the reserve of torch's allocator; on
+    the CPU at most the addresses that the process may still map (`ulimit -v`). Raises `ValueError`
     for a device whose free memory torch does not report."""
     if device.type == "mps":
         most = torch.mps.recommended_max_memory()
@@ -91,11 +91,10 @@ def free_bytes(device: torch.device) -> int:
         module: Any = getattr(torch, device.type, None)
         if not hasattr(module, "mem_get_info"):
             raise ValueError(
-                f"torch does not tell how much memory is free on {device}: leave `memory_fraction`"
-                " out, set `num_blocks`"
+                f"torch does not report the free memory of {device}: set `num_blocks` instead of"
+                " `memory_fraction`"
             )
-        # freed tensors' memory, which the allocator reuses, or returns to the device before it runs
-        # out
+        # memory of freed tensors, which the allocator reuses or returns before the device runs out
         reserved = module.memory_reserved(device)
         reserve = reserved - module.memory_allocated(device)
         free = int(module.mem_get_info(device)[0])
@@ -109,8 +108,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:
-    """Returns the bytes of blocks for which there is free memory, given the bytes of one on each
-    device: the device that fills up first decides."""
+    """Returns how many bytes of blocks fit in free memory, given the bytes of one block on each
+    device: the device that fills up first is the limit."""
     total = sum(block_bytes.values())
     of_devices = []
     for device, count in block_bytes.items():
@@ -149,14 +148,14 @@ def mapping_error(size: int, number: int | None) -> MemoryError:
 
 def reserved_tensor(size: int) -> torch.Tensor:
     """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
-    `fork` fail: Linux counts other reservations as copied by it, and refuses more than the machine
-    has. Raises `MemoryError`."""
+    `fork` fail: Linux charges ordinary reservations to the child, too, and refuses more than the
+    machine has. Raises `MemoryError`."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def trim() -> None:
-    """Returns freed host memory that the C library still holds to the system. (It unmaps large
+    """Returns freed host memory that the C library still caches to the system. (It unmaps large
     tensors when they are freed, but keeps the memory of small ones.)"""
     malloc_trim = _malloc_trim()
     if malloc_trim is not None:
@@ -172,7 +171,7 @@ def _malloc_trim() -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or its cause, says that an allocation failed: torch has no single type for
+    """Whether `error`, or its cause, means that an allocation failed: torch has no single type for
     that."""
     cause = error.__cause__
     if cause is not None and is_out_of_memory(cause):
@@ -185,6 +184,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in message for words in _OUT_OF_MEMORY)
 
 
-# from the CPU allocators (Linux and macOS, Windows) and from devices that raise a plain
+# messages of the CPU allocators (Linux and macOS, Windows) and of devices that raise a plain
 # RuntimeError
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -1,4 +1,5 @@
-"""Keys and values with an autograd graph, beside their copies in blocks, which cannot have one."""
+"""Keys and values with an autograd graph, beside their copies in blocks, which cannot have one.
+`cache.layers` decides when to keep them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from .reading import read_rows
 
 
 class GraphStates(NamedTuple):
-    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph, which
-    blocks cannot have."""
+    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph."""
 
     keys: Tensor
     values: Tensor
@@ -39,16 +39,16 @@ class GraphStates(NamedTuple):
         return self.map(lambda states: states[:, :, surplus:])
 
     def check(self) -> None:
-        """Raises `RuntimeError` if they were written to: the blocks do not have what was
-        written."""
+        """Raises `RuntimeError` if they were written to in place, which the blocks do not
+        reflect."""
         if _versions(self.keys, self.values) != self.versions:
             raise RuntimeError(READ_ONLY)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
-        return self  # they are not written to
+        return self  # never written to
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle has the keys and values of the blocks, and no graph
+        return type(None), ()  # a pickle contains the blocks' keys and values, and no graph
 
 
 def extend(
@@ -58,7 +58,7 @@ def extend(
     key_states: Tensor,
     value_states: Tensor,
 ) -> GraphStates:
-    """Appends new K/V, as rounded as they are stored."""
+    """Appends new K/V, rounded as the blocks store them."""
     query_len = key_states.shape[2]
     new = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
@@ -75,13 +75,15 @@ def extend(
     return GraphStates.of(all_keys, all_values)
 
 
-def shown(states: GraphStates, step: StepMetadata, blocks: KVBlocks) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of `step.columns`, of which `states` are the last, without a
-    graph before."""
+def visible_states(
+    states: GraphStates, step: StepMetadata, blocks: KVBlocks
+) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values of `step.columns`: the last ones are `states`, the earlier ones
+    have no graph."""
     assert step.columns is not None
-    num_shown = len(step.columns)
-    keys, values, _ = states.last(num_shown)
-    num_missing = num_shown - keys.shape[2]
+    num_visible = len(step.columns)
+    keys, values, _ = states.last(num_visible)
+    num_missing = num_visible - keys.shape[2]
     if not num_missing:
         return keys, values
     past = []
@@ -95,8 +97,8 @@ def shown(states: GraphStates, step: StepMetadata, blocks: KVBlocks) -> tuple[Te
 
 
 def is_transformed(states: Tensor) -> bool:
-    """Whether a transform of functions traces the tensor: it has a tangent, or no memory of its
-    own."""
+    """Whether a function transform (`torch.func`, forward-mode differentiation) traces the
+    tensor."""
     if torch._C._functorch.is_functorch_wrapped_tensor(states):
         return True
     if forward_ad._current_level < 0:

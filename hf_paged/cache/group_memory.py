@@ -1,5 +1,5 @@
-"""`GroupMemory`: the pool and the storage of one layer group; how they grow within a memory's
-limits."""
+"""`GroupMemory`: the pool and the storage of one layer group, and how they grow within the limits
+of their memory. The limits themselves are in `cache.memory`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from .states import StateStorage
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# New block ids are added a few at a time, so that freed blocks, whose pages are warm, are used
-# again first.
+# Block ids are added a few at a time, so that freed blocks, whose pages are warm, are reused first.
 GROWTH_STEP = 16
-KEPT_STATES = 16  # state snapshots up to which a pool without a budget grows rather than evicts
-# An engine's pool without a budget keeps this many cached blocks for each block of its peak use,
+KEPT_STATES = 16  # a pool without a limit grows, rather than evict, up to this many snapshots
+# An engine's pool without a limit keeps this many cached blocks for each block of its peak use,
 # and grows beside them.
 CACHED_RATIO = 2
 
 
 def mirrored(move: Callable[..., Any]) -> Any:
-    """Decorates a function of a [`GroupMemory`] that moves the content of its blocks, to tell the
-    memory's processes. Only such functions may call code that writes to blocks
+    """Decorates a function that moves the content of a [`GroupMemory`]'s blocks, so that the
+    memory's other processes repeat it. Only such functions may call code that writes to blocks
     (`tests/ranks/test_mirror.py` checks the callers)."""
 
     @functools.wraps(move)
@@ -48,14 +47,14 @@ def mirrored(move: Callable[..., Any]) -> Any:
 
 
 class GroupMemory:
-    """One layer group of a memory. Its blocks are taken by `BlockManager`s, and copied and written
-    here."""
+    """One layer group of a memory: `BlockManager`s take its blocks, and this class copies and
+    writes them."""
 
     def __init__(self, memory: PagedMemory, spec: GroupSpec) -> None:
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
         # collector
         self.memory: PagedMemory = weakref.proxy(memory)
-        self.holds_states = isinstance(spec, StateSpec)  # blocks are slots for states
+        self.holds_states = isinstance(spec, StateSpec)  # each block is a slot for one state
         self.storage: Storage
         if self.holds_states:
             self.block_size = UNBOUNDED
@@ -70,7 +69,7 @@ class GroupMemory:
         self.spec = spec
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
         self._is_short = False  # a layer could not be allocated for all blocks of the pool
-        self._is_making = False  # a layer is being made, without content for cached blocks
+        self._is_allocating = False  # a layer is being allocated, and lacks cached blocks' content
 
     @property
     def block_bytes(self) -> int:
@@ -94,7 +93,7 @@ class GroupMemory:
 
     @property
     def is_sized(self) -> bool:
-        """Whether the bytes of a block are known, or do not matter."""
+        """Whether the bytes of a block are known, or not needed."""
         if budget.limit(self.memory) is None or self.holds_states:
             return True
         return self.block_bytes > 0
@@ -102,11 +101,11 @@ class GroupMemory:
     @property
     def is_incomplete(self) -> bool:
         """Whether the layers hold only part of a cached block's content."""
-        return self._is_making or not self.storage.layers
+        return self._is_allocating or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """Notes a block's bytes over all layers. Raises `OutOfBlocksError` if the pool is then over
-        the budget."""
+        """Sets the expected bytes of a block over all layers. Raises `OutOfBlocksError` if the pool
+        then exceeds the budget."""
         expected_bytes = max(block_bytes, self._expected_bytes)
         self._expected_bytes, self._is_short = expected_bytes, False
         if not budget.charge(self.memory):
@@ -128,16 +127,16 @@ class GroupMemory:
         return num_blocks <= pool.num_free
 
     def ensure_free(self, num_blocks: int) -> None:
-        """Makes `num_blocks` blocks allocatable. Raises `OutOfBlocksError`. With a budget the pool
-        grows up to it before it evicts cached blocks, unless that needs larger tensors; without one
-        it evicts first, except that it keeps a few snapshots of states, and cached blocks of an
-        engine (`PagedMemory.keeps_cached`) while the machine has memory for them."""
+        """Makes `num_blocks` blocks allocatable, or raises `OutOfBlocksError`. With a limit the
+        pool grows up to it before it evicts cached blocks, unless growth needs larger tensors.
+        Without one it evicts first, but keeps a few snapshots of states, and an engine's cached
+        blocks (`PagedMemory.keeps_cached`) while the machine has memory for them."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
         pool = self.pool
         memory.free_abandoned()
-        if self._is_short:  # the call that failed has freed its blocks since
+        if self._is_short:  # the failed call has since freed its blocks
             self._is_short = False
             pool.shrink()
             if not pool.num_blocks:
@@ -145,7 +144,7 @@ class GroupMemory:
         memory.evict_to_fit(num_blocks, self)
         missing = num_blocks - pool.num_free
         if missing > 0:
-            missing -= self._num_evicted(missing)
+            missing -= self._num_to_evict(missing)
         if missing > 0:
             self._grow(num_blocks, missing)
 
@@ -162,7 +161,7 @@ class GroupMemory:
         has_option = config.num_blocks is not None or config.memory_fraction is not None
         return has_option or budget.limit(memory) is not None
 
-    def _num_evicted(self, missing: int) -> int:
+    def _num_to_evict(self, missing: int) -> int:
         """Returns how many cached blocks to evict before the pool grows."""
         pool = self.pool
         num_cached = pool.num_cached
@@ -180,11 +179,11 @@ class GroupMemory:
         return num_cached
 
     def _growth_step(self, growth_limit: int) -> int:
-        """Returns how many blocks to add at least, of those that can be had."""
+        """Returns the least number of blocks to add, of the `growth_limit` that may be added."""
         pool = self.pool
         step = self.storage.growth_step
         if step and self.storage.is_elastic and not self._has_limit:
-            # only ids: blocks take no memory before they are written to
+            # adds only ids: blocks take no memory before they are written to
             return step
         if self.holds_states or not self.is_sized:
             return 0
@@ -193,7 +192,7 @@ class GroupMemory:
         return min(GROWTH_STEP, pool.num_blocks)
 
     def _grow(self, num_blocks: int, missing: int) -> None:
-        """Adds at least `missing` blocks, for `num_blocks` that are to be taken."""
+        """Adds at least `missing` blocks, so that `num_blocks` can be taken."""
         memory = self.memory
         pool = self.pool
         storage = self.storage
@@ -215,7 +214,7 @@ class GroupMemory:
             return
         new_rows = added if storage.is_elastic else max(0, added - spare)
         if not budget.charge(memory, new_rows * self.block_bytes):
-            # another thread took the budget meanwhile
+            # another thread has since taken that part of the budget
             raise self._over_budget(num_blocks, pool.num_available)
         try:
             left = budget.left()
@@ -236,7 +235,7 @@ class GroupMemory:
     @property
     def _has_spare_memory(self) -> bool:
         """Whether cached blocks take at most half of the memory that would be free without them.
-        Memory of a storage that is not elastic is taken already."""
+        Always true of a storage that is not elastic, whose memory is already allocated."""
         cached_bytes = self.pool.num_cached * self.block_bytes
         if not (cached_bytes and self.storage.is_elastic):
             return True
@@ -252,9 +251,9 @@ class GroupMemory:
         option = f"`memory_fraction` ({config.memory_fraction})"
         return over_budget(needed, self.memory.block_size, free, free + self.pool.num_used, option)
 
-    def _no_memory(self, what: str, error: Exception) -> OutOfBlocksError:
+    def _no_memory(self, needed: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
-            f"needs {what} of {self.block_size} tokens, for which there is no memory: free some, or"
+            f"needs {needed} of {self.block_size} tokens, but memory ran out: free some, or"
             f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
             f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
             f" engine's `PagedConfig` ({error})"
@@ -262,8 +261,8 @@ class GroupMemory:
 
     @mirrored
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copies block `source` to block `target` in every layer, for each pair, and counts them;
-        all are read before one is written."""
+        """Copies block `source` to block `target` in every layer, for each pair, reading all
+        sources before writing, and counts the copies."""
         self.storage.copy_blocks(copies)
         self.memory.num_copied += len(copies)
 
@@ -275,10 +274,10 @@ class GroupMemory:
         num_layers: int,
         num_begun: int | None,
     ) -> KVBlocks:
-        """Returns the blocks of layer `index` of `num_layers` for K/V like these, allocated on
-        first use. `num_begun`: tables with blocks that the step writes to, `None` if any has
-        content. Raises `ValueError` if the layer's blocks have other heads, dims or device,
-        `OutOfBlocksError` if there is no memory."""
+        """Returns the blocks of layer `index` of `num_layers` for K/V like these; allocates them on
+        first use. `num_begun`: how many tables begin in this step, `None` if any has content
+        already. Raises `ValueError` if the layer's blocks have other heads, dims or device,
+        `OutOfBlocksError` if memory runs out."""
         layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
             if layer.fits(keys, values):
@@ -291,12 +290,12 @@ class GroupMemory:
                 layer = self.storage.promote(index, keys, values)
                 budget.note(self.memory)
                 return layer
-        self._is_making = True
+        self._is_allocating = True
         try:
-            # cached blocks have no content in the new layer
+            # cached blocks would have no content in the new layer
             self.pool.evict(self.pool.num_cached)
         finally:
-            self._is_making = False
+            self._is_allocating = False
         self._expected_bytes = 0
         self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
         self._is_short = True
@@ -314,7 +313,7 @@ class GroupMemory:
 
     @mirrored
     def release(self) -> None:
-        """Frees all memory, if no table holds a block. Remembers the bytes of a block."""
+        """Frees all memory while no table holds a block. Remembers the bytes of a block."""
         self.pool.shrink()
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()

@@ -1,5 +1,5 @@
-"""Layer groups and the specs that define them: what their layers keep of a sequence. Plain Python:
-no tensors."""
+"""Specs that define layer groups: which part of a sequence their layers keep. They hold no tensors
+and no sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GroupSpec:
     """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a
     subclass, with other storage or other tokens to keep, forms a separate group."""
 
-    kind: str = "self"  # which of a model's caches; or "cross"
+    kind: str = "self"  # name of the cache, of a model with several; or "cross"
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
 
@@ -24,19 +24,19 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """Returns the most counted blocks at once for tokens `[first, end)`, appended at most
-        `chunk` at a time, beside the `num_held` blocks of earlier tokens; `first` is the start of a
-        block."""
+        """Returns the most counted blocks that tokens `[first, end)` take at once if they are
+        appended at most `chunk` at a time, beside the `num_held` blocks of earlier tokens. `first`
+        is the start of a block."""
         end_block = -(-end // block_size)
         span = end_block - first // block_size
-        if self.window is not None:  # the oldest token seen may be the last of its block
-            num_seen = (self.window + chunk - 3 + block_size) // block_size + 1
-            span = min(span, num_seen - num_held)
+        if self.window is not None:  # the oldest visible token may be the last of its block
+            num_visible = (self.window + chunk - 3 + block_size) // block_size + 1
+            span = min(span, num_visible - num_held)
         return max(0, span)
 
     def first_visible(self, length: int) -> int:
-        """Returns the first position that the next query after `length` positions sees, as
-        transformers counts."""
+        """Returns the first position that the query after `length` positions sees, as transformers
+        counts."""
         if self.window is None:
             return 0
         return max(0, length - self.window + 1)
@@ -63,7 +63,7 @@ class StateSpec(GroupSpec):
     to."""
 
     kind: str = "states"
-    is_empty: bool = False  # without states in the model: the slot only identifies the sequence
+    is_empty: bool = False  # the model has no states: the slot only identifies the sequence
 
     @property
     def is_counted(self) -> bool:
@@ -77,7 +77,8 @@ class StateSpec(GroupSpec):
 
     @property
     def prefix_window(self) -> int | None:
-        """2: needs the snapshot after the previous token; 1: without states, needs no block."""
+        """2, for the snapshot after the previous token; 1, for no block, if the model has no
+        states."""
         return 1 if self.is_empty else 2
 
 

@@ -228,7 +228,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if is_first:
             shown = (key_states, value_states)
         else:
-            shown = gradients.shown(states, step, blocks)
+            shown = gradients.visible_states(states, step, blocks)
         if not self.group.record_past:
             first_visible = self.group.spec.first_visible(self.num_seen)
             states = states.last(self.num_seen - first_visible)
@@ -263,7 +263,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             step = view.on(device)
             if self._is_in_graph:
                 assert self.graph_states is not None
-                shown = gradients.shown(self.graph_states, step, blocks)
+                shown = gradients.visible_states(self.graph_states, step, blocks)
                 return shown[is_value]
             rows = self.group.rows
             # an owner of borrowed rows only reads

@@ -86,7 +86,7 @@ class BlockStorage:
         reservation = self._reservation
         if reservation is None:
             return 0
-        return reservation.num_rows(self.spec, block_bytes, device)
+        return reservation.num_layer_blocks(self.spec, block_bytes, device)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns

@@ -75,7 +75,7 @@ class PagedSequences(RuleBasedStateMachine):
     @rule(table=tables, keep=st.integers(0, 60))
     def truncate(self, table: BlockTable, keep: int) -> None:
         if keep < table.num_dropped * SIZE:
-            with pytest.raises(ValueError, match="were given back"):
+            with pytest.raises(ValueError, match="have been freed"):
                 table.truncate(keep)
             return
         table.truncate(keep)

@@ -445,7 +445,7 @@ def test_a_crop_into_freed_blocks_changes_nothing() -> None:
         cache.update(states, states, index)
     cache.activate_past_recording()
     tables = [(list(table.block_ids), table.num_tokens) for table in cache.layers[0].group.tables]
-    with pytest.raises(ValueError, match="truncate to 21 tokens, but the first 24 were given back"):
+    with pytest.raises(ValueError, match="truncate to 21 tokens: the blocks of the first 24"):
         cache.crop(-14)
     group = cache.layers[0].group
     assert tables == [(table.block_ids, table.num_tokens) for table in group.tables]
@@ -564,7 +564,7 @@ def test_a_step_too_large_for_the_memory_does_not_end_smaller_ones(
         for index in (0, 1):
             if rows == 9:
                 with pytest.raises(
-                    OutOfBlocksError, match="more blocks of 8 tokens, for which there is no memory"
+                    OutOfBlocksError, match="more blocks of 8 tokens, but memory ran out"
                 ):
                     cache.update(states, states, index)
             else:
@@ -584,7 +584,7 @@ def test_a_call_too_large_for_the_memory_does_not_end_smaller_ones(
     plain = model.generate(tokens(2, 30), **options | {"cache_config": None})
     options["cache_implementation"] = "paged"
     limit_blocks(monkeypatch, 60)
-    with pytest.raises(OutOfBlocksError, match="for which there is no memory"):
+    with pytest.raises(OutOfBlocksError, match="but memory ran out"):
         model.generate(tokens(8, 120), **options)
     assert torch.equal(model.generate(tokens(2, 30), **options), plain)
     hf_paged.check_integrity(model)

@@ -72,7 +72,7 @@ assert PagedEngine(model, PagedConfig(num_blocks=1)).generate([prompt], options)
     # 128 in each of two layers for a block of 256 tokens, 8 for one of 16; an allocator's arena
     # that goes may free 64
     message = run(code, megabytes=72, **heads)
-    assert "needs 1 blocks of 256 tokens, for which there is no memory" in message
+    assert "needs 1 blocks of 256 tokens, but memory ran out" in message
     assert "`num_blocks` (8) or `memory_fraction` (None)" in message
 
 

@@ -35,7 +35,7 @@ def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
     reservation = Reservation(
         dict.fromkeys(counts, most), {FULL_ATTENTION: 1 << 30, WINDOW: live}, counts, 0.5
     )
-    full, window = (reservation.num_rows(spec, 100, device) for spec in counts)
+    full, window = (reservation.num_layer_blocks(spec, 100, device) for spec in counts)
     return full, window
 
 
@@ -53,7 +53,7 @@ def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reservation = Reservation(
         {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
     )
-    assert [reservation.num_rows(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
+    assert [reservation.num_layer_blocks(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
 
 
 def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,12 +61,12 @@ def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "mps", mps)
     assert free_bytes(MPS) == 600
     unknown: Any = torch.device("privateuseone")
-    with pytest.raises(ValueError, match=r"how much memory is free on privateuseone.*`num_blocks`"):
+    with pytest.raises(ValueError, match=r"the free memory of privateuseone.*`num_blocks`"):
         free_bytes(unknown)
     reservation = Reservation(
         {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
     )
-    assert reservation.num_rows(FULL_ATTENTION, 10, unknown) == 0
+    assert reservation.num_layer_blocks(FULL_ATTENTION, 10, unknown) == 0
 
 
 def test_what_torchs_allocator_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_device_of_which_nothing_is_known_grows_step_by_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def unknown(device: torch.device) -> int:
-        raise ValueError(f"torch does not tell how much memory is free on {device}")
+        raise ValueError(f"torch does not report the free memory of {device}")
 
     for module in (free_memory, kv_blocks):
         monkeypatch.setattr(module, "commits_when_touched", lambda device: False)

@@ -1,4 +1,5 @@
-"""Lazy tensors that represent a layer's cached keys or values without gathering them."""
+"""Lazy tensors that represent a layer's cached keys or values and gather them only when code reads
+the numbers. Attention reads their blocks in place and is implemented elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ READ_ONLY = (
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory: operations get an ordinary tensor (`read`) in its place."""
+    """A tensor without memory: torch operations receive an ordinary tensor (`read`) instead."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -38,7 +39,7 @@ class LazyTensor(Tensor):
         return self.dense()
 
     def refuse_write(self) -> None:
-        """Raises an error if a write in place would be lost."""
+        """Raises an error if a write in place would have no effect."""
 
     @classmethod
     def __torch_dispatch__(
@@ -62,11 +63,11 @@ class LazyTensor(Tensor):
 
 
 class ReadOnlyTensor(LazyTensor):
-    """Cached keys or values, or a view of some: writes in place raise `RuntimeError`, as they would
-    change a copy."""
+    """Cached keys or values, or a view of them: writes in place raise `RuntimeError`, since they
+    would change a copy."""
 
-    keeps_views = True  # whether views are read-only, too
-    # for torch functions of such tensors: what runs in their place
+    keeps_views = True  # whether views are also read-only
+    # replacements of torch functions that take such tensors
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -114,7 +115,7 @@ class ReadOnlyTensor(LazyTensor):
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
         if func in _MEMORY_READERS or not are_lazy:
-            # other subclasses (quantized weights) handle it
+            # other tensor subclasses (quantized weights) handle the call
             read = operator.methodcaller("read")
             args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
@@ -125,8 +126,7 @@ class ReadOnlyTensor(LazyTensor):
             return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copied = self.dense().clone()
-        return copied.__reduce_ex__(protocol)
+        return self.dense().clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.dense().clone()
@@ -162,8 +162,8 @@ class ViewTensor(ReadOnlyTensor):
 
 class PagedTensor(ReadOnlyTensor):
     """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention
-    function reads `blocks` through `step`; any other operation gathers a contiguous tensor, or
-    raises [`NotPackable`] for packed rows, `(1, heads, num_tokens, dim)`."""
+    function reads `blocks` through `step`. Any other operation gathers a contiguous tensor or, for
+    packed rows `(1, heads, num_tokens, dim)`, raises [`NotPackable`]."""
 
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}  # set by attention
     step: StepMetadata
@@ -185,7 +185,7 @@ class PagedTensor(ReadOnlyTensor):
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
         or rows are packed. `reader.gathers` is set when code other than our attention function
-        reads the values. `keeps_views`: views are read-only, too."""
+        reads the values. `keeps_views`: whether views are also read-only."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape = fresh.shape
@@ -216,7 +216,8 @@ class PagedTensor(ReadOnlyTensor):
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable(
-                    "packed keys or values are read: only the attention interface may"
+                    "the model's code reads packed keys or values, which only the attention"
+                    " interface can"
                 )
             if self.fresh is not None:
                 self._dense = self.fresh
@@ -225,10 +226,10 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy, unless `dense` has been called, before blocks change. Takes no lock."""
+        """Gathers a copy before the blocks change, unless `dense` has done so. Takes no lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
-            with torch.inference_mode(False):  # of whichever thread collects a cache
+            with torch.inference_mode(False):  # any thread's mode, if it collects a cache
                 self._dense = gather(self.step, self.blocks, self.dtype)
 
     def read(self) -> Tensor:
@@ -259,7 +260,7 @@ class PagedTensor(ReadOnlyTensor):
                 handle.make_contiguous()
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError:  # a view that only works on a contiguous tensor
+        except RuntimeError:  # such as a view that requires a contiguous tensor
             if func._schema.is_mutable:
                 raise
             num_changed = sum(handle.make_contiguous() for handle in handles)
@@ -268,8 +269,8 @@ class PagedTensor(ReadOnlyTensor):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def make_contiguous(self) -> bool:
-        """Makes this layer return contiguous tensors from now on, for custom model code that relies
-        on strides. Returns whether that changed anything."""
+        """Makes this layer return contiguous tensors from now on, for model code that relies on
+        strides. Returns whether they were not contiguous before."""
         if self.read().is_contiguous():
             return False
         contiguous = self.dense().contiguous()
@@ -280,8 +281,8 @@ class PagedTensor(ReadOnlyTensor):
 
 
 class Handles:
-    """The living handles of a cache, weakly referenced. The memory holds this object, too: Python
-    clears the weak references that are part of a collected cycle before it calls finalizers."""
+    """Weak references to the living handles of a cache. The memory also holds this object, since
+    Python clears weak references within a collected cycle before it calls finalizers."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
@@ -293,8 +294,8 @@ class Handles:
         self._refs.append(weakref.ref(handle))
 
     def gather(self) -> None:
-        """Gives each handle its own copy of what it shows, and forgets all. Raises the first error,
-        after the last."""
+        """Gathers a copy for each handle and forgets all handles. Continues after an error and
+        raises the first one at the end."""
         failure: Exception | None = None
         for ref in self._refs:
             try:
@@ -314,21 +315,24 @@ class Handles:
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step whose values only our attention can read. Functions named in
-    `functions` are deferred until attention; any other read raises [`NotPackable`]."""
+    """A tensor of a packed step, whose values only our attention can read. Functions named in
+    `functions` are deferred until then; any other read raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-    sizes: tuple[int, ...]  # shape, and below dtype, for our code: torch's attributes are slower
+    # shape and dtype, for our code: torch's attributes are slower
+    sizes: tuple[int, ...]
     kind: torch.dtype
-    arguments: dict[str, Any]  # the arguments that made it
+    arguments: dict[str, Any]  # of the constructor
 
     def replace(self: Deferred, **changes: Any) -> Deferred:
-        """The same data with some of its arguments changed."""
+        """Returns the same data with some constructor arguments changed."""
         arguments: dict[str, Any] = {**self.arguments, **changes}
         return type(self)(**arguments)
 
     def dense(self) -> Tensor:
-        raise NotPackable("packed keys, values or scores are read: only attention may")
+        raise NotPackable(
+            "the model's code reads packed keys, values or scores, which only attention can"
+        )
 
     @classmethod
     def __torch_function__(
@@ -349,8 +353,9 @@ class DeferredTensor(LazyTensor):
 
 
 class RowTensor(DeferredTensor):
-    """Keys or values of a packed step, which show each query those of its row: `(1, heads, key_len,
-    dim)`, possibly without the first axis or with the last two transposed."""
+    """Keys or values of a packed step as a model's own attention code expects them, where each
+    query sees those of its row: `(1, heads, key_len, dim)`, possibly without the first axis or with
+    the last two transposed."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -394,7 +399,7 @@ _READS_STRIDES = {
     torch.ops.aten._reshape_alias.default,
 }
 
-# Functions that torch does not dispatch: they access a tensor's memory, and a handle has none.
+# Functions that torch does not dispatch: they access a tensor's memory, which a handle lacks.
 _MEMORY_READERS = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -413,7 +418,7 @@ _ARRAYS = {Tensor.__array__, Tensor.numpy}
 
 _GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
-# Functions that write, and are not dispatched or dispatched as several.
+# Functions that write, and that torch does not dispatch, or splits into several.
 _WRITERS = {
     Tensor.__setitem__,
     Tensor.apply_,
@@ -421,7 +426,7 @@ _WRITERS = {
     Tensor.data.__set__,
 }
 
-# Functions with a mutable argument that write no numbers.
+# Functions with a mutable argument that write no values.
 _HARMLESS = {
     torch.ops.aten.detach_.default,
     torch.ops.aten.record_stream.default,
@@ -429,16 +434,15 @@ _HARMLESS = {
 
 
 def _without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of a subclass. Native code that asks for its memory
-    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error: torch would give it the address
-    0."""
+    """Makes a tensor of a subclass. Native code that reads its address
+    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error, where torch would return 0."""
     tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 
-def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to, by its schema."""
+def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yields the tensors that an operation writes to, by its schema."""
     for number, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         if alias is None or not alias.is_write:
@@ -454,6 +458,6 @@ def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Calls `refuse_write` of the lazy tensors that a function writes to."""
     if func in _HARMLESS:
         return
-    for tensor in written(func, args, kwargs):
+    for tensor in written_tensors(func, args, kwargs):
         if isinstance(tensor, LazyTensor):
             tensor.refuse_write()

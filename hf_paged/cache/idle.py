@@ -1,4 +1,5 @@
-"""Frees idle pools after `idle_release_seconds`. One thread serves all pools."""
+"""Frees idle pools after `idle_release_seconds`, in one thread for all pools. How a pool is freed
+is up to `PagedMemory.release`."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ from .memory import PagedMemory
 logger = logging.getLogger(__name__)
 
 MIN_WAIT = 1.0  # seconds before the next try to free a pool that a caller's cache still uses
-_MAX_WAIT = 3600.0  # seconds: less than any system's limit
+_MAX_WAIT = 3600.0  # seconds: below every system's limit
 
-# `with` takes the lock itself: a condition's `__enter__` is Python code, in which a signal leaves
-# the lock taken.
+# Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
+# signal may leave the lock acquired.
 _lock = forks.rlock()
 _condition = threading.Condition(_lock)
-# by `time.monotonic`
+# when to free each pool, by `time.monotonic`
 _deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()
-_is_running = False  # whether the thread runs, as while there are deadlines, or is being started
+_is_running = False  # whether the thread runs or is starting; it runs while there are deadlines
 
 
 def begin_use(memory: PagedMemory) -> None:
@@ -37,11 +38,11 @@ def begin_use(memory: PagedMemory) -> None:
 
 
 def end_use(memory: PagedMemory) -> None:
-    """Marks the end of a call, or of an engine's last request: unless used again, the pool is freed
-    after `idle_release_seconds`, at once with 0. Blocks that a caller's cache holds keep the whole
-    pool alive."""
+    """Marks the end of a call, or of an engine's last request: unless it is used again, the pool is
+    freed after `idle_release_seconds`, with 0 at once. A caller's cache that holds blocks keeps the
+    whole pool alive."""
     seconds = memory.config.idle_release_seconds
-    # must free in step with the pools of other processes, whose clocks differ
+    # pools of several processes must be freed in step, and their clocks differ
     is_in_step = memory.processes is not None and not memory.processes.leads
     if seconds is None or (seconds == 0 and memory.release()) or is_in_step:
         begin_use(memory)
@@ -65,7 +66,7 @@ def _watch(memory: PagedMemory, seconds: float) -> None:
         begin(thread)
     finally:
         if not thread.is_alive():
-            with _lock:  # the end of the next use tries again
+            with _lock:  # the next `end_use` tries again
                 _is_running = False
 
 
@@ -89,7 +90,7 @@ def _serve() -> None:
 
 
 def _die(error: BaseException) -> None:
-    """In the thread that an error ends: the end of the next use begins another."""
+    """Called in the thread when an error ends it: the next `end_use` starts another."""
     global _is_running
     with _lock:
         _is_running = False
@@ -111,7 +112,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
     if memory is None:
         return
     outer = memory.outer_lock
-    if outer is None or outer.acquire(blocking=False):  # else an engine is about to use it
+    if outer is None or outer.acquire(blocking=False):  # else an engine is about to use the memory
         try:
             if memory.release():
                 return

@@ -1,5 +1,5 @@
-"""The keys and values of one layer in blocks: their tensors and layout, writing and copying them.
-It never decides how many blocks there are, nor which tokens they hold."""
+"""The keys and values of one layer in blocks: their tensors and layout, and writes and copies of
+them. It decides neither how many blocks there are nor which tokens they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreKey, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # the C library also maps larger allocations individually
+MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each larger allocation separately
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
@@ -27,7 +27,7 @@ KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 
 @dataclass(eq=False)
 class KVBlocks:
-    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` as views of
+    """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` are views of
     `data`, for K/V of `dtypes`, which may be stored in another dtype.
     If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
     block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
@@ -41,7 +41,7 @@ class KVBlocks:
     values: Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     rows: MappedRows | None = field(default=None, repr=False)
-    """The rows as contiguous tensors, if the storage has them."""
+    """The rows as contiguous tensors, if the storage maps them."""
 
     def __post_init__(self) -> None:
         is_quantized = quantized.is_quantized(self.keys)
@@ -50,13 +50,13 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side with one common scale
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `store_key` of the K/V that were last stored, which these blocks fit
+        # `store_key` of the last stored K/V, which fit these blocks
         self.store_key: StoreKey | None = None
         # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
         self.attention: cpp_attention.Attention | None = None
         self._store: Store | None = None
         self._latents: KVBlocks | None = None
-        # numbers that each growth of a pool adds up over all layers
+        # attributes, not properties: each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
         self.block_bytes = 0
         for tensor in self.data:
@@ -67,19 +67,19 @@ class KVBlocks:
 
     @property
     def pair(self) -> tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]:
-        """Keys and values, each with the dtype that the model computes."""
+        """Keys and values, each with the dtype in which the model computes them."""
         key_dtype, value_dtype = self.dtypes
         return (self.keys, key_dtype), (self.values, value_dtype)
 
     @property
     def formats(self) -> list[KVFormat]:
-        """Those of the keys and of the values that the model computes."""
+        """The formats in which the model computes keys and values."""
         return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
 
     @property
     def is_exact(self) -> bool:
-        """Whether blocks hold every number of K/V of `dtypes`: they are neither quantized nor of a
-        narrower dtype."""
+        """Whether blocks can represent every value of K/V of `dtypes`: they are neither quantized
+        nor of a narrower dtype."""
         if self.quantized_dtype is not None:
             return False
         for stored, dtype in self.pair:
@@ -100,8 +100,8 @@ class KVBlocks:
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `key` is the
-        same, since choosing takes longer than a small store."""
+        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `key`
+        (`store_key`) stays equal, since choosing takes longer than a small store."""
         blocks = self
         if self.rows is not None:
             self.rows.settle()
@@ -115,17 +115,17 @@ class KVBlocks:
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these blocks can store K/V like these as they are."""
+        """Whether these blocks can store such K/V without conversion."""
         if self.dtypes != (keys.dtype, values.dtype):
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
     def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns empty keys and values (no rows, no tokens) with the heads, dims and dtypes of the
+        """Returns keys and values without rows and tokens, with the heads, dims and dtypes of the
         stored ones."""
         return _empty_states(self.formats, device)
 
-    def at(self, block_ids: list[int]) -> KVBlocks:
+    def select(self, block_ids: list[int]) -> KVBlocks:
         """Returns copies of some blocks."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
@@ -151,8 +151,7 @@ class KVBlocks:
 
     @property
     def plain_token_bytes(self) -> int:
-        """Bytes of a token in the dtypes that the model computes, as transformers' own cache stores
-        it."""
+        """Bytes of a token in the model's dtypes, in which transformers' own cache stores it."""
         return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.formats)
 
     @classmethod
@@ -207,7 +206,7 @@ class KVBlocks:
         codes: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
         """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For
-        quantized blocks, `codes` is the block size and the codes' dtype."""
+        quantized blocks, `codes` is the block size and the dtype of the codes."""
         tiles = _tiles(data, codes)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
@@ -246,7 +245,7 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """What a layer stores of each token."""
+    """The format in which a layer stores each token."""
 
     spec: GroupSpec
     layer: int
@@ -260,8 +259,8 @@ class LayerKV(NamedTuple):
 
 
 def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes of K and V in attention. Under autocast, rotated keys stay in float32
-    beside values in half precision, and attention rounds both to half precision."""
+    """Returns the dtypes in which attention reads K and V. Under autocast, rotated keys stay in
+    float32 beside values in half precision, and attention rounds both to half precision."""
     is_half = values in (torch.bfloat16, torch.float16)
     if keys is torch.float32 and is_half:
         return values, values
@@ -275,7 +274,7 @@ def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> t
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # the tensor outlives the call: one made in inference mode could not be written to outside it
+    # the tensor outlives the call: an inference tensor could not be written to outside that mode
     with torch.inference_mode(False):
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"

@@ -168,7 +168,7 @@ class CacheRows:
                 contents = {}
                 if numbers:
                     layers = group.storage.layers.items()
-                    contents = {index: layer.at(list(numbers)) for index, layer in layers}
+                    contents = {index: layer.select(list(numbers)) for index, layer in layers}
                 state["groups"].append((rows, contents))
         return state
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..cache.handles import written
+from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
@@ -397,5 +397,5 @@ def _changed(operations: list[Recorded]) -> Iterator[int]:
         if isinstance(operation, KernelCall):
             tensors = operation.writes.values()
         elif not is_view_in_place(operation.function):
-            tensors = written(operation.function, operation.args, operation.kwargs)
+            tensors = written_tensors(operation.function, operation.args, operation.kwargs)
         yield from map(_storage, tensors)

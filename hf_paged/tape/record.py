@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..cache.handles import written
+from ..cache.handles import written_tensors
 from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
@@ -94,7 +94,7 @@ class NothingUnrecorded(TorchDispatchMode):
                 host = source.clone()
             self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
         if not of_constants:
-            self._end_constants(func, written(func, args, kwargs))
+            self._end_constants(func, written_tensors(func, args, kwargs))
         elif not func.name().startswith(_BLANK):
             for storage in _storages(tensors_in(result)):
                 self._constants[storage._cdata] = storage

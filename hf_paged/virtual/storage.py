@@ -418,7 +418,7 @@ class MappedStorage(BlockStorage):
         ids = [block_id for block_id, count in counts if count]
         for index, layer in list(self.layers.items()):  # other threads may add some
             if layer.rows is not None and ids:
-                self._for_child[index] = ids, layer.at(ids)
+                self._for_child[index] = ids, layer.select(ids)
 
     def after_in_parent(self) -> None:
         self._for_child = {}

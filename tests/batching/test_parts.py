@@ -156,7 +156,7 @@ class HalfStorage:
     def copy_blocks(self, copies: Any) -> None:
         sources, targets = map(list, zip(*copies))
         for layer in self.layers.values():
-            layer.put_blocks(targets, layer.at(sources))
+            layer.put_blocks(targets, layer.select(sources))
 
     def clear(self) -> None:
         self.layers = {}

@@ -410,7 +410,7 @@ class BlockManager:
         """Returns the number of tokens that `match` would attach if every block had a state
         snapshot at its end."""
         max_nodes = (len(token_ids) - 1) // self.node_size
-        path = self.index.find(token_ids, namespace, max_nodes, without=self._states)
+        path = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._states)
         return len(path) * self.node_size
 
     def register(

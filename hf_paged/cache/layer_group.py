@@ -1,4 +1,5 @@
-"""The block tables of one layer group of a cache, advanced once per step for all of its layers."""
+"""The block tables of one layer group of a cache, advanced once per step for all of its layers. It
+leaves operations on rows of all groups to `cache.rows`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class LayerGroup:
         self.memory = rows.memory
         self.blocks = rows.memory.group(spec)
         rows.groups[spec] = self
-        # the step of the current packed forward; no rows are held then
+        # the step of the current packed forward, during which the cache holds no rows
         self.packed: StepMetadata | None = None
         self.forget_steps()
 
@@ -47,7 +48,7 @@ class LayerGroup:
         self.forget_steps()
 
     def forget_steps(self) -> None:
-        """Drops cached steps, since the tables have changed."""
+        """Drops cached steps, because the tables have changed."""
         self._step: StepMetadata | None = None
         self._view: StepMetadata | None = None
         self._block_tables: Tensor | None = None  # `None`: out of date
@@ -57,7 +58,7 @@ class LayerGroup:
         return [blocks.tables[self.number] for blocks in self.rows.held]
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle and `copy.deepcopy`: the rows bring tables and memory."""
+        """State for pickle and `copy.deepcopy`: the rows include tables and memory."""
         names = (
             "length",
             "paddings",
@@ -76,8 +77,8 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_begun(self, context_len: int) -> int | None:
-        """Counts the tables with blocks that a step after `context_len` positions writes to; `None`
-        if any has content."""
+        """Counts the tables with blocks that begin in a step after `context_len` positions; `None`
+        if any has content already."""
         step = self.packed
         if step is None:
             if context_len:
@@ -96,9 +97,10 @@ class LayerGroup:
         query_len: int,
         device: torch.device | str = "cpu",
     ) -> StepMetadata:
-        """Makes logical positions `[context_len, context_len + query_len)` writable in every row;
-        returns the step on `device`. Raises `OutOfBlocksError` with nothing allocated, `ValueError`
-        if the batch size differs, `NotPackable` if sizes are not those of the packed step."""
+        """Makes logical positions `[context_len, context_len + query_len)` writable in every row
+        and returns the step on `device`. Raises `OutOfBlocksError` with nothing allocated,
+        `ValueError` if the batch size differs, `NotPackable` if sizes do not match the packed
+        step."""
         if self.packed is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed.num_tokens):
@@ -114,7 +116,7 @@ class LayerGroup:
                 f"the cache holds {num_held} rows, but got keys of {batch_size} rows:"
                 " `reset` it first"
             )
-        if not self.paddings and not self.length:  # begins with empty rows
+        if not self.paddings and not self.length:  # the rows begin in this step
             paddings, expected_length = self.expected_paddings or ((), 0)
             if len(paddings) != batch_size or expected_length != query_len:
                 paddings = (0,) * batch_size
@@ -133,10 +135,10 @@ class LayerGroup:
             return step
         tables = self.tables
         rows = zip(tables, self.paddings)
-        has_room = (padding + table.num_tokens >= length for table, padding in rows)
+        have_slots = (padding + table.num_tokens >= length for table, padding in rows)
         continues = self.rows.borrows and context_len == self.length
-        if continues and all(has_room):
-            # the tables' owner has made room and copied shared blocks
+        if continues and all(have_slots):
+            # the tables' owner has allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
         else:
             self._make_writable(tables, context_len, length)
@@ -147,8 +149,8 @@ class LayerGroup:
     @guarded
     def undo_first(self, length: int) -> None:
         """Undoes a first step of `length` positions that failed: empties the tables, and drops the
-        rows if those of all other groups are empty, too. Other rows may begin then, or the same
-        step again, whose paddings are known. Leaves borrowed rows to their owner."""
+        rows if all other groups are empty, too. Then other rows may begin, or the same step again,
+        with the same paddings. Leaves borrowed rows to their owner."""
         if self.rows.borrows or not self.paddings:
             return
         with self.memory.changing():
@@ -171,8 +173,8 @@ class LayerGroup:
         length: int,
     ) -> None:
         """Makes tokens `[context_len, length)` writable. Some exist already if this layer holds
-        fewer than another of the group. Borrowed tables have room, except for tokens that a model
-        adds."""
+        fewer than another of the group. The owner of borrowed tables has allocated blocks, except
+        for tokens that a model adds."""
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
@@ -186,8 +188,8 @@ class LayerGroup:
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
-        """Raises `ValueError` if another layer of the group is further and this one cannot
-        follow."""
+        """Raises `ValueError` if another layer of the group is ahead and this one cannot catch
+        up."""
         if context_len >= self.length:
             return
         if context_len == 0 and any(self.paddings):
@@ -229,14 +231,14 @@ class LayerGroup:
         are still stored."""
         if self._freed_before > self.spec.first_visible(length):
             raise ValueError(
-                f"a layer looks {self.spec.window} tokens back from token {length}, but the first"
+                f"a layer attends to {self.spec.window} tokens up to token {length}, but the first"
                 f" {self._freed_before} were freed, since another layer with the same tables holds"
-                f" {self.length}: update all in each step"
+                f" {self.length}: update all layers in each step"
             )
 
     @property
     def _freed_before(self) -> int:
-        """The logical position before which some row has freed blocks."""
+        """The largest logical position before which a row has freed its blocks."""
         freed_before = (
             padding + table.first_token
             for table, padding in zip(self.tables, self.paddings)
@@ -281,7 +283,7 @@ class LayerGroup:
             seq_lens.append(end)
             origins.append(origin)
         first = self.spec.first_visible(length - query_len)
-        if self.record_past and not query_len:  # outside a step: everything still stored
+        if self.record_past and not query_len:  # outside a step: all tokens still stored
             first = min(first, self._freed_before)
         block_tables = self._block_tables.to(device)
         slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
@@ -313,7 +315,7 @@ class LayerGroup:
         return view
 
     def check_crop(self, length: int) -> None:
-        """Raises `ValueError` if the new end is in freed blocks."""
+        """Raises `ValueError` if the new end lies in freed blocks."""
         for table, padding in zip(self.tables, self.paddings):
             table.check_truncate(max(0, length - padding))
 
@@ -332,7 +334,7 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """Makes a tensor from an array's buffer, which is three times as fast as from a list."""
+    """Makes a tensor from an array's buffer, three times as fast as from a list."""
     if values:
         tensor = torch.frombuffer(values, dtype=dtype)
     else:

@@ -1,5 +1,5 @@
-"""`transformers` cache layers with keys and values in blocks; subclasses of the stock layers that
-they replace."""
+"""`transformers` cache layers with keys and values in blocks: subclasses of the stock layers that
+they replace. Their block tables belong to `cache.layer_group`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .waits import Shortage
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
-# Layers that hold nothing, such as those that read another layer's K/V; older transformers have no
-# such class.
+# Layers that hold nothing, such as those that read another layer's K/V; older versions of
+# transformers lack the class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
@@ -35,15 +35,16 @@ class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its
     `update`, `keys` and `values` return [`PagedTensor`] handles. During a packed step
     (`PagedCache.begin`) the layer holds no rows. Keys and values computed with gradients are also
-    kept as tensors with their graph, as `DynamicLayer` keeps them: until an update or an operation
-    on rows without gradients, or `PagedCache.detach`."""
+    kept as tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows
+    without gradients, or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
         self.group = group
         self.index = index
         self.num_seen = 0
-        # set once the model's own code reads values of a decode: decodes then gather at once
+        # set once the model's own code reads values in a decode: from then on decodes gather in
+        # `update`
         self.gathers = False
         # of the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
@@ -61,12 +62,12 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises
         `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored if the batch
-        size differs or K/V do not fit, `NotPackable` if the shape is not that of the packed step.
-        With gradients enabled, returns tensors through which gradients reach the new K/V and all
-        that were stored with gradients; raises `RuntimeError`, with nothing stored, for K/V that a
+        size differs or K/V do not fit, `NotPackable` if the shape does not match the packed step.
+        With gradients enabled, returns tensors through which gradients reach the new K/V and those
+        stored with gradients earlier; raises `RuntimeError`, with nothing stored, for K/V that a
         function transform traces (`torch.func`, forward-mode differentiation)."""
         if torch.compiler.is_dynamo_compiling():
-            # checked here, since the wrapper of `disable` slows every call
+            # checked here, since the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
 
@@ -123,8 +124,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         values: Tensor,
         key: StoreKey,
     ) -> tuple[StepMetadata, KVBlocks]:
-        """Stores new K/V in blocks, waits for blocks that other threads hold, and returns the
-        step, with the blocks that it reads."""
+        """Stores new K/V in blocks, after waiting for blocks that other threads hold if too few
+        are free. Returns the step and the blocks that it reads."""
         group = self.group
         context_len = self.num_seen
         batch_size = keys.shape[0]
@@ -172,7 +173,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to K/V of a layer that had none. Those of packed steps are used again."""
+        """Returns handles to the first K/V of a layer. Packed steps reuse their handles."""
         handles = self.packed_handles
         is_packed = step.columns is None
         if is_packed and handles is not None and self._packed_key == key:
@@ -195,7 +196,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         blocks: KVBlocks,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to all visible K/V, or dense tensors if the model's code reads values."""
+        """Returns handles to all visible K/V, or dense tensors if the model's own code reads
+        values."""
         if self.gathers and is_decode:
             key_dtype, value_dtype = blocks.dtypes
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
@@ -221,22 +223,22 @@ class PagedLayer(cache_utils.DynamicLayer):
         key_states: Tensor,
         value_states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`; returns all that the step shows."""
+        """Appends new K/V to `graph_states`; returns all K/V that are visible to the step."""
         states = gradients.extend(self.graph_states, step, blocks, key_states, value_states)
-        # a first forward attends to what it computed
+        # a first forward attends to the K/V that it computed
         is_first = self.num_seen == key_states.shape[2]
         if is_first:
-            shown = (key_states, value_states)
+            visible = (key_states, value_states)
         else:
-            shown = gradients.visible_states(states, step, blocks)
+            visible = gradients.visible_states(states, step, blocks)
         if not self.group.record_past:
             first_visible = self.group.spec.first_visible(self.num_seen)
             states = states.last(self.num_seen - first_visible)
         self.graph_states = states
-        return shown
+        return visible
 
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Selects from `graph_states`; drops them without gradients, as operations on
+        """Selects from `graph_states`, or drops them while gradients are disabled, as operations on
         `DynamicLayer` do."""
         states = self.graph_states
         if states is None:
@@ -247,12 +249,12 @@ class PagedLayer(cache_utils.DynamicLayer):
             self.graph_states = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Notes dtype and device; `update` allocates blocks."""
+        """Sets dtype and device; `update` allocates blocks."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _shown(is_value: bool) -> property:
-        def show(self: PagedLayer) -> Tensor | None:
+    def _cached(is_value: bool) -> property:
+        def get(self: PagedLayer) -> Tensor | None:
             self._check_turn()
             layers = self.group.blocks.storage.layers
             if not self.num_seen or self.index not in layers:
@@ -263,10 +265,10 @@ class PagedLayer(cache_utils.DynamicLayer):
             step = view.on(device)
             if self._is_in_graph:
                 assert self.graph_states is not None
-                shown = gradients.visible_states(self.graph_states, step, blocks)
-                return shown[is_value]
+                visible = gradients.visible_states(self.graph_states, step, blocks)
+                return visible[is_value]
             rows = self.group.rows
-            # an owner of borrowed rows only reads
+            # the engine, which lends its rows to a cache, only reads
             keeps_views = not rows.borrows
             handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
             return rows.track(handle)
@@ -279,13 +281,13 @@ class PagedLayer(cache_utils.DynamicLayer):
                 )
 
         return property(
-            show,
+            get,
             refuse,
-            doc="All shown, `(batch, heads, length, dim)`, or `None` while there is nothing.",
+            doc="All visible ones, `(batch, heads, length, dim)`; `None` while the layer is empty.",
         )
 
-    keys = _shown(False)
-    values = _shown(True)
+    keys = _cached(False)
+    values = _cached(True)
 
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer holds for rows of `length`
@@ -294,19 +296,19 @@ class PagedLayer(cache_utils.DynamicLayer):
         if blocks is None:
             return 0
         window = self.group.spec.window
-        kept = length
+        num_stored = length
         if window is not None:
-            # the next query attends to itself, too
-            kept = min(length, window - 1)
-        return num_rows * kept * blocks.plain_token_bytes
+            # the window of the next query includes the query itself
+            num_stored = min(length, window - 1)
+        return num_rows * num_stored * blocks.plain_token_bytes
 
     def get_seq_length(self) -> int:
-        """Returns the logical positions seen, including padding."""
+        """Returns the number of logical positions so far, including padding."""
         return self.num_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length and first position of the keys that the next `query_length` queries
-        are shown."""
+        """Returns the number and the first position of the keys that the next `query_length`
+        queries get."""
         packed = self.group.packed
         if packed is not None and packed.key_len is not None:
             return packed.key_len, 0
@@ -314,8 +316,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self.num_seen + query_length - first, first
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
-        """Runs an operation on all rows if this layer is the first to ask for it; if it raises, it
-        is not counted."""
+        """Runs an operation on all rows if this layer is the first to request it. An operation that
+        raises is not counted."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         if self.graph_states is not None:
@@ -330,7 +332,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
                 f"layer {self.index} missed an operation on rows or lengths that other layers with"
-                " the same block tables got: call it on the whole cache, and `reset` this cache"
+                " the same block tables have run: call it on the whole cache, and `reset` this one"
             )
         if self.graph_states is not None:
             self.graph_states.check()
@@ -361,7 +363,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.reorder_cache(repeated(num_rows, repeats))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forgets the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
+        """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
         the window."""
         count = int(tokens_to_remove)
         if count > 0:
@@ -378,7 +380,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         removed = min(self.num_seen, -count)
-        # another layer may hold more: excess tokens are overwritten
+        # another layer may hold more: the next update overwrites its excess tokens
         self._once(self.group.rows.crop, removed)
         self.num_seen -= removed
         if removed:
@@ -461,7 +463,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns a tensor, made on the CPU if needed: the default device may be `meta`."""
+    """Returns `rows` as a tensor, created on the CPU, since the default device may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
@@ -475,8 +477,8 @@ def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
         return indices
     if indices.shape != (num_rows,):
         raise IndexError(
-            f"the mask of rows has the shape {tuple(indices.shape)}, the cache {num_rows} rows:"
-            f" pass ({num_rows},)"
+            f"the mask of rows has the shape {tuple(indices.shape)}, but the cache has {num_rows}"
+            f" rows: pass a mask of shape ({num_rows},)"
         )
     return indices.nonzero().squeeze(-1)
 

@@ -1,5 +1,5 @@
-"""The pools and storages of all layer groups under one budget, for one model or one
-`PagedCache`."""
+"""The pools and storages of all layer groups under common limits, for one model or one
+`PagedCache`. The block tables of sequences belong to managers and caches."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class PagedMemory:
     ) -> None:
         """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model.
         `sizes`: block sizes with `block_size` `"auto"`; without it all blocks have the default
-        size. `keeps_cached`: without a budget, grow beside up to `CACHED_RATIO` cached blocks for
-        each block of the most in use at once, rather than evict them. `make_storage`: the storage
-        of layer groups with keys and values, by default that of the config. `processes`: those that
-        hold other heads of the same blocks, and compute the forwards of the loops on it together.
-        `outer_lock`: an engine's lock, taken before `lock`, also in finalizers of its streams."""
+        size. `keeps_cached`: without a limit, keep up to `CACHED_RATIO` cached blocks for each
+        block of the peak use and grow beside them. `make_storage` makes the storage of layer groups
+        with keys and values, by default that of the config. `processes`: those that hold other
+        heads of the same blocks and compute the loops' forwards together. `outer_lock`: an engine's
+        lock, acquired before `lock`, also in finalizers of its streams."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
@@ -76,9 +76,9 @@ class PagedMemory:
         self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
-        # of the weights that computed cached blocks (`weights.WeightsGuard`)
+        # fingerprint of the weights that computed cached blocks (`weights.WeightsGuard`)
         self.fingerprint: Hashable = None
-        # by a model's specs; what they record holds block addresses
+        # by a model's specs; recorded steps contain block addresses
         self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
         self._released_peak_bytes = 0  # of layers freed since the last reset
@@ -86,18 +86,19 @@ class PagedMemory:
         self._peak_used: dict[GroupSpec, int] = {}
         self.waste = 0.0
         self._calls = weakref.WeakSet[Any]()  # `generate` calls that run
-        self._lone_call: Hashable = None  # the one that runs, unless another overlapped it
-        # the most in use since `begin_call`
+        self._lone_call: Hashable = None  # the running call, unless another has overlapped it
+        # most blocks in use at once since `begin_call`, in all and by group
         self._call_blocks = 0
         self._call_used = dict[GroupSpec, int]()
-        self.call_bytes = self.plain_bytes = 0  # of the last lone call that ended
+        self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
         self.handles: dict[int, Handles] = {}  # of each cache, by the id of its rows
-        self.is_recovery_due = False  # `recover` has begun, and not come to its end
+        self.is_recovery_due = False  # `recover` has begun but not finished
         self._abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
-        self.charged_bytes = 0  # to `hf_paged.budget`
+        self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
-        self.num_steps = 0  # of all calls, of each layer group: for those that wait for blocks
-        self.last_used = time.monotonic()  # by a call, or an engine
+        # steps of all calls, counted in each layer group: shows waiting calls that others progress
+        self.num_steps = 0
+        self.last_used = time.monotonic()  # when a call or an engine last used it
         if is_bounded:
             budget.join(self)
 
@@ -124,9 +125,9 @@ class PagedMemory:
         return max(sizes, default=DEFAULT_BLOCK_SIZE)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns better block sizes for the lengths seen since, if any, for a new memory. `None`
-        while a table holds a block, or while cached prefixes are worth keeping: one has been hit,
-        or few sequences have ended so far. May be called without the lock."""
+        """Returns the sizes for a new memory, if the lengths recorded so far call for others.
+        `None` while a table holds a block, or while cached prefixes are worth keeping: one has been
+        hit, or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
         has_served = any(manager.num_hits for manager in list(self.managers.values()))
@@ -152,9 +153,9 @@ class PagedMemory:
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
-        """Frees the rows of a collected cache without waiting: at once, or, if a thread holds the
-        lock, when blocks are next taken or counted."""
-        if not sys or sys.is_finalizing():  # the interpreter ends, and has cleared modules
+        """Frees the rows of a garbage-collected cache without waiting: now or, if a thread holds
+        the lock, when blocks are next taken or counted."""
+        if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
         self._abandoned.append((manager, rows, handles))
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else its holder is in the middle of a change
@@ -162,8 +163,8 @@ class PagedMemory:
 
     @restoring
     def changing(self) -> Iterator[None]:
-        """Around a change of tables, with the lock: recovers after an exception that may have split
-        it. What a caller may have got wrong is checked before."""
+        """Wraps a change of tables: holds the lock, and recovers after an exception that may have
+        split the change. Validate arguments before it."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -176,10 +177,10 @@ class PagedMemory:
                 raise
 
     def recover(self) -> None:
-        """After an exception that may have split a change: makes all pools agree with the tables of
-        living sequences, and drops what is cached. Copies that were queued are lost: their
-        sequences must be computed again. If this raises, the next change, or the next count of
-        blocks, begins with it."""
+        """Makes all pools agree with the tables of living sequences after an exception that may
+        have split a change, and drops everything cached. Drops queued copies, too, so that their
+        sequences must be recomputed. If it raises, the next change or count of blocks begins with
+        it."""
         with self.lock:
             self.is_recovery_due = True
             for manager in self.managers.values():
@@ -189,8 +190,8 @@ class PagedMemory:
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
-        """Frees the rows of collected caches, unless another thread holds the lock, and, unless
-        this thread does, the blocks of sequences that an exception lost."""
+        """Frees the rows of garbage-collected caches, unless another thread holds the lock, and
+        the blocks of sequences that an exception dropped, unless this thread does."""
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:
@@ -208,7 +209,7 @@ class PagedMemory:
                 manager, rows, handles = self._abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
-                        # those of any thread's code
+                        # this may run in any thread, under the modes of its code
                         handles.gather()
                 except Exception as error:
                     if is_interrupt(error):
@@ -256,10 +257,10 @@ class PagedMemory:
         return sum(group.pool.num_cached for group in self.groups.values())
 
     def num_available(self, groups: Sequence[GroupMemory], if_unused: bool = False) -> int:
-        """Returns how many blocks these groups may still take, including cached ones, or with
-        `if_unused` could take if no table of this or another pool held a block; `sys.maxsize`
-        without a budget. With a limit in bytes and blocks of different bytes, counts the
-        smallest."""
+        """Returns how many blocks these groups can still take, including cached ones; with
+        `if_unused`, how many they could take if no table of this or another pool held a block.
+        `sys.maxsize` without a limit. Under a limit in bytes, counts blocks of the smallest
+        size."""
         limit = sys.maxsize
         if self.config.num_blocks is not None:
             num_used = 0 if if_unused else self.num_used
@@ -279,7 +280,7 @@ class PagedMemory:
 
     @property
     def num_held_by_others(self) -> int:
-        """Blocks that `hf_paged.budget` would allow in addition if no other pool were in use."""
+        """Blocks that `hf_paged.budget` would allow on top if no other pool were in use."""
         total = budget.limit(self)
         block_bytes = _least_block_bytes(self.groups.values())
         if total is None or not block_bytes:
@@ -288,8 +289,8 @@ class PagedMemory:
         return max(0, total - share) // block_bytes
 
     def evict_to_fit(self, needed: int, first: GroupMemory) -> None:
-        """Evicts cached blocks, those of `first` first, so that `needed` more used blocks stay
-        within `num_blocks`."""
+        """Evicts cached blocks, those of `first` first, until `needed` more used blocks fit in
+        `num_blocks`."""
         total = self.config.num_blocks
         used = self.num_used
         if total is None or not first.spec.is_counted:
@@ -304,8 +305,8 @@ class PagedMemory:
             excess -= group.pool.evict(excess)
 
     def _most_bytes(self, if_unused: bool = False) -> int | None:
-        """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow, or with `if_unused`
-        would allow if no other pool were in use; `None` without either."""
+        """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; with `if_unused`,
+        those that they would allow if no other pool were in use. `None` without either."""
         if if_unused:
             most = budget.limit(self)
         else:
@@ -323,7 +324,7 @@ class PagedMemory:
         return min(most, self._limit_bytes)
 
     def growth_limit(self, group: GroupMemory) -> int:
-        """Returns how many more blocks `memory_fraction` and `hf_paged.budget` allow `group`."""
+        """Returns how many blocks `memory_fraction` and `hf_paged.budget` let `group` add."""
         block_bytes = group.block_bytes
         if not block_bytes:
             return sys.maxsize
@@ -337,7 +338,7 @@ class PagedMemory:
         return max(0, left) + max(0, num_spare_rows)
 
     def fraction_bytes(self) -> int:
-        """Returns the bytes that `memory_fraction` allows, including those already taken."""
+        """Returns the bytes that `memory_fraction` allows, including bytes already taken."""
         held = Counter[torch.device]()  # bytes of a block over the device's layers
         for group in self.groups.values():
             for layer in group.storage.layers.values():
@@ -345,12 +346,12 @@ class PagedMemory:
         fraction = self.config.memory_fraction or 1
         return int(fraction * (free_bytes_of_all(held) + self.taken_bytes))
 
-    def release_unused(self, but: GroupMemory | None = None) -> bool:
-        """With a limit in bytes, frees the memory of groups, except `but`, in which no table holds
-        a block, so that others can take it. Returns whether there were any."""
+    def release_unused(self, other_than: GroupMemory | None = None) -> bool:
+        """Under a limit in bytes, frees the memory of groups, other than this one, in which no
+        table holds a block. Returns whether there were any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        others = [group for group in self.groups.values() if group is not but]
+        others = [group for group in self.groups.values() if group is not other_than]
         unused = [group for group in others if not group.pool.num_used and group.taken_bytes]
         if not unused:
             return False
@@ -366,11 +367,11 @@ class PagedMemory:
             recorder.clear()
 
     def drop_recorders(self) -> None:
-        """After the last step over this memory: a cache that someone still holds needs none."""
+        """Drops the recorders after the last step: a cache that a caller still holds needs none."""
         self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
-        """Starts to count the most blocks in use during a `generate` call."""
+        """Starts to track the peak of used blocks during a `generate` call."""
         self.free_abandoned()
         with self.lock:
             self._calls.add(call)
@@ -378,9 +379,8 @@ class PagedMemory:
             self._call_blocks, self._call_used = 0, {}
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
-        """Notes the bytes of blocks at the call's peak, and those that plain's cache would hold
-        (`None`: the call failed), unless another call overlapped it: then the blocks are those of
-        both."""
+        """Records the bytes of blocks at the call's peak, and the bytes that a plain cache would
+        hold (`None`: the call failed), unless another call overlapped it and used blocks, too."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)
@@ -391,11 +391,11 @@ class PagedMemory:
                 count * group.block_bytes for group, count in used if not group.holds_states
             )
             self.plain_bytes = plain_bytes
-            # fewer blocks may be more bytes, where groups differ
+            # fewer blocks may take more bytes, if groups differ
             self._released_peak_bytes = max(self._released_peak_bytes, self.call_bytes)
 
     def note_peak(self) -> None:
-        """Counts a step, and updates the peaks if more blocks are in use than before."""
+        """Counts a step, and updates the peaks if more blocks are in use than ever before."""
         self.num_steps += 1
         used = self.num_used
         if used > self._call_blocks:
@@ -409,8 +409,8 @@ class PagedMemory:
 
     def release(self) -> bool:
         """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a
-        table holds a block; returns whether it did. May be called at any moment, from any thread:
-        running sequences hold blocks, and the next write allocates the layers again."""
+        table holds a block; returns whether it did. May be called at any time from any thread,
+        since running sequences hold blocks. The next write allocates the layers again."""
         with self.lock:
             if self.is_used:
                 return False
@@ -423,7 +423,7 @@ class PagedMemory:
         return True
 
     def evict_cached(self) -> None:
-        """Evicts all cached blocks to the tiers, if there are any."""
+        """Evicts all cached blocks to the tiers; does nothing without tiers."""
         with self.lock:
             if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
@@ -450,14 +450,14 @@ class PagedMemory:
             return stats_of(self)
 
     def block_map(self) -> dict[Hashable, list[int]]:
-        """Returns, by layer group, how many tables hold each block; 0 if it is free, -1 if it is
-        cached."""
+        """Returns, by layer group, how many tables hold each block: 0 for a free block, -1 for a
+        cached one."""
         with self.lock:
             groups = self.groups.items()
             return {spec.label: group.pool.states() for spec, group in groups}
 
     def layers(self) -> tuple[LayerKV, ...]:
-        """Returns what the allocated layers store."""
+        """Returns the formats in which the allocated layers store tokens."""
         return tuple(
             LayerKV(spec, index, *layer.formats)
             for spec, group in self.groups.items()
@@ -473,13 +473,13 @@ class PagedMemory:
             total = self.config.num_blocks
             if total is not None and self.num_used + self.num_cached > total:
                 raise AssertionError(
-                    f"{self.num_used} blocks in use, {self.num_cached} cached, the budget is"
-                    f" {total}"
+                    f"{self.num_used} blocks are in use and {self.num_cached} cached, but"
+                    f" `num_blocks` is {total}"
                 )
 
 
 def _least_block_bytes(groups: Iterable[GroupMemory]) -> int:
-    """Returns the bytes of the smallest block; 0 if none are known."""
+    """Returns the bytes of the smallest block; 0 while unknown."""
     sizes = (group.block_bytes for group in groups if group.block_bytes)
     return min(sizes, default=0)
 

@@ -1,4 +1,5 @@
-"""`MemoryStats`: the figures of a memory; as text and as a table."""
+"""`MemoryStats`: the figures of a memory, as text and as a table. `cache.memory` tracks the
+peaks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class MemoryStats:
         plain_bytes (`int`): Bytes of keys and values that plain's `DynamicCache` would hold at the
             end of that call: every row as long as the longest, with padding, and one copy for each
             sample or beam.
-        held_bytes (`int`): Bytes of all blocks that were ever in use and not given back since.
+        held_bytes (`int`): Bytes of all blocks that have been in use and not been released since.
         waste (`float`): Share of the allocated slots that were unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for the prefix cache until evicted.
@@ -42,8 +43,8 @@ class MemoryStats:
         budget_bytes (`int`, *optional*): Limit of `hf_paged.budget` on all pools of the process
             together.
         tier_host_bytes (`int`): Bytes of evicted prefix blocks in host memory.
-        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers`, as far as this
-            process knows.
+        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers` that this
+            process knows of.
         tier_kept_blocks, tier_restored_blocks (`int`): Blocks copied to the tiers, and restored
             from them.
     """
@@ -99,7 +100,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
         shared_blocks=sum(group.pool.num_shared for group in groups),
         budget_bytes=budget.limit(),
         tier_host_bytes=sum(tier.host_bytes for tier in tiers),
-        # all share one folder
+        # all tiers share one folder
         tier_disk_bytes=max((tier.disk_bytes for tier in tiers), default=0),
         tier_kept_blocks=sum(tier.num_kept for tier in tiers),
         tier_restored_blocks=sum(tier.num_restored for tier in tiers),

@@ -1,4 +1,5 @@
-"""`PagedCache`: a `transformers.Cache` over a paged block pool."""
+"""`PagedCache`: a `transformers.Cache` over a paged block pool. It contains no kernels, and leaves
+what `update` stores to `cache.layers`."""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
-# Attributes of a layer that belong to one cache, and are not copied to another's layer.
+# Attributes of a layer that belong to its cache and are not copied to another cache.
 _PER_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
-SHARE = 0.5  # of free memory that may be reserved without `memory_fraction`
+SHARE = 0.5  # share of free memory that may be reserved without `memory_fraction`
 
 
 class _WeaklyBound:
-    """A method that a model sets on a cache (RecurrentGemma), without a reference that keeps cache
-    and blocks alive."""
+    """A method that a model sets on a cache (RecurrentGemma), bound by a weak reference, so that it
+    does not keep the cache and its blocks alive."""
 
     def __init__(self, function: Callable[..., Any], cache: PagedCache) -> None:
         self._function = function
@@ -56,16 +57,16 @@ class PagedCache(DynamicCache):
     `copy.deepcopy` shares blocks.
 
     Args:
-        config ([`PreTrainedConfig`], *optional*): The model's configuration, which gives the
-            layers' kinds. Without it, every layer is a full attention layer, created on its first
-            update.
+        config ([`PreTrainedConfig`], *optional*): The model's configuration, which defines the
+            kinds of its layers. Without it, every layer is a full attention layer, created on its
+            first update.
         paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this
             cache.
         memory ([`PagedMemory`], *optional*): A memory to share with other caches; creates a new one
             if left out.
         kind (`str`): Names this cache's groups in the memory.
-        offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded;
-            accepted for models that rebuild a cache.
+        offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded.
+            Accepted for models that rebuild a cache.
 
     Example:
 
@@ -102,8 +103,8 @@ class PagedCache(DynamicCache):
                 " `PagedCache(model.config)`"
             )
         if memory is None:
-            given = PagedConfig.coerce(paged_config, "paged_config")
-            fitted = fit_blocks(given, config, torch.device("cpu"))
+            requested = PagedConfig.coerce(paged_config, "paged_config")
+            fitted = fit_blocks(requested, config, torch.device("cpu"))
             memory = PagedMemory(fitted)
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
@@ -129,8 +130,8 @@ class PagedCache(DynamicCache):
         kind: str = "self",
         borrows: ReadCounters | None = None,
     ) -> PagedCache:
-        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, the
-        counters for reads, it uses the tables passed to `take` and owns none."""
+        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, which are
+        counters of reads, it borrows the tables passed to `take` and owns none."""
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, borrows)
         return paged
@@ -163,8 +164,8 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """Copies into this empty cache what `other`, a cache with the same layers, holds besides
-        blocks. They share the tensors, which must not be written to before an operation on rows."""
+        """Copies into this empty cache everything but blocks from `other`, a cache with the same
+        layers. Both share the tensors, which must not be written to before an operation on rows."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._next_layer())
         for mine, its in zip(self.layers, other.layers):
@@ -213,8 +214,8 @@ class PagedCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """`False`, since block tables are on the host. (Else a cache with only Mamba states would
-        be compiled.)"""
+        """`False`, since block tables are on the host. (Otherwise transformers would compile a
+        cache that has only Mamba states.)"""
         return False
 
     @property
@@ -223,16 +224,16 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """Announces the left padding of each row in a first prefill of `length` positions; padding
-        is not stored."""
+        """Sets the left padding of each row, which is not stored, for a first prefill of `length`
+        positions."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory, so that it need not grow step by step, for up to `num_blocks` blocks of
-        the largest size per layer, as many tokens in other layers, and `num_sequences` at a
-        time."""
+        """Reserves memory for up to `num_blocks` blocks of the largest size per layer, as many
+        tokens in layers with smaller blocks, and `num_sequences` sequences at a time, instead of
+        growing it step by step."""
         config = self.memory.config
         num_tokens = num_blocks * self.memory.block_size
         reservation = Reservation({}, {}, {}, config.memory_fraction or SHARE)
@@ -255,9 +256,9 @@ class PagedCache(DynamicCache):
         paddings: tuple[int, ...],
         length: int | None,
     ) -> None:
-        """Takes over these rows, or borrows them for a step. `paddings`: leading positions of each
-        row that are not in its tables. `length`: logical positions of every row, including padding;
-        `None` leaves the lengths of layers and groups unchanged."""
+        """Takes over these rows or, if the cache borrows, borrows them for a step. `paddings`:
+        leading positions of each row that are not in its tables. `length`: logical positions of
+        every row, including padding; `None` leaves the lengths of layers and groups unchanged."""
         with self.memory.lock:
             if not self.rows.borrows:
                 self.rows.free()
@@ -268,7 +269,7 @@ class PagedCache(DynamicCache):
                 group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
-                # a deep copy would gather stale handles
+                # stale handles would be gathered by a deep copy
                 layer.num_seen, layer.packed_handles = length, None
                 layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
@@ -281,21 +282,21 @@ class PagedCache(DynamicCache):
         positions: torch.Tensor | None = None,
     ) -> None:
         """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`,
-        of the same shape, with one step per group of `groups`; `None` ends it. The cache itself
-        holds no rows then."""
+        of the same shape, with one step per group of `groups`; steps of `None` end it. Meanwhile
+        the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
             for layer in self.layers:
-                # handles are reused; release their tensors now, as blocks may be replaced
+                # handles are reused: release their tensors now, since blocks may be replaced
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns the logical positions seen, including padding. In a packed forward, a layer that
-        asks by its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into the
-        tokens' positions."""
+        """Returns the number of logical positions so far, including padding. In a packed forward,
+        a layer that passes its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ...
+        into the tokens' positions."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]
@@ -305,7 +306,7 @@ class PagedCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset that turns 0, 1, 2, ... into the positions of the queries under a
         mask."""
-        if self._positions is None:  # a model may have replaced `get_seq_length`
+        if self._positions is None:  # a model may override `get_seq_length`
             return super().get_query_offset(layer_idx)
         shows_rows = any(
             group.packed is not None and group.packed.key_len for group in self.groups.values()
@@ -316,7 +317,7 @@ class PagedCache(DynamicCache):
 
     @property
     def _num_rows(self) -> int:
-        """Rows of the cache; those of states if it has no others."""
+        """Rows of the cache; if it has only states, those of the states."""
         num_rows = len(self.rows.held)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
@@ -337,16 +338,16 @@ class PagedCache(DynamicCache):
         super().reset()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                # the missed operations no longer matter
+                # an empty layer has not missed any operation
                 layer.num_operations = self.rows.num_operations
 
     def detach(self) -> None:
-        """Cuts the autograd graph of all that is cached, as for truncated backpropagation through
-        time."""
+        """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
+        through time."""
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.graph_states = None
-            # states of linear attention, keys of indexers
+            # such as states of linear attention and keys of indexers
             tensors = {
                 name: x
                 for name, x in vars(layer).items()
@@ -359,8 +360,8 @@ class PagedCache(DynamicCache):
         self.reset()
 
     def discard(self) -> None:
-        """Frees the cache after a failure, without gathering the handles that a traceback still
-        holds."""
+        """Frees the cache after a failure, without gathering handles that a traceback may still
+        hold."""
         self.rows.free(gathers=False)
         self.reset()
 

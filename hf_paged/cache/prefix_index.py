@@ -1,5 +1,5 @@
-"""The prefix index: a tree of token blocks that finds full blocks by tokens. Plain Python: no
-tensors, no policy."""
+"""The prefix index: a tree of token blocks, in which full blocks are found by their tokens. It
+holds no tensors and leaves eviction to the pools."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 
-MARSHAL_VERSION = 2  # bytes depend only on values; with later versions also on reference counts
+MARSHAL_VERSION = 2  # its bytes depend only on values; later versions' also on reference counts
 Offload = Callable[[int, int, bytes], None]
-"""Is given a block that goes: its group, id and digest."""
+"""Called with the group, id and digest of an evicted block."""
 
 
 class Link(NamedTuple):
@@ -51,11 +51,11 @@ class Node:
 
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
-    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A look-up compares tokens, never
-    only their hash. Of several blocks with the same content only the first is registered. A node
-    without its block in a full-attention group is removed with its subtree; in a window group
-    blocks may be missing. A group of states is a window group that needs only the last block: the
-    snapshot after its tokens. A node has `block_size` tokens, the smallest block size. A block of
+    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A lookup compares tokens, never
+    only hashes. Of several blocks with the same content only the first is registered. A node that
+    loses its block in a full-attention group is removed with its subtree; in a window group blocks
+    may be missing. A group of states is a window group that needs only the last block: the snapshot
+    after its tokens. A node has `block_size` tokens, the smallest block size. A block of
     `ratios[group]` times that size belongs to the last of its nodes."""
 
     def __init__(
@@ -91,8 +91,8 @@ class PrefixIndex:
         return self._roots[namespace]
 
     def needed(self, group: int, num_nodes: int) -> range:
-        """Returns which of `num_nodes` nodes have blocks of the group that a query right after them
-        can see."""
+        """Returns which of `num_nodes` nodes have blocks of the group that are visible to a query
+        right after them."""
         window = self._windows[group]
         ratio = self._ratios[group]
         visible = 0
@@ -107,41 +107,41 @@ class PrefixIndex:
         token_ids: Sequence[Hashable],
         namespace: Hashable,
         max_nodes: int,
-        has: Callable[[int, bytes], bool] | None = None,
-        without: int | None = None,
+        tier_has: Callable[[int, bytes], bool] | None = None,
+        ignored_group: int | None = None,
     ) -> list[Link]:
         """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a
-        sequence can start; ignores the blocks that it needs of group `without`. With `has`, the
-        path if the pools also had a tier's blocks: `has(group, digest)`."""
+        sequence can start, ignoring the blocks that it needs in group `ignored_group`. With
+        `tier_has(group, digest)`, the path if the pools also had the tier's blocks."""
         node = self._roots.get(namespace)
         digest = namespace_digest(namespace)
         links: list[Link] = []
         usable = 0
         # consecutive existing blocks of each group, up to this node
-        present = [0] * len(self._pools)
+        num_present = [0] * len(self._pools)
         while len(links) < max_nodes:
             first = len(links) * self.block_size
             tokens = tuple(token_ids[first : first + self.block_size])
             if node is not None:
                 node = node.children.get(tokens)
-            if has is not None:
+            if tier_has is not None:
                 digest = _next_digest(digest, tokens) if node is None else self.digest(node)
-            if not digest or (has is None and node is None):
+            if not digest or (tier_has is None and node is None):
                 break
             links.append(Link(tokens, digest, node))
             num_links = len(links)
             incomplete = []
             for group, ratio in enumerate(self._ratios):
                 if num_links % ratio:
-                    continue  # none of its blocks ends here
+                    continue  # no block of the group ends here
                 exists = node is not None and node.block_ids[group] is not None
-                if not exists and has is not None:
-                    exists = has(group, digest)
-                if exists or group == without:
-                    present[group] += 1
+                if not exists and tier_has is not None:
+                    exists = tier_has(group, digest)
+                if exists or group == ignored_group:
+                    num_present[group] += 1
                 else:
-                    present[group] = 0
-                if len(self.needed(group, num_links)) > present[group]:
+                    num_present[group] = 0
+                if len(self.needed(group, num_links)) > num_present[group]:
                     incomplete.append(group)
             if not incomplete and num_links % self.stride == 0:
                 usable = num_links
@@ -150,7 +150,7 @@ class PrefixIndex:
         return links[:usable]
 
     def digest(self, node: Node) -> bytes:
-        """Returns `Link.digest` of a node; empty if its tokens cannot be hashed the same way in
+        """Returns `Link.digest` of a node; empty if its tokens have no hash that is the same in
         every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
@@ -212,8 +212,8 @@ class PrefixIndex:
         self._roots.clear()
 
     def recover(self) -> None:
-        """Forgets everything, whatever an exception left half changed; a recount of the pools must
-        follow."""
+        """Removes everything, even if an exception left it half changed. The caller must then
+        recount the pools."""
         self._roots, self._registered, self._step = {}, [{} for _ in self._pools], None
         for pool, on_evict in zip(self._pools, self._on_evict):
             pool.drop_all(on_evict)
@@ -246,18 +246,18 @@ class PrefixIndex:
             groups = range(len(self._pools))
         pending = [node]
         while pending:
-            lost = pending.pop()
-            digest = self.digest(lost)
+            removed = pending.pop()
+            digest = self.digest(removed)
             if digest:
                 for number in groups:
-                    block_id = lost.block_ids[number]
+                    block_id = removed.block_ids[number]
                     if block_id is None:
                         continue
                     is_computed = self._step is None or (number, block_id) not in self._step
                     if is_computed:
                         offload(number, block_id, digest)
             if is_subtree:
-                pending.extend(lost.children.values())
+                pending.extend(removed.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
         """Removes a block that the pool no longer keeps from its node."""
@@ -276,14 +276,14 @@ class PrefixIndex:
             del parent.children[node.tokens]
         pending = [node]
         while pending:
-            lost = pending.pop()
-            pending.extend(lost.children.values())
-            lost.children, lost.parent = {}, None
-            for group, block_id in enumerate(lost.block_ids):
+            removed = pending.pop()
+            pending.extend(removed.children.values())
+            removed.children, removed.parent = {}, None
+            for group, block_id in enumerate(removed.block_ids):
                 if block_id is not None:
                     del self._registered[group][block_id]
                     self._pools[group].drop(block_id)
-            lost.block_ids = [None] * len(self._pools)
+            removed.block_ids = [None] * len(self._pools)
         if parent is not node:
             self._forget_empty(parent)
 
@@ -295,13 +295,13 @@ class PrefixIndex:
             del parent.children[node.tokens]
             node = parent
         if node.parent is node and not node.children:
-            # else namespaces of past tenants would accumulate
+            # otherwise namespaces of past tenants would accumulate
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless registered blocks and nodes agree, and every node is
         reachable and has its blocks."""
-        seen: list[dict[int, Node]] = [{} for _ in self._pools]
+        nodes: list[dict[int, Node]] = [{} for _ in self._pools]
         pending = [(root, 1) for root in self._roots.values()]
         while pending:
             node, depth = pending.pop()
@@ -309,12 +309,12 @@ class PrefixIndex:
                 is_linked = child.parent is node and child.tokens == tokens
                 if not is_linked or len(tokens) != self.block_size:
                     raise AssertionError(
-                        f"node {child.tokens} is not where its parent looks for it"
+                        f"node {child.tokens} is not the child that its parent lists"
                     )
                 pending.append((child, depth + 1))
                 for group, block_id in enumerate(child.block_ids):
                     if block_id is not None:
-                        seen[group][block_id] = child
+                        nodes[group][block_id] = child
                         continue
                     ends_block = depth % self._ratios[group] == 0
                     if self._windows[group] is None and ends_block:
@@ -322,12 +322,12 @@ class PrefixIndex:
                             f"node {child.tokens} lacks its block in group {group}"
                         )
         for group, pool in enumerate(self._pools):
-            if seen[group] != self._registered[group]:
+            if nodes[group] != self._registered[group]:
                 raise AssertionError(
                     f"group {group}: registered {sorted(self._registered[group])}, nodes"
-                    f" {sorted(seen[group])}"
+                    f" {sorted(nodes[group])}"
                 )
-            lost = [block_id for block_id in seen[group] if not pool.is_kept(block_id)]
+            lost = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
             if lost:
                 raise AssertionError(f"group {group}: blocks {lost} are registered but not kept")
 

@@ -1,4 +1,5 @@
-"""Reads a layer's keys or values from blocks as one dense tensor."""
+"""Reads a layer's keys or values from blocks as one dense tensor: a view of virtual storage, or
+gathered."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .kv_blocks import KVBlocks
 
 
 class Units(NamedTuple):
-    """Tiles or tokens of some blocks, as rows of a matrix, which is a view of a layer's blocks."""
+    """Tiles or tokens of some blocks, addressed as rows of a matrix that is a view of a layer's
+    blocks."""
 
     indices: Tensor  # of the rows, head-major
     shape: tuple[int, int]  # of the matrix
@@ -39,9 +41,9 @@ class BlockLayout(NamedTuple):
         return cls(blocks.shape, blocks.stride(), blocks.element_size())
 
     def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
-        """The blocks `tables` `[rows, n]` of some heads, as tiles if the strides allow, which they
-        do not where keys and values are interleaved, else as tokens; or the tokens at `positions`
-        `[rows, n]` of rows with these block tables."""
+        """Returns the units of some heads: of the blocks `tables` `[rows, n]`, as tiles if the
+        strides allow (not if keys and values are interleaved), else as tokens; or, with
+        `positions` `[rows, n]`, the tokens there of rows with these block tables."""
         _, _, size, dim = self.shape
         block, head, token, _ = self.stride
         if positions is None and token == dim:
@@ -73,19 +75,19 @@ def read_rows(
     blocks: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns a layer's keys or values: a view if virtual storage has the rows contiguous, else
+    """Returns a layer's keys or values: a view if virtual storage maps the rows contiguously, else
     `gather`."""
-    lent = None
+    view = None
     if layer.rows is not None:
-        lent = layer.rows.lend(step, blocks is layer.values)
-    if lent is None:
+        view = layer.rows.lend(step, blocks is layer.values)
+    if view is None:
         return gather(step, blocks, dtype)
     step.counters.in_place += 1
-    return lent.to(dtype)
+    return view.to(dtype)
 
 
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gathers all `step.columns` of every row as one contiguous tensor `(batch, heads,
+    """Gathers all `step.columns` of every row into one contiguous tensor `(batch, heads,
     len(columns), dim)`, with zeros for padding. `blocks`: keys or values of one layer,
     `(num_blocks, heads, block_size, dim)`."""
     assert step.columns is not None
@@ -112,8 +114,8 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Units:
-    """Those of all `step.columns`, the same for all layers with one layout. For padding, some
-    token's."""
+    """Returns the units of all `step.columns`, equal for all layers with one layout. Padding gets
+    those of an arbitrary token."""
     tables = step.block_tables.to(device, torch.long)
     if not tables.shape[1]:  # only padding
         tables = tables.new_zeros(step.num_rows, 1)
@@ -122,7 +124,7 @@ def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Uni
 
 
 def _positions(step: StepMetadata, device: torch.device) -> Tensor:
-    """The position in its row's blocks of each column, `(rows, len(columns))`; negative for
+    """Returns the position of each column in its row's blocks, `(rows, len(columns))`; negative for
     padding."""
     assert step.columns is not None
     columns = torch.arange(step.columns.start, step.columns.stop, device=device)

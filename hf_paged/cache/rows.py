@@ -1,4 +1,5 @@
-"""The rows of a cache and their block tables, advanced once per step for all layers of a group."""
+"""The rows of a cache, owned or borrowed: select, crop, free, copies and pickles. Keys, values and
+layers are elsewhere."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
 
 
 class CacheRows:
-    """Rows of a batch, each with one block table per layer group; if it `borrows`, another owner's
-    rows (`take`). Every layer asks for each operation on rows and counts it; the first layer to ask
-    runs it for all."""
+    """Rows of a batch, each with one block table per layer group. If `borrows`, they belong to
+    another owner (`PagedCache.take`). Every layer requests and counts each operation on rows; the
+    first request runs it for all layers."""
 
     def __init__(
         self,
@@ -42,8 +43,8 @@ class CacheRows:
         self._handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
-        """Frees every block, now or later: a finalizer may run in any thread, under any lock, and
-        must not wait."""
+        """Frees every block, now or later: a finalizer may run in any thread and under any lock, so
+        it must not wait."""
         if "_handles" in self.__dict__:
             del self.memory.handles[id(self)]
             if self.held and not self.borrows:
@@ -61,8 +62,7 @@ class CacheRows:
         return num_used <= num_held
 
     def track(self, handle: PagedTensor) -> PagedTensor:
-        """Tracks `handle`, to gather it before its blocks change, are freed or are left to other
-        tables."""
+        """Tracks `handle`, so that it is gathered before its blocks change or are freed."""
         self._handles.add(handle)
         return handle
 
@@ -72,8 +72,8 @@ class CacheRows:
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:
-        """Makes row `i` what row `indices[i]` was, by permuting and forking tables, without copies.
-        Does nothing to borrowed rows: their owner changes them (`PagedCache.take`). Raises
+        """Makes row `i` a copy of the former row `indices[i]` by permuting and forking tables; no
+        blocks are copied. Leaves borrowed rows to their owner (`PagedCache.take`). Raises
         `IndexError`."""
         old = self.held
         if self.borrows or not old:
@@ -90,7 +90,7 @@ class CacheRows:
         with self.memory.changing():
             self.gather_handles()
             indices = [numbers[i] for i in indices]
-            # a row that keeps its place keeps its blocks
+            # a row that keeps its index keeps its blocks
             self.held = [
                 old[i] if i == row else self.manager.fork(old[i]) for row, i in enumerate(indices)
             ]
@@ -105,8 +105,8 @@ class CacheRows:
 
     @guarded
     def crop(self, num_removed: int) -> None:
-        """Forgets the last `num_removed` logical positions, then tokens outside the windows. Raises
-        `ValueError`, with nothing changed, if the new end is in freed blocks."""
+        """Removes the last `num_removed` logical positions, then tokens outside the windows. Raises
+        `ValueError`, with nothing changed, if the new end lies in freed blocks."""
         groups = list(self.groups.values())
         lengths = [max(0, group.length - num_removed) for group in groups]
         for group, length in zip(groups, lengths):
@@ -135,7 +135,7 @@ class CacheRows:
 
     @guarded
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
-        """Returns rows over the same blocks, to which copies of the groups attach themselves."""
+        """Returns rows over the same blocks. Copies of the groups attach themselves to them."""
         counters = copy.deepcopy(self.counters, memo)
         twin = CacheRows(self.memory, self.specs, counters, self.borrows)
         memo[id(self)] = twin
@@ -146,7 +146,7 @@ class CacheRows:
             else:
                 twin.held = [self.manager.fork(blocks) for blocks in self.held]
         for group in self.groups.values():
-            # layers that have not written this step yet must copy the blocks, now shared
+            # layers that have not yet written this step must copy the blocks, which are now shared
             group.forget_steps()
         return twin
 
@@ -183,13 +183,13 @@ class CacheRows:
                 if not self.held:
                     self.held = [self.manager.new() for _ in rows]
                 num_blocks = 1 + max((row for ids, _, _ in rows for row in ids), default=-1)
-                taken = group.take(num_blocks)
+                new_ids = group.take(num_blocks)
                 host = HostBlocks()
                 for index, content in contents.items():
                     host[index] = HostLayer(content, content.keys.device)
-                put_back(group, host, dict(enumerate(taken)))
+                put_back(group, host, dict(enumerate(new_ids)))
                 for blocks, (ids, num_dropped, num_tokens) in zip(self.held, rows):
                     table = blocks.tables[number]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([taken[row] for row in ids])
-                group.pool.release(taken)
+                    table.hold([new_ids[row] for row in ids])
+                group.pool.release(new_ids)

@@ -1,5 +1,5 @@
-"""The blocks of one sequence in all layer groups. It never takes or frees a block, nor chooses one:
-`block_manager.BlockManager` does."""
+"""The blocks of one sequence in all layer groups. `block_manager.BlockManager` chooses, takes and
+frees them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class SequenceBlocks(_WithWeakRefs):
     tokens."""
 
     tables: tuple[BlockTable, ...] = ()
-    epoch: int = 0  # the manager's when the first token was stored
-    node: Node | None = None  # the prefix index's node of the last registered block
+    epoch: int = 0  # the manager's epoch when the first token was stored
+    node: Node | None = None  # node of the last registered block in the prefix index
     num_registered: int = 0  # blocks offered to the prefix index
-    # tokens for which the tables have writable blocks: until then a decode step only counts
+    # tokens for which the tables have writable blocks: below it a decode step only counts
     capacity: int = 0
     # token counts at which a step ends, so that `register` can keep the state there
     stops: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        # an exception lost it before its blocks were freed, or before it was made
+        # an exception dropped the sequence before its blocks were freed, or during construction
         for table in getattr(self, "tables", ()):
             table.pool.needs_recount |= bool(table.block_ids)
 
@@ -41,7 +41,7 @@ class SequenceBlocks(_WithWeakRefs):
         if self.capacity and len(lengths) != 1:  # tables of a cache's row may differ
             raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
         for table in self.tables:
-            # a whole block if it was reserved for the next token
+            # a whole block is unused if `reserve_next` took it
             num_unused = table.num_unused_slots
             if table.block_ids and not 0 <= num_unused <= table.block_size:
                 raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")

@@ -1,4 +1,5 @@
-"""Which paged layer replaces a stock layer of transformers; the part of a sequence it keeps."""
+"""Chooses the paged layer that replaces a stock layer of transformers, and the layer group that it
+joins."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 
 def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
     """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
-    group of `spec_of`; without a group (Mamba states, a model's own compressed layers) the layer
-    itself."""
+    group of `spec_of`. Without a group (Mamba states, a model's own compressed layers) returns the
+    stock layer."""
     if group is None:
         return layer
     stock = type(layer)

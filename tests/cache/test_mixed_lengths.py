@@ -193,8 +193,8 @@ def test_a_layer_whose_window_was_given_back_is_refused() -> None:
     for seed in range(20):
         paged.update(*states(2, 1, torch.Generator().manual_seed(seed)), 0)
     message = (
-        "a layer looks 8 tokens back from token 8, but the first 16 were freed, since another layer"
-        " .* holds 28"
+        "a layer attends to 8 tokens up to token 8, but the first 16 were freed, since another"
+        " layer .* holds 28"
     )
     with pytest.raises(ValueError, match=message):
         paged.update(*states(2, 1, torch.Generator()), 1)
@@ -215,7 +215,7 @@ def test_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
     getattr(paged.layers[1], operation)(*argument.get(operation, ()))
     message = (
         "layer 0 missed an operation on rows or lengths that other layers with the same block"
-        " tables got"
+        " tables have run"
     )
     with pytest.raises(RuntimeError, match=message):
         paged.update(*states(2, 1, generator), 0)
@@ -235,7 +235,7 @@ def test_a_refused_operation_leaves_the_layers_together() -> None:
         (torch.tensor([0, 3]), r"rows \[3\] are asked for, the cache holds rows 0 to 2"),
         (
             torch.tensor([True, False]),
-            r"the mask of rows has the shape \(2,\), the cache 3 rows: pass \(3,\)",
+            r"the mask of rows has the shape \(2,\), but the cache has 3 rows: .* of shape \(3,\)",
         ),
         (
             torch.tensor([0.0, 1.0]),

@@ -1,4 +1,5 @@
-"""Storage for states of linear attention and convolutions: one slot per sequence, no tokens."""
+"""Storage for states of linear attention and convolutions: one slot per sequence, for any number of
+tokens. It decides neither which states are kept nor which sequence has which slot."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .block_pool import BlockPool
 
 
 class StateRows:
-    """Copies of the states of some rows, which no forward changes."""
+    """Copies of the states of some rows, which forwards do not change."""
 
     def __init__(
         self,
@@ -26,7 +27,8 @@ class StateRows:
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
-        """Makes copies of row `row` the state of slot `block_ids[row]`, on the original device."""
+        """Makes a copy of each row `row` the state of slot `block_ids[row]`, on the original
+        device."""
         rows = StateRows([(self.state_layers, list(block_ids))])
         group.storage.keep(block_ids.values(), rows)
 
@@ -34,7 +36,7 @@ class StateRows:
 class StateStorage:
     """The storage of a group of states: maps each slot, a block id of `pool`, to the row and holder
     of its state. A copied slot refers to the same row until one of the two is computed again. The
-    runner keeps steps alive that are holders (`holders`); the storage keeps `StateRows` alive."""
+    runner keeps the steps in `holders` alive; the storage itself keeps `StateRows` alive."""
 
     nbytes = num_rows = growth_step = 0
     is_elastic = True
@@ -47,7 +49,7 @@ class StateStorage:
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Does nothing: the holders have the memory."""
+        """Does nothing: the holders own the memory."""
 
     def make(self, *_: Any) -> Any:
         """Raises `TypeError`: states have no layers of blocks."""
@@ -56,12 +58,12 @@ class StateStorage:
     reserve = outline = promote = make
 
     def clear(self) -> None:
-        """Forgets all states. No slot may be used or kept."""
+        """Forgets all states. Call it only while no slot is used or kept."""
         self._rows = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies the state of slot `source` to slot `target`, for each pair; all are read before
-        one is written."""
+        """Copies the state of slot `source` to slot `target`, for each pair, reading all sources
+        before writing."""
         copied = []
         for source, target in copies:
             if source in self._rows:
@@ -101,7 +103,7 @@ class StateStorage:
 
     def copy_snapshots(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Evicts those whose step is no longer alive from the prefix cache."""
+        Evicts states whose step is no longer alive from the prefix cache."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)
@@ -113,8 +115,8 @@ class StateStorage:
                     self.keep([slot], StateRows([part]))
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
-        """Copies the states of these slots (at least one) to host memory. Raises `KeyError` if one
-        has none."""
+        """Copies the states of these slots (at least one) to host memory. Raises `KeyError` if a
+        slot has none."""
         parts = []
         for slot in slots:
             holder, row = self.find(slot)
@@ -151,8 +153,8 @@ def gather_states(
     device: torch.device | None = None,
 ) -> None:
     """Fills empty `layers`, of transformers' linear-attention classes, with rows of other layers of
-    the same model: `parts` are pairs of layers and their rows, in order. The states go to `device`,
-    by default that of the layers."""
+    the same model: `parts` are pairs of layers and row numbers, in order. The states go to
+    `device`, by default that of the layers."""
     for index, layer in enumerate(layers):
         sources = [(held[index], rows) for held, rows in parts]
         like, _ = sources[0]

@@ -1,5 +1,5 @@
-"""The memory behind the blocks of one layer group: when layers are allocated, how they grow, which
-storage a config asks for. It never chooses a block: pools give out their ids."""
+"""The memory behind the blocks of one layer group: when layers are allocated, how they grow, and
+which storage a config selects. Pools choose the blocks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 
 class BlockStorage:
-    """The block tensors of one layer group, one `KVBlocks` per layer, allocated when the layer
-    first writes, for all blocks of the pool, or at the reserved size. When full they grow to the
-    reserved size, or by half."""
+    """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated when it
+    first writes, for all blocks of the pool or at the reserved size; when full it grows to the
+    reserved size or by half."""
 
     most_bytes: int | None = None
     growth_step = 0
@@ -72,7 +72,8 @@ class BlockStorage:
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
         """Sets the sizes of layers allocated or grown from now on. With `drops`, allowed only while
-        no block is used or cached, drops smaller layers if more blocks are wanted than before."""
+        no block is used or cached, drops smaller layers if this reserves more blocks than
+        before."""
         before, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if drops and (before is None or before.num_blocks.get(self.spec, 0) < num_blocks):
@@ -96,8 +97,8 @@ class BlockStorage:
         for held, new in zip(held_sizes, sizes_of(keys, values)):
             if held != new:
                 raise ValueError(
-                    f"layer {index} holds states of (heads, dim, device) {held}, the new ones have"
-                    f" {new}: use one cache per model"
+                    f"layer {index} holds states of (heads, dim, device) {held}, but the new ones"
+                    f" have {new}: use one cache per model"
                 )
         held_keys, held_values = layer.dtypes
         key_dtype = torch.promote_types(held_keys, keys.dtype)
@@ -111,7 +112,7 @@ class BlockStorage:
             no_keys = keys[:, :, :0].to(key_dtype)
             no_values = values[:, :, :0].to(value_dtype)
             promoted = self._allocate(layer.num_blocks, no_keys, no_values)
-            # later blocks were never written: copying would commit their memory
+            # later blocks have not been written to: copying them would commit their memory
             used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
             promoted.values[used] = layer.values[used]
@@ -119,7 +120,7 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Makes room for `num_blocks` blocks in every layer; grows to the reserved size or by half,
+        """Grows every layer to at least `num_blocks` blocks: to the reserved size or by half,
         whichever is more, but beyond `num_blocks` no further than `most`."""
         for index, layer in self.layers.items():
             rows = layer.num_blocks
@@ -166,7 +167,7 @@ class BlockStorage:
                     raise
                 num_blocks = max(num_least, num_blocks // 2)
         if num_blocks < num_expected and self._reservation is not None:
-            # less memory than the system reports: divide what there is among the layers
+            # there is less memory than the system reports: divide it among the layers
             layer = None
             self._reservation.limit(num_blocks * block_bytes)
             num_reserved = self._num_reserved(block_bytes, keys.device)
@@ -176,14 +177,14 @@ class BlockStorage:
         return layer
 
     def clear(self) -> None:
-        """Frees all memory. No table may hold a block."""
+        """Frees all memory. Call it only while no table holds a block."""
         self.layers = {}
         if self._reservation is not None:
             self._reservation.renew()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies block `source` to block `target` in every layer, for each pair; all are read
-        before one is written."""
+        """Copies block `source` to block `target` in every layer, for each pair, reading all
+        sources before writing."""
         layers = self.layers.values()
         tensors = (tensor for layer in layers for tensor in layer.data)
         self._copies.make(tensors, copies)
@@ -192,7 +193,7 @@ class BlockStorage:
 def storage_of(
     config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
 ) -> Storage:
-    """Makes the storage that a config asks for (`StorageFactory`)."""
+    """Makes the storage that a config selects (`StorageFactory`)."""
     room = _room(config)
     if room is not None:
         return room.make_storage(config, spec, block_size, before_move)
@@ -200,14 +201,14 @@ def storage_of(
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
-    """Raises the block size to what the storage needs for a model with this configuration. Raises
-    `ValueError` if the device lacks the storage."""
+    """Increases the block size to the least that the storage allows for a model with this
+    configuration. Raises `ValueError` if the device does not support the storage."""
     room = _room(config)
     return config if room is None else room.fit_blocks(config, model_config, device)
 
 
 def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
-    """Returns the room whose storage a config asks for; `None` for plain blocks."""
+    """Returns the room that makes a config's storage; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
     room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")

@@ -1,4 +1,5 @@
-"""Writes new keys and values into blocks."""
+"""Chooses the function that writes new keys and values into blocks, and writes them in plain
+PyTorch. The kernels are in `kernels`."""
 
 from __future__ import annotations
 
@@ -40,22 +41,22 @@ def choose_store(
     value_blocks: Tensor,
     slots: Tensor,
 ) -> Store:
-    """Returns a function that writes K/V `(batch, heads, n, dim)`, any strides, into blocks
-    `(num_blocks, heads, block_size, dim)`, in their dtype or quantized, for arguments with the same
-    `store_key`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each at
-    most once; negative for tokens that are not stored."""
+    """Returns a function that writes K/V `(batch, heads, n, dim)` of any strides into blocks
+    `(num_blocks, heads, block_size, dim)`, in their dtype or quantized, for arguments with an equal
+    `store_key`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each
+    slot at most once; negative for tokens that are not stored."""
     chosen: Callable[..., None] = store_portable
     fits = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         tensors = (keys, values, key_blocks, value_blocks)
-        taken = (*DTYPES, *quantized.LARGEST)
+        supported = (*DTYPES, *quantized.LARGEST)
         device = key_blocks.device
-        if fits and all(x.dtype in taken and x.device == device for x in tensors):
+        if fits and all(x.dtype in supported and x.device == device for x in tensors):
             chosen = _store_triton
     elif fits and cpp.is_available():
         dtypes = (keys.dtype, values.dtype)
         stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
-        if quantized.is_quantized(key_blocks):  # the kernel converts them
+        if quantized.is_quantized(key_blocks):  # the kernel converts K/V
             stored_dtypes = dtypes
         with contextlib.suppress(TypeError):  # the kernel does not support such tensors
             stored_keys = keys.to(stored_dtypes[0])
@@ -108,8 +109,8 @@ def _targets(
     block_size: int,
     device: torch.device,
 ) -> tuple[Any, Tensor | None]:
-    """Returns the index of the stored tokens in blocks, and which tokens these are, `None` for all.
-    Waits for the device."""
+    """Returns the index of the stored tokens in blocks, and the numbers of these tokens (`None`:
+    all). Synchronizes with the device."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
     if getattr(_last, "key", None) != key or _last.slots() is not slots:
@@ -119,7 +120,7 @@ def _targets(
             tokens = (packed >= 0).nonzero().squeeze(1)
             packed = packed[tokens]
         index = (packed // block_size, slice(None), packed % block_size)
-        # together: an error must not leave the key of other slots
+        # assigned together: an error must not leave a key with the targets of other slots
         _last.slots, _last.key, _last.targets = weakref.ref(slots), key, (index, tokens)
     targets: tuple[Any, Tensor | None] = _last.targets
     return targets

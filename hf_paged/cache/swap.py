@@ -1,4 +1,5 @@
-"""Blocks of preempted requests in host memory (PagedAttention, arXiv 2309.06180, section 4.5)."""
+"""Swaps the blocks of preempted requests to host memory and back (PagedAttention, arXiv 2309.06180,
+section 4.5). The scheduler decides which requests are preempted."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class HostLayer(NamedTuple):
         self, group: GroupMemory, index: int, num_layers: int, block_ids: dict[int, int]
     ) -> None:
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
-        # since then, the storage may have grown, changed its dtype or been recreated
+        # the storage may have grown, changed its dtype or been recreated since
         keys, values = self.blocks.empty_states(self.device)
         target = group.layer(index, keys, values, num_layers, num_begun=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
@@ -94,8 +95,8 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks; its
-    sequences go on sharing blocks. Tables of swapped-out sequences keep their token counts."""
+    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks. Its
+    sequences continue to share blocks. Tables of swapped-out sequences keep their token counts."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
@@ -116,13 +117,13 @@ class BlockSwapper:
 
     def swap_out(self, request: Any) -> bool:
         """Copies every block of `request` to host memory and releases it; other holders keep shared
-        blocks. Returns `False`, with nothing changed, if the host has too little memory, or a state
-        is missing."""
+        blocks. Returns `False`, with nothing changed, if host memory is too small or a state is
+        missing."""
         self.blocks.flush_copies()
         held = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.blocks.memory.lock:
-            of_groups = list(zip(*(sequence.blocks.tables for sequence in held)))
-            numbers = [number_blocks(tables) for tables in of_groups]
+            tables_by_group = zip(*(sequence.blocks.tables for sequence in held))
+            numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
                 groups = zip(self.blocks.groups, numbers)
                 host = [copy_out(group, list(ids)) for group, ids in groups]
@@ -140,32 +141,32 @@ class BlockSwapper:
 
     def swap_in(self, request: Any) -> bool:
         """Takes blocks for the swapped-out sequences of `request` (at least one), copies their
-        content back and restores the tables. Returns `False`, with nothing changed, if there are
-        too few blocks."""
+        content back and restores the tables. Returns `False`, with nothing changed, if too few
+        blocks are free."""
         swapped = _swapped(request)
         rows = self._rows(swapped)
         host = swapped[0][1].host
         with self.blocks.memory.lock:
-            taken = self.blocks.take(list(map(len, rows)))
-            if taken is None:
+            taken_ids = self.blocks.take(list(map(len, rows)))
+            if taken_ids is None:
                 return False
             try:
-                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken)]
+                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken_ids)]
                 for group, copies, block_ids in zip(self.blocks.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
                     for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
                         table.hold([block_ids[row] for row in held])
                     sequence.swapped = None
-            finally:  # the tables hold their blocks now
-                for group, new_ids in zip(self.blocks.groups, taken):
+            finally:  # by now the tables hold the blocks
+                for group, new_ids in zip(self.blocks.groups, taken_ids):
                     group.pool.release(reversed(new_ids))
         return True
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
         """Returns, per group, the host rows that the remaining swapped sequences need."""
-        of_groups = zip(*(state.rows for _, state in swapped))
-        return [list(dict.fromkeys(itertools.chain(*rows))) for rows in of_groups]
+        rows_by_group = zip(*(state.rows for _, state in swapped))
+        return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:

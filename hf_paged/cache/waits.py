@@ -1,5 +1,5 @@
-"""Calls of several threads that wait for one another's blocks, such that no two of them each hold
-half of a memory."""
+"""Decides which call waits for blocks that calls of other threads or other models hold, and how
+long, so that no two calls each hold half of a memory. It never preempts a request."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..interrupts import ends_with_calls, restoring
 from . import budget
 
 _POLL = 0.01  # seconds between two tries
-GRACE = 0.5  # seconds in which callers of calls that have ended drop the caches that these returned
-# Seconds without a step of any call on the memory, after which a call that waits for blocks assumes
-# that the calls which hold them wait for it: a caller's code may do that.
+GRACE = 0.5  # seconds for callers to drop the caches that their finished calls returned
+# Seconds without a step of any call on the memory, after which a waiting call assumes that those
+# that hold blocks are waiting for it, as a caller's code may arrange.
 MAX_STALL = 60.0
 
 
@@ -24,13 +24,14 @@ class Holder(Protocol):
     """Calls that hold blocks of a memory (`PagedMemory.holders`)."""
 
     def is_progressing(self, thread: int) -> bool:
-        """Whether a call of another thread than `thread` advances, and does not wait for blocks
-        itself."""
+        """Whether a call of a thread other than `thread` runs and is not itself waiting for
+        blocks."""
 
 
 class Shortage:
-    """Decides whether a call that ran out of blocks tries again: as long as calls of other threads
-    go on, which free theirs, and, unless it `is_alone`, for `GRACE` after they have ended."""
+    """Decides whether a call that ran out of blocks tries again: while calls of other threads
+    progress, since they will free theirs, and, unless it `is_alone`, for `GRACE` after they have
+    ended."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
@@ -40,25 +41,26 @@ class Shortage:
         self._last_progress_at = -math.inf if is_alone else self.since
 
     def should_retry(self) -> bool:
-        """Whether to try again after a try that failed."""
+        """Whether to try again after a failed attempt."""
         now = time.monotonic()
         num_steps = self._memory.num_steps
         me = threading.get_ident()
         if num_steps != self._num_steps:
             self._num_steps, self._last_step_at = num_steps, now
-        go_on = any(holder.is_progressing(me) for holder in list(self._memory.holders))
-        if go_on and now - self._last_step_at < MAX_STALL:
+        others_progress = any(holder.is_progressing(me) for holder in list(self._memory.holders))
+        if others_progress and now - self._last_step_at < MAX_STALL:
             self._last_progress_at = now
         return now - self._last_progress_at < GRACE
 
     @property
     def should_await_other_models(self) -> bool:
-        """Whether to try again because other models hold the memory, for `PATIENCE`."""
+        """Whether to try again, for up to `PATIENCE`, because other models hold the memory."""
         is_patient = time.monotonic() - self.since < budget.PATIENCE
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
-        """As `should_retry`, and waits before the next try. Not for use with a lock held."""
+        """Returns `should_retry`, and if true first waits a moment. Must not be called with a lock
+        held."""
         with claims_waiting(self._memory):
             retries = self.should_retry()
             if retries:
@@ -67,7 +69,7 @@ class Shortage:
 
 
 class Claim:
-    """The most blocks that a call will hold which cannot be preempted."""
+    """The most blocks that a call which cannot be preempted will hold."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -81,8 +83,8 @@ class Claim:
         return self.thread != thread and not self.is_waiting
 
     def fits(self, total: int) -> bool:
-        """Whether `total` blocks are enough for this and all earlier claims, of which none has to
-        wait for it."""
+        """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
+        earlier claims, or with one of this thread, which would wait for itself."""
         claims = claims_on(self.memory)
         earlier = claims[: claims.index(self)]
         is_nested = any(claim.thread == self.thread for claim in earlier)
@@ -100,7 +102,7 @@ class Claim:
             self.leave()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child, where calls of other threads do not go on."""
+        """Called in a forked child, in which calls of other threads do not run."""
         if self.thread != threading.get_ident():
             self.leave()
 
@@ -112,8 +114,8 @@ def claims_on(memory: Any) -> list[Claim]:
 
 @restoring
 def claims_waiting(memory: Any) -> Iterator[None]:
-    """While this thread's calls wait for blocks, or a loop tells whether they go on: their claims
-    do not."""
+    """Marks the claims of this thread as waiting: while its calls wait for blocks, or while a loop
+    determines whether they progress."""
     me = threading.get_ident()
     claims = [claim for claim in claims_on(memory) if claim.thread == me and not claim.is_waiting]
     try:
@@ -127,8 +129,9 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
-    """For a call that cannot be preempted, and holds up to `num_blocks` of `total()` blocks: first
-    waits until those of all earlier such calls leave room for them, or until it is the only one."""
+    """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
+    waits until they fit beside the claims of all earlier such calls, or until it is the only
+    one."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

@@ -1,5 +1,5 @@
 """Attention by a model's own code in a packed step: scores stay symbolic until they are multiplied
-by the values."""
+by the values. The backends compute the result."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HIDDEN = -1e4  # a bias of this or less hides a key
 
 
 def with_key_len(step: StepMetadata) -> StepMetadata:
-    """A packed step for a model with its own attention code. Raises `NotCapturable` if lengths are
-    only on the device, `NotPackable` if layers have a window."""
+    """Returns the packed step for a model with its own attention code. Raises `NotCapturable` if
+    lengths are only on the device, `NotPackable` if layers have a window."""
     if step.lengths is not None:
-        raise NotCapturable("its own attention code is shown as many keys as the longest row has")
+        raise NotCapturable("its own attention code gets as many keys as the longest row has")
     if step.window is not None:
-        raise NotPackable("its own attention code is shown keys through a window")
+        raise NotPackable("its own attention code gets keys through a sliding window")
     return dataclasses.replace(step, key_len=max(step.seq_lens))
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Decorates the replacement of torch functions with these names, called if an argument is a
+    """Decorates a function that replaces the torch functions of these names if an argument is a
     `DeferredTensor`."""
 
     def register(function: Function) -> Function:
@@ -82,7 +82,7 @@ class Scores(DeferredTensor):
 
     def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
-            raise NotPackable("something is added to attention weights")
+            raise NotPackable("a tensor is added to attention weights")
         if bias is None:
             return self
         if self.bias is not None:
@@ -91,7 +91,7 @@ class Scores(DeferredTensor):
 
 
 def flat(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Sizes or axes that were passed one by one, or in one sequence."""
+    """Returns sizes or axes that were passed one by one or as one sequence."""
     first = arguments[0]
     return tuple(first) if isinstance(first, (tuple, list)) else arguments
 
@@ -112,7 +112,7 @@ def _convert(
     **kwargs: Any,
 ) -> Any:
     """Converts the nominal dtype; the computation is in float32 regardless."""
-    # for `type_as`
+    # arguments of `type_as`
     args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
@@ -164,13 +164,13 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    asked = flat(shape)
-    ndim = len(asked)
+    requested = flat(shape)
+    ndim = len(requested)
     sizes = (1, *x.sizes)[-ndim:]
     # one length may be -1
-    is_same = all(size in (-1, length) for size, length in zip(asked, sizes))
-    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or asked.count(-1) > 1:
-        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {asked}")
+    is_same = all(size in (-1, length) for size, length in zip(requested, sizes))
+    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or requested.count(-1) > 1:
+        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {requested}")
     if ndim == len(x.sizes):
         return x
     return x.replace(ndim=ndim)
@@ -182,7 +182,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
     ndim = len(sizes)
     if not isinstance(right, RowTensor) or ndim != len(right.sizes):
-        raise NotPackable("packed keys, values or scores are multiplied by something else")
+        raise NotPackable("packed keys, values or scores are multiplied by another tensor")
     if isinstance(left, Scores):
         return _attend(left, right)
     kv_heads = right.blocks.shape[1]
@@ -208,7 +208,7 @@ def _baddbmm(
 ) -> Any:
     scores = _matmul(torch.bmm, batch1, batch2)
     if not isinstance(scores, Scores):
-        raise NotPackable("something is added to attention's output")
+        raise NotPackable("a tensor is added to attention's output")
     if beta != 1:
         x = x * beta
     bias = _bias(scores.key.step, x)
@@ -240,7 +240,7 @@ def _add(function: Any, scores: Any, other: Any) -> Any:
         scores, other = other, scores
     is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
     if not isinstance(scores, Scores) or not is_dense:
-        raise NotPackable("something is added to packed keys or values")
+        raise NotPackable("a tensor is added to packed keys or values")
     return scores.add_bias(scores.key.step.plan(_bias, other))
 
 
@@ -258,7 +258,7 @@ def _masked_fill(
 
 @defer("max", "maximum", "clamp_min")
 def _at_least(function: Any, scores: Any, least: Any) -> Any:
-    """A lower bound of at most `HIDDEN`, which replaces `-inf`, has no effect."""
+    """Ignores a lower bound of at most `HIDDEN`, which models use to replace `-inf`."""
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or not least <= HIDDEN:
         raise NotPackable("packed keys, values or scores are bounded")
@@ -292,7 +292,7 @@ def _sdpa(
     **options: Any,
 ) -> Tensor:
     if attn_mask is None or is_causal:
-        raise NotPackable("attention without a mask, or a mask of its own")
+        raise NotPackable("attention without a mask, or with `is_causal`")
     scores = _matmul(torch.matmul, query, key.replace(is_transposed=True))
     if attn_mask.dtype == torch.bool:
         bias = key.step.plan(_bias_where, attn_mask, False)
@@ -304,11 +304,11 @@ def _sdpa(
     return _attend(_dropout(F.dropout, weights, dropout_p), value)
 
 
-# -- biases, once a step for all layers that are given the same tensor ---------------------------
+# -- biases, computed once per step for all layers that get the same tensor ----------------------
 
 
 def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
-    """The bias with three axes; `None` if it is just a causal mask."""
+    """Returns the bias with three axes; `None` if it is only a causal mask."""
     ndim = added.dim()
     if ndim > 4 or (ndim == 4 and added.shape[0] != 1):
         raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
@@ -325,14 +325,14 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
 
 
 def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
-    """`_bias` of a boolean mask."""
+    """Returns `_bias` of a boolean mask."""
     hidden = mask if hides else ~mask
     added = torch.zeros(mask.shape, device=mask.device)
     return _bias(step, added.masked_fill_(hidden, -math.inf))
 
 
 def _past(step: StepMetadata) -> Tensor:
-    """`(T, key_len)`: whether a position is the token's or before it."""
+    """Returns `(T, key_len)`: whether a key's position is at or before the token's."""
     positions: list[int] = []
     for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):
         positions.extend(range(seq_len - (end - start), seq_len))
@@ -345,12 +345,12 @@ def _past(step: StepMetadata) -> Tensor:
 
 
 def _attend(weights: Scores, value: RowTensor) -> Tensor:
-    """The weights' product with the values, `([1,] heads, T, value_dim)`."""
+    """Multiplies the weights by the values: `([1,] heads, T, value_dim)`."""
     key = weights.key
     step = key.step
     is_value = isinstance(value, RowTensor) and not value.is_transposed
     if not weights.is_softmax or not is_value or value.step is not step:
-        raise NotPackable("packed values are multiplied by something else than attention weights")
+        raise NotPackable("packed values are multiplied by a tensor other than attention weights")
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.bias

@@ -1,4 +1,5 @@
-"""The functions that transformers calls: the attention and mask interfaces of `"hf_paged"`."""
+"""The functions that transformers calls: the attention and mask interfaces of `"hf_paged"`. The
+backends compute attention, `attention.masks` interprets masks."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from .masks import (
     rectangle_step,
 )
 
-# A row with more queries is a prefill chunk, for which gathering once and calling sdpa costs less
-# than 3% more.
+# A row with more queries is a prefill chunk, for which gathering once and calling sdpa takes less
+# than 3% longer.
 MAX_IN_PLACE_QUERIES = 16
 
 # scale, softcap, sinks, position bias
@@ -37,13 +38,13 @@ Features = tuple[float, float | None, Tensor | None, Tensor | None]
 
 
 def register() -> None:
-    """Makes `attn_implementation="hf_paged"` known to transformers."""
+    """Registers `attn_implementation="hf_paged"` with transformers."""
     switch.forget_when_unused(None)
     _register()
 
 
 def forget() -> None:
-    """Undoes `register`; calls that run go on."""
+    """Undoes `register`. Running calls continue."""
     switch.forget_when_unused(_register)
 
 
@@ -57,7 +58,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of
     `transformers.masking_utils.sdpa_mask` by name. Returns a [`PagedMask`] if transformers' own
     functions make the mask and its pattern is known, else the mask of the model's own
-    implementation: it is made here, since `torch.vmap`, which it may use, cannot run inside of the
+    implementation. The latter is built here: it may use `torch.vmap`, which cannot run inside the
     operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make = compat.mask_function(implementation)
@@ -84,15 +85,15 @@ def paged_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention interface for `"hf_paged"`: from `(batch, heads, query_len, key_dim)` queries,
-    `(batch, query_len, heads, value_dim)`, under autocast in its dtype, and attention weights if
-    the model's own implementation gives them. Keys and values that are handles of a [`PagedCache`]
-    are read in place if that gives the same result as the model's implementation; else this calls
-    it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the model's
-    implementation, whose `kwargs` these are (`scaling`, `dropout`, `softcap`, `s_aux`,
-    `position_bias`, ...).
+    """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
+    to `(batch, query_len, heads, value_dim)`, under autocast in its dtype, and returns attention
+    weights if the model's own implementation does. Keys and values that are handles of a
+    [`PagedCache`] are read in place if that gives the same result as the model's implementation;
+    else this calls it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the
+    model's implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`,
+    `s_aux`, `position_bias`, ...).
     """
-    # checked here, since the wrapper of `disable` costs time in every layer
+    # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
     return function(module, query, key, value, attention_mask, **kwargs)
 
@@ -159,7 +160,7 @@ def _packed(
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
         raise NotPackable(
-            f"{type(module).__name__} adds more to attention than softcap and sinks, such as"
+            f"{type(module).__name__} uses attention features other than softcap and sinks, such as"
             " dropout"
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
@@ -169,14 +170,14 @@ def _packed(
     metadata = step.plan(packed_step, mask)
     if isinstance(key, LatentTensor):
         if not key.pairs_with(value):
-            raise NotPackable("values that are not of the latents that the keys are of")
+            raise NotPackable("values and keys of different latents")
         return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
-    # `squeeze` saves a view
+    # for one token, `squeeze` saves a view
     if step.num_tokens == 1:
         query = query.squeeze(2)
     else:
@@ -193,8 +194,8 @@ def _in_place(
     is_causal: bool,
     features: Features | None,
 ) -> Tensor | None:
-    """Attention through the block tables; `None` if gathering is faster, or a dense mask or other
-    features are needed."""
+    """Attention through the block tables; `None` if gathering is faster, or if the call needs a
+    dense mask or other features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES:
         return None
@@ -222,11 +223,11 @@ def _features(
     step: StepMetadata,
     kwargs: dict[str, Any],
 ) -> Features | None:
-    """The features that the model's own implementation would apply; `None` if it does more, or a
-    gradient is wanted."""
+    """Returns the features that the model's own implementation would apply; `None` if it applies
+    others, or a gradient is required."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
-    # once a step for all layers of a class with one config, since reading the config takes a
+    # cached per step for all layers of one class and config, since reading the config takes a
     # microsecond
     config = getattr(module, "config", None)
     functions = step.plan(_no_functions)
@@ -244,7 +245,7 @@ def _features(
         if softcap is not None:
             return None
         sinks = None
-    elif function not in switch.STOCK_FUNCTIONS:  # a model file's eager function
+    elif function not in switch.STOCK_FUNCTIONS:  # the eager function of a model's file
         used = switch.eager_features(function)
         if used is None:
             return None
@@ -272,8 +273,8 @@ def sdpa_on_handles(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of handles, for models whose config is not switched, as in a
-    user's decoding loop."""
+    """`scaled_dot_product_attention` of handles, for models whose config is not switched, such as
+    in a user's decoding loop."""
     needs_grad = query.requires_grad and torch.is_grad_enabled()
     is_plain = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)

@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA) on latent blocks: projects queries to the latents instead of
-expanding these."""
+expanding the latents."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Rows of a packed step with up to this many queries absorb the expansion; a row with more is a
-prompt, and its latents are expanded once for all its queries."""
+"""Rows of a packed step with up to this many queries absorb the expansion. A row with more is a
+prompt, whose latents are expanded once for all its queries."""
 
 
 @dataclasses.dataclass(eq=False)
 class Expansion:
-    """The keys and values that the layer `module` would expand from its latents by `expand`."""
+    """The keys and values that the layer `module` would expand from its latents, by `expand`."""
 
     module: Any
     latent: PagedTensor
@@ -43,7 +43,7 @@ class Expansion:
 class LatentTensor(LazyTensor):
     """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents.
     Our attention function instead applies the expansion to queries and outputs ("absorption",
-    DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+    DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
     """
 
     step: StepMetadata
@@ -72,14 +72,14 @@ class LatentTensor(LazyTensor):
         return tensor
 
     def dense(self) -> Tensor:
-        """The expanded keys or values, contiguous."""
+        """Returns the expanded keys or values, contiguous."""
         return self.expansion.states[self.which].contiguous()
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
 
     def pairs_with(self, value: Tensor) -> bool:
-        """Whether these are the keys and `value` the values of the same expansion."""
+        """Whether these keys and `value` come from the same expansion."""
         return (
             isinstance(value, LatentTensor)
             and value.expansion is self.expansion
@@ -89,10 +89,10 @@ class LatentTensor(LazyTensor):
     def absorb(
         self, query: Tensor, value: Tensor
     ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Returns queries of width `rank + rope_dim`, the blocks of that width that serve
-        as both keys and values, and the function from the output `(batch, query_len, heads, rank +
+        """Returns queries of width `rank + rope_dim`, blocks of that width that serve as both keys
+        and values, and the function that maps the output `(batch, query_len, heads, rank +
         rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in
-        memory, or `value` is of another expansion."""
+        memory, or `value` comes from another expansion."""
         module = self.expansion.module
         latent = self.expansion.latent
         rotary = self.expansion.rotary
@@ -129,9 +129,9 @@ def attend_packed(
     features: Any,
 ) -> Tensor:
     """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`.
-    Leading rows of few queries absorb the expansion. For the other rows, all latents, cached ones
-    included, are expanded to blocks of keys and values, for this layer only. `features`: scale,
-    softcap and sinks of an `AttentionCall`."""
+    Leading rows of few queries absorb the expansion. For the other rows, all latents, including
+    cached ones, are expanded into blocks of keys and values, for this layer only. `features`:
+    scale, softcap and sinks of an `AttentionCall`."""
     near, far = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_near = 0
     outputs = []
@@ -166,8 +166,8 @@ def attend_packed(
 
 
 def _to_expand(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
-    """Returns the step with tables that number new blocks row by row, and the original blocks'
-    ids."""
+    """Returns the step with tables that number new blocks row by row, and the ids of the original
+    blocks."""
     if step.lengths is not None:
         raise NotCapturable(
             "latents of many queries are expanded, as many as their rows have tokens"
@@ -187,7 +187,7 @@ def _to_expand(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
 
 
 def can_absorb(module: nn.Module) -> bool:
-    """Whether the layer's expansion is one plain matrix, so that it can be absorbed."""
+    """Whether the layer's expansion is one plain matrix product, which can be absorbed."""
     projection: Any = getattr(module, "kv_b_proj", None)
     if type(projection) is not nn.Linear:
         return False
@@ -202,7 +202,7 @@ def can_absorb(module: nn.Module) -> bool:
         type(projection.weight) is nn.Parameter  # not quantized
         and projection.bias is None
         and "forward" not in vars(projection)
-        and not any(hooks)  # they see its inputs or outputs
+        and not any(hooks)  # hooks see inputs and outputs, which absorption does not compute
         and all(hasattr(module, dim) for dim in dims)
     )
 
@@ -211,8 +211,8 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, if it is
-    transformers' code. `unwrap_expansions` undoes it."""
+    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, if its code is
+    transformers' own. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
     for cls in classes:
         original = vars(cls).get("expand_kv")

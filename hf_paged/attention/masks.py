@@ -1,5 +1,5 @@
 """Attention masks that stay symbolic until code reads the numbers, and their effect on each row of
-a step."""
+a step. Kernels decide how to apply them."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Called with every mask made in this context: tells a call which leading positions its model treats
+# Called with every mask made in this context: shows a call which leading positions its model treats
 # as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
 
-# Called with each attention of a forward that is not packed: numbers of rows, queries and keys, the
-# mask, and whether it is causal without one.
+# Called with each attention of a forward that is not packed: the numbers of rows, queries and keys,
+# the mask, and whether attention without a mask is causal.
 attention_observer: ContextVar[
     Callable[[tuple[int, int, int], Tensor | None, bool], None] | None
 ] = ContextVar("attention_observer", default=None)
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first positions of each row's range of keys, and the ends."""
+"""The first position of each row's range of keys, and its end."""
 
 
 class MaskPattern(NamedTuple):
-    """A mask function's parameters."""
+    """The parameters of a mask function."""
 
     causal: bool  # a query sees keys up to its position
-    window: int | None = None  # and at most this number of tokens, itself included
-    # and only those in its chunk of this length, counted from the row's first real token
+    window: int | None = None  # at most this number of tokens, including itself
+    # only those in its chunk of this length, counted from the row's first real token
     chunk: int | None = None
 
 
 def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
-    """The pattern of a mask function made by `transformers.masking_utils`, or `None` for any
+    """Returns the pattern of a mask function made by `transformers.masking_utils`; `None` for any
     other."""
     is_causal = mask_function is causal_mask_function
     if is_causal or mask_function is bidirectional_mask_function:
@@ -64,8 +64,8 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
-    """The name of the function in `transformers.masking_utils` that made this one (else `""`), and
-    its closure."""
+    """Returns the name of the function in `transformers.masking_utils` that made this one (`""` if
+    none did), and its closure."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -74,9 +74,9 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
 
 
 class PagedMask(LazyTensor):
-    """The mask `(batch, 1, query_length, kv_length)` of a mask function with a `MaskPattern`. Our
-    attention function reads its pattern. A slice that keeps the last queries is symbolic too; other
-    operations get the dense mask of the model's own implementation (`model_attention`)."""
+    """The mask `(batch, 1, query_length, kv_length)` of a mask function with a `MaskPattern`, which
+    our attention function reads. A slice of the last queries is symbolic, too; other operations get
+    the dense mask of the model's own implementation (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
@@ -90,8 +90,8 @@ class PagedMask(LazyTensor):
         model_attention: str,
         pattern: MaskPattern,
     ) -> PagedMask:
-        """`arguments`: what transformers passed to the mask interface, a mask function of this
-        pattern among them."""
+        """`arguments`: those that transformers passed to the mask interface, including a mask
+        function of this pattern."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         dtype = arguments.get("dtype", torch.float32)
         if model_attention == "sdpa":
@@ -113,9 +113,9 @@ class PagedMask(LazyTensor):
         aten = torch.ops.aten
         if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
             mask, *indices = args
-            kept = mask._slice(*indices)
-            if kept is not None:
-                return kept
+            sliced = mask._slice(*indices)
+            if sliced is not None:
+                return sliced
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _slice(
@@ -125,8 +125,8 @@ class PagedMask(LazyTensor):
         end: int | None = None,
         step: int = 1,
     ) -> PagedMask | None:
-        """The mask of the indices `start:end:step` on an axis; `None` unless they are all, or the
-        last queries."""
+        """Returns the mask of the indices `start:end:step` on an axis; `None` unless these are all
+        of them, or the last queries."""
         size = self.shape[dim]
         first, last, stride = slice(start, end, step).indices(size)
         are_last_queries = dim % self.dim() == 2 and first < size
@@ -149,7 +149,7 @@ class PagedMask(LazyTensor):
         return self._resolved[key]
 
     def dense(self) -> Tensor:
-        """The dense mask, in the format of the model's own implementation."""
+        """Returns the dense mask, in the format of the model's own implementation."""
         implementation = "eager" if self.model_attention == "eager" else "sdpa"
         mask: Tensor = self.resolve(
             implementation,
@@ -160,8 +160,8 @@ class PagedMask(LazyTensor):
 
     @functools.cached_property
     def visible_columns(self) -> Columns | None:
-        """Key positions in the padded batch that the 2D padding mask leaves visible; `None` if it
-        leaves holes."""
+        """The key positions in the padded batch that the 2D padding mask shows; `None` if they are
+        not contiguous in a row."""
         arguments = self.arguments
         return padding_columns(
             arguments.get("attention_mask"),
@@ -172,8 +172,8 @@ class PagedMask(LazyTensor):
 
 @dataclasses.dataclass(eq=False)
 class LookAhead:
-    """An `attention_observer` of a first forward over rows of `length` columns, or those from
-    `first` on if a cache holds the others: finds positions that saw later ones."""
+    """An `attention_observer` that finds positions which attended to later ones, in a first forward
+    over rows of `length` columns, or over those from `first` on if a cache holds the others."""
 
     paddings: list[int]
     length: int
@@ -193,7 +193,7 @@ class LookAhead:
         fewest_keys = min(num_queries + 1, self.length)
         is_ours = others == [len(self.paddings), num_queries]
         if not is_ours or not fewest_keys <= num_keys <= self.length:
-            return  # in a vision tower
+            return  # such as attention in a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
             is_causal = mask.pattern.causal
@@ -203,8 +203,8 @@ class LookAhead:
             self._masks.append(mask)
 
     def positions(self) -> Tensor | None:
-        """Positions that saw a later one, and all between, `(rows, length)` bool; `None` for masks
-        of other sizes."""
+        """Returns the positions that saw a later one, and all in between, `(rows, length)` bool;
+        `None` for masks of other sizes."""
         rows = len(self.paddings)
         length = self.length
         ahead = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
@@ -223,11 +223,11 @@ class LookAhead:
             columns = torch.arange(length - num_keys, length, device="cpu")
             if mask.dtype != torch.bool:
                 mask = mask > torch.finfo(mask.dtype).min / 2
-            seen = mask.any(1).expand(rows, -1, -1).cpu()
-            last = (seen * columns).amax(-1)
-            # padding may see anything
+            is_visible = mask.any(1).expand(rows, -1, -1).cpu()
+            last = (is_visible * columns).amax(-1)
+            # padding may see any position
             last = last.where(here >= first_tokens, here)
-            reach = last.cummax(1).values  # what a position or an earlier one saw
+            reach = last.cummax(1).values  # the last position that this or an earlier one saw
             ahead[:, self.first :] |= reach > here
             ahead[:, self.first + 1 :] |= reach[:, :-1] == here[1:]
         return ahead
@@ -238,8 +238,8 @@ def padding_columns(
     batch_size: int,
     length: int,
 ) -> Columns | None:
-    """The range of ones in the first `length` columns of each row of a `(batch, any)` mask, with
-    zeros past its end; `None` if a row is not zeros, ones, zeros."""
+    """Returns the range of ones in the first `length` columns of each row of a `(batch, any)` mask,
+    which has zeros past its end; `None` if a row is not zeros, ones, zeros."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].bool().cpu()
@@ -257,7 +257,7 @@ def padding_columns(
     return firsts, ends
 
 
-# -- a step under a mask, once for all layers ----------------------------------------------------
+# -- a step under a mask, computed once for all layers -------------------------------------------
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
@@ -267,7 +267,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
         raise NotPackable(
-            "the attention mask is a dense tensor, not just causal with a window or chunks"
+            "the attention mask is a dense tensor, not a causal one with a window or chunks"
         )
     pattern = mask.pattern
     num_tokens = step.num_tokens
@@ -285,7 +285,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     if step.window is not None and (most is None or most > step.window):
         raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
     cascade = None
-    if pattern.window == step.window:  # the window for which the cascade was planned
+    if pattern.window == step.window:  # else the cascade was planned for another window
         cascade = step.cascade
     step = dataclasses.replace(step, window=pattern.window, cascade=cascade)
     if pattern.chunk is None:
@@ -299,7 +299,7 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(
-                "queries of one row see several chunks of its tokens, which only the host can count"
+                "queries of one row see several chunks of its tokens, which only the host counts"
             )
         seq_lens, _, _, origins = step.lengths
         assert origins is not None
@@ -344,8 +344,8 @@ def rectangle_step(
     is_causal: bool,
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
-    """Returns a step of rows with equally many queries, and an additive bias (in table
-    coordinates), equivalent to `mask`; `None` if only a dense mask is."""
+    """Returns a step of rows with equally many queries and an additive bias (in table coordinates)
+    that together equal `mask`; `None` if only a dense mask does."""
     columns = step.columns
     assert columns is not None
     if isinstance(mask, PagedMask):
@@ -355,7 +355,7 @@ def rectangle_step(
         return _build(step, query_len, mask.pattern, visible, device), None
     bias = None
     if mask is None:
-        # without a mask, implementations attend to everything, except that several queries may be
+        # without a mask, implementations attend to all keys, except that several queries may be
         # causal
         if (is_causal and query_len > 1) or step.has_padding:
             return None
@@ -372,7 +372,8 @@ def rectangle_step(
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """The columns that a symbolic mask of a step shows; `None` if only the dense mask tells."""
+    """Returns the columns that a symbolic mask of a step shows; `None` if only the dense mask
+    defines them."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
@@ -382,7 +383,7 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
     if visible is None:
         return None
     _, ends = visible
-    # implementations differ in the result of a row that sees nothing
+    # implementations differ in their result for a row that sees no keys
     if 0 in ends or (pattern.chunk is not None and query_len > 1):
         return None
     if pattern.causal:
@@ -393,10 +394,10 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
 
 
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
-    """Shifts `bias` `(rows or 1, ..., len(columns))` to each row's table coordinates; other columns
-    are hidden."""
+    """Shifts `bias` `(rows or 1, ..., len(columns))` to each row's table coordinates, with other
+    columns hidden."""
     assert step.columns is not None
-    # a negative one cuts columns off
+    # a negative shift cuts columns off
     shifts = [step.columns.start - origin for origin in step.origins]
     if not any(shifts):
         return bias
@@ -414,7 +415,7 @@ def _build(
     device: torch.device,
 ) -> StepMetadata:
     """Applies a pattern and a padding mask to a step. Raises `ValueError` if the mask shows columns
-    that were padding when they were cached, and so were not stored."""
+    that were padding in an earlier step, and so were not stored."""
     columns = step.columns
     firsts, ends = visible
     assert columns is not None

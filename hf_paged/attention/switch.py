@@ -1,5 +1,5 @@
 """Finds the attention implementation of a model's own code, and switches it to ours for the
-duration of a call."""
+duration of a call. The calls themselves are elsewhere."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a switched config. It also compares equal to the config's original name, which
-    copies and pickles made meanwhile get."""
+    """Our name in a switched config. It also equals the config's original name, which copies and
+    pickles made in the meantime contain."""
 
-    named: str
+    original: str
 
     def __eq__(self, other: object) -> bool:
         is_ours = str.__eq__(self, other) is True
-        return is_ours or self.named == other
+        return is_ours or self.original == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -44,37 +44,37 @@ class _Switched(str):
     __hash__ = str.__hash__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return str, (self.named,)
+        return str, (self.original,)
 
 
 @functools.cache
-def _switched(named: str) -> _Switched:
-    """One object for each name: between two steps the config does not change."""
+def _switched(original: str) -> _Switched:
+    """Returns one object per name, so that the config is equal in each step."""
     name = _Switched(NAME)
-    name.named = named
+    name.original = original
     return name
 
 
 _register: Callable[[], None] | None = None
-"""While hf_paged is not installed: makes our functions known to transformers, for a call that began
-before."""
+"""Registers our functions with transformers, for a call that began before hf_paged was uninstalled;
+`None` while it is installed."""
 
 
 def _switching(config: PreTrainedConfig) -> Switching:
     implementation = compat.attention_of(config)
-    # already switched in a shallow copy made during a call
-    named = getattr(implementation, "named", implementation)
+    # a shallow copy made during a call is already switched
+    original = getattr(implementation, "original", implementation)
 
     def switch() -> None:
         if _register is not None:
             _register()
-        compat.set_attention(config, _switched(named))
+        compat.set_attention(config, _switched(original))
 
-    return switch, functools.partial(compat.set_attention, config, named)
+    return switch, functools.partial(compat.set_attention, config, original)
 
 
 def _forget_unused() -> None:
-    """Makes transformers forget our functions, unless they are to stay known."""
+    """Makes transformers forget our functions if hf_paged has been uninstalled."""
     if _register is not None:
         compat.forget_attention(NAME)
 
@@ -83,8 +83,8 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
-    """Makes transformers forget our functions, except while calls that began before use them; these
-    `register` them again. `None`: they stay known."""
+    """Makes transformers forget our functions once no earlier call uses them; such calls `register`
+    them again. `None`: transformers keeps them."""
     global _register
     _register = register
     if not _switches.held:
@@ -94,13 +94,13 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
 def use_paged_attention(
     configs: Iterable[PreTrainedConfig],
 ) -> contextlib.AbstractContextManager[None]:
-    """Within it, attention layers that read `configs` (from `switchable_configs`) call our
-    attention function."""
+    """Returns a context in which attention layers that read `configs` (from `switchable_configs`)
+    call our attention function."""
     return _switches.switched(configs)
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The compiled ones among `modules` in which a cache is updated. Dynamo cannot trace the
+    """Returns the compiled ones among `modules` that update a cache. Dynamo cannot trace the
     update, and would compile the code around it in many pieces."""
     layers = []
     for module in modules:
@@ -111,16 +111,16 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """The implementation that `config` names, or named before a call switched it. For a model
-    loaded with ours: sdpa if the file of the layer's class `cls` declares support for it, else
-    eager."""
+    """Returns the implementation that `config` names, or named before a call switched it. For a
+    model loaded with ours: sdpa if the file of the layer's class `cls` declares support for it,
+    else eager."""
     if config is None:
         return "sdpa"
-    named = config._attn_implementation or "eager"
-    if isinstance(named, _Switched):
-        return named.named
-    if named != NAME:
-        return named
+    implementation = config._attn_implementation or "eager"
+    if isinstance(implementation, _Switched):
+        return implementation.original
+    if implementation != NAME:
+        return implementation
     if cls is None or _file_supports_sdpa(cls.__module__):
         return "sdpa"
     return "eager"
@@ -137,9 +137,9 @@ def _file_supports_sdpa(module_name: str) -> bool:
     return not supports or any(supports)
 
 
-def _of_file(cls: type, name: str) -> Any:
-    """The global `name` in the file that defines a class, or a base class; `None` if there is
-    none."""
+def _file_global(cls: type, name: str) -> Any:
+    """Returns the global `name` in the file that defines a class or a base class; `None` if there
+    is none."""
     for base in cls.__mro__:
         module = sys.modules.get(base.__module__)
         value = getattr(module, name, None)
@@ -149,10 +149,11 @@ def _of_file(cls: type, name: str) -> Any:
 
 
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
-    """The function that an attention layer of class `cls` would call with that implementation."""
-    # a file may define a separate interface, with functions that other files do not see
-    interface = _of_file(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
-    eager = _of_file(cls, "eager_attention_forward")
+    """Returns the function that an attention layer of class `cls` would call with that
+    implementation."""
+    # a file may define a separate interface, whose functions other files do not use
+    interface = _file_global(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
+    eager = _file_global(cls, "eager_attention_forward")
     return interface.get_interface(implementation, eager)
 
 
@@ -162,7 +163,7 @@ STOCK_MASKS = {
     masking_utils.flash_attention_mask,
     masking_utils.flex_attention_mask,
 }
-# functions that our kernels reproduce, beside eager functions
+# functions that our kernels reproduce, besides eager functions
 STOCK_FUNCTIONS = (
     sdpa_attention_forward,
     flash_attention_forward,
@@ -171,17 +172,17 @@ STOCK_FUNCTIONS = (
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """`model_attention_function` if that and its mask are transformers' code, so that its result is
-    known; `None` if other code registered or replaced it."""
+    """Returns `model_attention_function` if it and its mask are transformers' code, so that its
+    result is known; `None` if other code registered or replaced one of them."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
         function = model_attention_function(cls, implementation)
-    except KeyError:  # unknown name: the model's own forward raises as well
+    except KeyError:  # unknown name: the model's own forward will raise, too
         return None
     if function in STOCK_FUNCTIONS:
         return function
-    is_eager = function is not None and function is _of_file(cls, "eager_attention_forward")
+    is_eager = function is not None and function is _file_global(cls, "eager_attention_forward")
     if is_eager and is_from_transformers(function):
         return function
     return None
@@ -189,8 +190,8 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def is_from_transformers(function: Any) -> bool:
-    """Whether a function's code is from the transformers file that its module names, which a
-    wrapper's code is not."""
+    """Whether a function's code comes from the transformers file that its module names, unlike that
+    of a wrapper."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     code = getattr(function, "__code__", None)
@@ -202,8 +203,8 @@ def is_from_transformers(function: Any) -> bool:
 
 
 def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
-    """The configs that cached attention layers among `modules` read, each with the classes of
-    these."""
+    """Returns the configs that cached attention layers among `modules` read, each with the classes
+    of these layers."""
     readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
     for module in modules:
         cls: type = type(module)
@@ -215,8 +216,8 @@ def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[t
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
-    """Why keys and values are gathered for cached attention layers among `modules`; `None` if they
-    are not."""
+    """Returns why keys and values are gathered for cached attention layers among `modules`; `None`
+    if they are not."""
     for config, classes in _readers(modules):
         for cls in classes:
             implementation = model_attention(config, cls)
@@ -233,12 +234,12 @@ def calls_interface(modules: Iterable[nn.Module]) -> bool:
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """The configs from which cached attention layers among `modules` (all of a model) read their
-    implementation."""
+    """Returns the configs from which cached attention layers among `modules` (all of a model) read
+    their implementation, except those of a model loaded with ours."""
     switchable = []
     for config, _ in _readers(modules):
-        named = compat.attention_of(config)  # read once: another thread's call may end meanwhile
-        if named != NAME or isinstance(named, _Switched):  # else loaded with ours
+        name = compat.attention_of(config)  # read once: another thread's call may end meanwhile
+        if name != NAME or isinstance(name, _Switched):
             switchable.append(config)
     return switchable
 
@@ -250,7 +251,7 @@ _parsing = forks.lock()
 
 @functools.cache
 def _tree(code: Any) -> ast.Module | None:
-    """The syntax tree of a class or a function, if it has one."""
+    """Returns the syntax tree of a class or a function, if its source is available."""
     with _parsing:  # CPython 3.11 counts the parser's depth over all threads
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(code)))
@@ -260,7 +261,7 @@ def _tree(code: Any) -> ast.Module | None:
 
 @functools.cache
 def _calls_interface(cls: type) -> bool:
-    """Whether the class has a cache to update and calls the attention interface itself."""
+    """Whether the code of the class itself updates a cache and calls the attention interface."""
     tree = _tree(cls)
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
@@ -270,7 +271,7 @@ def _calls_interface(cls: type) -> bool:
 
 @functools.cache
 def _updates_cache(cls: type) -> bool:
-    """Whether code of the class, or of its bases, may update a cache; true of code without
+    """Whether the code of the class or of its bases may update a cache; true if there is no
     source."""
     if issubclass(cls, PreTrainedModel):  # its layers do
         return False
@@ -288,8 +289,8 @@ def _attributes(tree: ast.Module) -> set[str]:
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-# What an eager attention function may use of its module and arguments if our kernels are to compute
-# the same.
+# The attributes, parameters and calls that an eager attention function may use if our kernels are
+# to compute the same result.
 _PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
 _PLAIN_PARAMETERS = {
     "module",
@@ -310,9 +311,9 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """What an eager attention function does beyond softmax(q k * scale + mask) v: some of
-    `softcap`, `position_bias` and `sinks`. `None` if it does anything else, so that it must be
-    called."""
+    """Returns the features that an eager attention function adds to softmax(q k * scale + mask) v:
+    some of `softcap`, `position_bias` and `sinks`. `None` if it computes anything else, so that it
+    must be called."""
     tree = _tree(function)
     if function is None or tree is None:
         return None

@@ -81,7 +81,7 @@ def test_a_model_that_indexes_with_a_mask_is_not(
 # -- which packed architectures are recorded --------------------------------------------
 
 STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
-OWN_CODE = "its own attention code is shown as many keys as the longest row has"
+OWN_CODE = "its own attention code gets as many keys as the longest row has"
 # a loop over the selected experts: `nonzero`, in `forward`
 EXPERTS = "its forward waits for the device"
 NOT_CAPTURED = {
@@ -102,7 +102,7 @@ NOT_CAPTURED = {
 
 WITHOUT_CHUNKS = {"GitForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
 """Of the others, those whose steps with chunks are not: attention in chunks is laid out on the
-host; GIT, packed in an engine of text alone, has attention code that is shown the longest row's
+host; GIT, packed in an engine of text alone, has attention code that gets the longest row's
 keys."""
 
 

@@ -1,6 +1,6 @@
 """Selects the implementation of paged attention: on a GPU the Triton kernels where they apply, on
 the CPU the C++ kernel, else the portable path, which gathers. The environment variable
-`kernels.VARIABLE` forces one.
+`kernels.VARIABLE` forces one. The implementations contain the maths.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def select(call: AttentionCall) -> ModuleType:
             return backend
     elif is_cpu:
         reason = (
-            "there is no C++ kernel: HF_PAGED_CPP=0, or it could not be built or loaded, and the"
-            " log says why"
+            "there is no C++ kernel: HF_PAGED_CPP=0 is set, or the log says why it could not be"
+            " built or loaded"
         )
     else:
         reason = "the Triton kernels do not run there, and the log says why"
@@ -75,7 +75,8 @@ def select(call: AttentionCall) -> ModuleType:
 
 
 def _preferred(step: StepMetadata) -> str:
-    """The name of the backend to try first, the same for all layers; reads the environment."""
+    """Returns the name of the backend to try first, which is the same for all layers. Reads the
+    environment."""
     name = preferred(step.block_tables)
     if name == "cpp" and not forced() and not cpp.is_available():
         return "gather"
@@ -83,12 +84,12 @@ def _preferred(step: StepMetadata) -> str:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes `reference.attend` by the selected backend; under autocast in its dtype, as in a
-    model's own attention. Keys and values are gathered if a Triton kernel cannot be launched.
+    """Computes `reference.attend` with the selected backend; under autocast in its dtype, like a
+    model's own attention. Gathers keys and values if a Triton kernel cannot be launched.
 
     Raises:
-        NotCapturable: if the step's lengths are on the device only, and the backend cannot use
-            those.
+        NotCapturable: if the step's lengths are only on the device, where the backend cannot read
+            them.
     """
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:  # a backend sums in float32 for every input dtype
@@ -98,7 +99,7 @@ def attend(call: AttentionCall) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             return attend(call._replace(query=query))
     if call.step.plan(_preferred) == "cpp":
-        output = cpp.attend_again(call)
+        output = cpp.attend_prepared(call)
         if output is not None:
             return output
     backend = select(call)
@@ -107,5 +108,5 @@ def attend(call: AttentionCall) -> Tensor:
             return triton.attend(call)
         backend = gather
     if call.step.lengths is not None and backend in (gather, reference):
-        raise NotCapturable("no attention kernel that takes its lengths from the device serves it")
+        raise NotCapturable("no attention kernel that reads lengths on the device supports it")
     return backend.attend(call)

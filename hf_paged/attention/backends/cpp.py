@@ -1,4 +1,5 @@
-"""Attention on the CPU by the C++ kernel, which reads the blocks in place."""
+"""Attention on the CPU by the C++ kernel, which reads the blocks in place. Calls that it does not
+support go to `gather`."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from .reference import AttentionCall
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""On a CPU with AMX the kernel serves bfloat16 rows of up to this many queries. PyTorch is faster
-for more: the kernel uses AMX tiles for scores, not for sums of values."""
+"""On a CPU with AMX the kernel computes bfloat16 rows of up to this many queries. For more, PyTorch
+is faster: the kernel uses AMX tiles for scores, but not for sums of values."""
 
 
 def is_available() -> bool:
-    """Whether the kernel was built and computes what PyTorch does."""
+    """Whether the kernel was built and agrees with PyTorch."""
     return kernels_cpp.is_available() and _agrees()
 
 
@@ -36,8 +37,8 @@ def is_available() -> bool:
 @torch.autocast("cpu", enabled=False)  # the first call of a process may be under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
     """Whether the kernel, as built by the user's compiler for this CPU (which our tests do not
-    cover), computes what PyTorch does, for each number of rows that has separate code; on quantized
-    blocks of dtype `codes`, if given. Checked once per process."""
+    cover), agrees with PyTorch, for each number of rows that has separate code; on quantized blocks
+    of dtype `codes`, if given. Checked once per process."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -61,15 +62,15 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
             queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
             call = AttentionCall(queries, blocks, step, scale=0.125)
-            # in float64, whose products no option of torch makes less precise
+            # in float64, the precision of which no option of torch reduces
             expected = reference.attend(call._replace(query=queries.double()))
             output = _kernel(call)(queries, step).double()
             if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
                 logger.warning(
                     Topic.CPP_KERNELS(
                         "hf_paged runs without its C++ attention kernel, on the slower portable"
-                        " path: as built by this compiler for this CPU, it computes other numbers"
-                        " than PyTorch. Set CXX to another compiler"
+                        " path: as built by this compiler for this CPU, its results differ from"
+                        " PyTorch's. Set CXX to another compiler"
                     )
                 )
                 return False
@@ -80,8 +81,9 @@ _agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`
 
 
 def _agrees_apart(codes: torch.dtype) -> bool:
-    """`_agrees` in another thread, hidden from the modes and recordings of the running forward.
-    `False` also for want of a thread or of memory: the next call checks again."""
+    """Returns `_agrees`, run in another thread, which the modes and recordings of the current
+    forward do not affect. `False` also if a thread or memory is missing: the next call checks
+    again."""
     if codes not in _agreements:
 
         def check() -> None:
@@ -100,16 +102,16 @@ def _log_failed_check(error: BaseException) -> None:
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Why `attend` does not support a call; `None` if it does."""
+    """Returns why `attend` does not support a call; `None` if it does."""
     bias = call.bias
     if call.needs_grad:
-        return "a gradient is wanted: the C++ kernel computes none"
-    if not _takes_bias(bias):
+        return "the call requires a gradient: the C++ kernel computes none"
+    if not _supports_bias(bias):
         assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
     codes = call.blocks.quantized_dtype
     if codes is not None and not _agrees_apart(codes):
-        return f"the C++ kernel computes other numbers than PyTorch for blocks of {codes}"
+        return f"the C++ kernel's results for blocks of {codes} differ from PyTorch's"
     try:
         _kernel(call)
     except TypeError as error:
@@ -132,7 +134,7 @@ def _attend_group(call: AttentionCall) -> Tensor:
 
 
 def _is_long(call: AttentionCall) -> bool:
-    """Whether a row has more queries than the kernel is faster for than PyTorch
+    """Whether a row has so many queries that PyTorch is faster than the kernel
     (`MAX_TILE_QUERIES`)."""
     if best_path() != PATHS["amx"]:
         return False
@@ -143,25 +145,25 @@ def _is_long(call: AttentionCall) -> bool:
     return call.step.max_query_len > MAX_TILE_QUERIES
 
 
-def attend_again(call: AttentionCall) -> Tensor | None:
-    """`attend` with the kernel of the last call on these blocks, without checks; `None` if that
-    call was different."""
+def attend_prepared(call: AttentionCall) -> Tensor | None:
+    """Returns `attend` by the prepared kernel of the last call on these blocks, without checks;
+    `None` if that call was different."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None
-    if _is_long(call) or not _takes_bias(call.bias):
+    if _is_long(call) or not _supports_bias(call.bias):
         return None
-    if kernel.signature != _sign(call):
+    if kernel.signature != _signature(call):
         return None
     return kernel(call.query, call.step, call.sinks, call.bias)
 
 
-def _takes_bias(bias: Tensor | None) -> bool:
+def _supports_bias(bias: Tensor | None) -> bool:
     return bias is None or (bias.dtype in DTYPES and bias.is_cpu)
 
 
-def _sign(call: AttentionCall) -> tuple[object, ...]:
-    """A key: calls on the same blocks with equal keys share an `Attention`."""
+def _signature(call: AttentionCall) -> tuple[object, ...]:
+    """Returns a key: calls on the same blocks with equal keys share an `Attention`."""
     query = call.query
     sinks = call.sinks
     kind = None
@@ -171,12 +173,12 @@ def _sign(call: AttentionCall) -> tuple[object, ...]:
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """The call's `Attention`, kept for the next call. Raises `TypeError` if the kernel does not
-    take such tensors."""
+    """Returns the call's `Attention`, which is kept for the next call. Raises `TypeError` if the
+    kernel does not support such tensors."""
     query = call.query
     blocks = call.blocks
     kernel = blocks.attention
-    signature = _sign(call)
+    signature = _signature(call)
     if kernel is None or kernel.signature != signature:
         kernel = Attention(
             query,

@@ -1,6 +1,6 @@
 """Portable fast attention over block tables: gathers rows of one length, or of similar lengths,
-then runs dense attention on them. No slot outside a row's visible range is used. Plain PyTorch: any
-device, differentiable."""
+then runs dense attention on them. Never uses a slot outside a row's visible range. Plain PyTorch:
+any device, differentiable."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from .reference import AttentionCall
 
 PACK_QUERIES = 64
 """Below this many queries per row, a group's query heads are packed with the queries (M = group *
-query_len), up to 3.5 times as fast in half precision. From here on CPU SDPA lays out K and V itself
-and skips what causal masking hides."""
+query_len), which is up to 3.5 times as fast in half precision. From this number on, SDPA on the CPU
+lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
-"""Elements: to other rows of a mask, PyTorch's fused kernels on a GPU add padding, in each
+"""Elements. On a GPU, PyTorch's fused kernels would pad a mask with rows of another length in every
 layer."""
 
 
 class _Scratch(threading.local):
-    """A thread's memory for gathered keys and values, on the CPU, where new memory would cost page
-    faults every time."""
+    """A thread's CPU memory for gathered keys and values: new memory would cost page faults in each
+    call."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
 
     def tensor(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """A tensor in memory of this number, until the next call with it."""
+        """Returns a tensor in the memory of this number, valid until the next call with the
+        number."""
         size = math.prod(shape) * dtype.itemsize
         memory = self._memory.get(number)
         if memory is None or memory.numel() < size:
@@ -53,14 +54,14 @@ _scratch = _Scratch()
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's SDPA rounds.
-    A group of rows that all begin in this step uses the step's keys and values directly, if
-    available."""
+    """Computes `reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's
+    SDPA rounds. A group of rows that all begin in this step uses the step's keys and values
+    directly, if available."""
     return call.by_groups(_attend_rows)
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """`attend` for rows with equally many queries."""
+    """Computes `attend` for rows with equally many queries."""
     step = call.step
     if call.fresh is not None and call.is_plain and step.begins:
         return _attend_fresh(call, *call.fresh)
@@ -88,15 +89,15 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         bias = bias.expand(batch, heads, query_len, length if length > 1 else longest)
     out = None
     if len(parts) != 1 or not is_complete:
-        make = query.new_empty if is_complete else query.new_zeros
-        out = make(batch, query_len, heads, blocks.values.shape[3])
+        new_output = query.new_empty if is_complete else query.new_zeros
+        out = new_output(batch, query_len, heads, blocks.values.shape[3])
     for part in parts:
-        some = slice(part.heads.start * group, part.heads.stop * group)
-        queries = query[part.rows, some, part.first_query :]
+        query_heads = slice(part.heads.start * group, part.heads.stop * group)
+        queries = query[part.rows, query_heads, part.first_query :]
         part_bias = None
         if bias is not None:
-            part_bias = _bias_of_part(bias, part, some)
-        part_call = call.of_heads(some, queries, part_bias)
+            part_bias = _bias_of_part(bias, part, query_heads)
+        part_call = call.of_heads(query_heads, queries, part_bias)
         if placed is None:
             key, value = _gather(part_call, part)
         else:
@@ -104,7 +105,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         output = _attend_part(part_call, part, key, value)
         if out is None:
             return output.flatten(0, 1).contiguous()
-        out[part.rows, part.first_query :, some] = output
+        out[part.rows, part.first_query :, query_heads] = output
     assert out is not None
     return out.flatten(0, 1)
 
@@ -131,8 +132,8 @@ def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
 
 
 def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
-    """`_attend_slice` in as few calls as possible, for one query per row, and rows of one length in
-    neighbouring slots."""
+    """Computes `_attend_slice` in as few calls as possible, for one query per row and rows of one
+    length in adjacent slots."""
     key, value = _view(call, part, placed)
     rows, kv_heads, _, dim = key.shape
     packed = call.query.view(rows, kv_heads, -1, dim)
@@ -141,53 +142,54 @@ def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Ten
 
 
 def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
-    """The bias `[rows, heads, queries, length]` of a part."""
+    """Returns the bias `[rows, heads, queries, length]` of a part."""
     length = part.length
     ranges = [slice(low, low + length) for _, low in part.members]
     if part.positions is not None:
-        of_rows = bias[part.rows, heads]
-        index = part.positions[:, None, None].expand(*of_rows.shape[:3], -1)
-        chosen = of_rows.gather(3, index)
+        rows_bias = bias[part.rows, heads]
+        index = part.positions[:, None, None].expand(*rows_bias.shape[:3], -1)
+        part_bias = rows_bias.gather(3, index)
     elif ranges.count(ranges[0]) == len(ranges):
-        chosen = bias[part.rows, heads, :, ranges[0]]
+        part_bias = bias[part.rows, heads, :, ranges[0]]
     else:
         rows = zip(part.members, ranges)
-        chosen = torch.stack([bias[row, heads, :, seen] for (row, _), seen in rows])
-    return chosen[:, :, part.first_query :]
+        part_bias = torch.stack([bias[row, heads, :, visible] for (row, _), visible in rows])
+    return part_bias[:, :, part.first_query :]
 
 
 def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes a part, `[rows, queries, heads, value_dim]`: `call` has its queries `[rows, heads,
-    queries, dim]`, sinks and bias `[rows, heads, queries, length]`; keys and values are `[rows,
-    kv_heads, length, dim]`."""
+    """Computes a part, `[rows, queries, heads, value_dim]`, from a call with the part's queries
+    `[rows, heads, queries, dim]`, sinks and bias `[rows, heads, queries, length]`, and from keys
+    and values `[rows, kv_heads, length, dim]`."""
     rows, heads, queries, dim = call.query.shape
     value_dim = value.shape[3]
     is_plain = call.is_plain
     holds_scores = not is_plain or not call.query.is_cpu or dim != value_dim
-    apart = 1
+    num_apart = 1  # heads of a group that run one after another
     if holds_scores and queries >= APART_QUERIES:
-        apart = heads // key.shape[1]
+        num_apart = heads // key.shape[1]
     slices = part.slices
     if part.causal and is_plain and queries >= PACK_QUERIES:
         everything = slice(None)
         slices = ((everything, everything),)
-    if len(slices) == apart == 1:
+    if len(slices) == num_apart == 1:
         return _attend_slice(call, part, key, value)
     out = call.query.new_empty(rows, queries, heads, value_dim)
-    for (chosen, seen), member in itertools.product(slices, range(apart)):
-        some = slice(member, None, apart)
+    for (query_range, visible), member in itertools.product(slices, range(num_apart)):
+        members = slice(member, None, num_apart)
         bias = call.bias
         if bias is not None:
-            bias = bias[:, some, chosen, seen]
-        slice_call = call.of_heads(some, call.query[:, some, chosen], bias)
-        output = _attend_slice(slice_call, part, key[:, :, seen], value[:, :, seen])
-        out[:, chosen, some] = output
+            bias = bias[:, members, query_range, visible]
+        slice_call = call.of_heads(members, call.query[:, members, query_range], bias)
+        output = _attend_slice(slice_call, part, key[:, :, visible], value[:, :, visible])
+        out[:, query_range, members] = output
     return out
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """`_attend_part` for consecutive queries and the keys that they see; with a bias, softcap or
-    sinks in float32, and zeros for a query that sees nothing, as PyTorch's SDPA defines."""
+    """Computes `_attend_part` for consecutive queries and the keys that they see; with a bias,
+    softcap or sinks in float32. A query that sees no keys gets zeros, as PyTorch's SDPA
+    defines."""
     query = call.query
     bias = call.bias
     dtype = query.dtype
@@ -200,7 +202,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
-        # these are all queries of the part, then
+        # a causal slice has all queries of the part
         is_causal = part.causal and call.is_plain and queries >= PACK_QUERIES
         if not is_causal:
             mask = _mask(call.step, part, queries, keys, dtype)
@@ -208,7 +210,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             bias = bias.to(dtype)
             mask = bias if mask is None else bias + mask
         if is_explicit:
-            # without a bias, the mask shows every query something
+            # without a bias, the mask shows every query a key
             return reference.attend_densely(call, key, value, mask, bias is None)
         result = F.scaled_dot_product_attention(
             query.to(dtype),
@@ -223,7 +225,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
     mask = _mask(call.step, part, queries, keys, dtype, heads=group)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
-        # With one query row, half-precision SDPA on the CPU is two to three times slower than this.
+        # For one query row, half-precision SDPA on the CPU takes two to three times as long.
         scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
         if mask is not None:
             scores = scores + mask
@@ -244,9 +246,9 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """The mask of the last queries and keys, `[1, 1, heads * queries, keys]`, added to the scores.
-    It is a view of one mask per step, since counted from the end it is the same for rows of any
-    length; with the rows' padding, `[rows, 1, heads * queries or 1, keys]`, one per part."""
+    """Returns the mask of the last queries and keys, `[1, 1, heads * queries, keys]`, to add to
+    the scores. It is a view of one mask per step: counted from the end, rows of any length have the
+    same mask. With padded rows there is one per part, `[rows, 1, heads * queries or 1, keys]`."""
     mask_queries = queries
     mask_keys = part.length
     if part.hidden is None:
@@ -270,8 +272,8 @@ def _make_mask(
     dtype: torch.dtype,
     heads: int,
 ) -> Tensor:
-    """Minus infinity where a query does not see a key, or the key is hidden, else 0. Its rows in
-    memory are multiples of `MASK_ALIGNMENT`."""
+    """Returns minus infinity where a query does not see a key, or the key is hidden, else 0. The
+    stride of its rows is a multiple of `MASK_ALIGNMENT`."""
     device = step.block_tables.device
     width = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
     num_masks = 1 if hidden is None else len(hidden)
@@ -283,10 +285,10 @@ def _make_mask(
     if is_causal:
         query = torch.arange(-queries, 0, device=device)[:, None]
         key = torch.arange(-keys, 0, device=device)
-        unseen = key > query
+        is_masked = key > query
         if step.window is not None:
-            unseen |= key <= query - step.window
-        mask.masked_fill_(unseen.repeat(heads, 1), -math.inf)
+            is_masked |= key <= query - step.window
+        mask.masked_fill_(is_masked.repeat(heads, 1), -math.inf)
     return mask
 
 
@@ -294,15 +296,15 @@ def _make_mask(
 
 
 def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
-    """Returns what `_gather` returns as views of rows that are contiguous in memory, if they have
+    """Returns the result of `_gather` as views of rows that are contiguous in memory, if these have
     the query's dtype."""
     return [states.to(call.query.dtype) for states in placed.view(part)]
 
 
 def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     """Gathers K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype. On the
-    CPU they are in this thread's scratch until its next call; on other devices, and if a gradient
-    is wanted, in new memory."""
+    CPU they are in this thread's scratch memory until its next call; on other devices, and if a
+    gradient is required, in new memory."""
     keys = call.blocks.keys
     values = call.blocks.values
     planes = (*quantized.planes(keys), *quantized.planes(values))
@@ -310,16 +312,16 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     rows = call.query.shape[0]
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
-    picked = []
+    pieces = []
     for number, (plane, units) in enumerate(zip(planes, part.units)):
         out = None
         if uses_scratch:
             shape = (units.indices.numel(), units.shape[1])
             out = _scratch.tensor(number, shape, plane.dtype)
         states = units.read(plane, out).view(rows, kv_heads, -1, plane.shape[3])
-        picked.append(states[:, :, visible])
-    half = len(picked) // 2
+        pieces.append(states[:, :, visible])
+    half = len(pieces) // 2
     dtype = call.query.dtype
-    key = quantized.join(picked[:half], keys, dtype)
-    value = quantized.join(picked[half:], values, dtype)
+    key = quantized.join(pieces[:half], keys, dtype)
+    value = quantized.join(pieces[half:], values, dtype)
     return [key, value]

@@ -1,5 +1,5 @@
-"""Which rows and heads the portable path attends to together, computed once per step, and where
-their keys and values are in the blocks."""
+"""Plans which rows and heads the portable path attends to together, once per step, and where their
+keys and values are in the blocks. `gather` computes the attention."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from ...cache.reading import BlockLayout, Units
 from ...step import StepMetadata
 
 APART_QUERIES = 32
-"""From this many queries per row, rows of several lengths are not gathered together, and a group's
-heads run one after another if all scores are held at once."""
+"""From this many queries per row on, rows of several lengths are not gathered together, and the
+heads of a group run one after another if all scores are in memory at once."""
 
 SCRATCH_BYTES = 2 << 20
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""Gathered K and V at a time, in bytes, unless one head of one row takes more. On the CPU more
-would not stay in L2 and L3; on other devices less would take no longer than its launches."""
+"""Bytes of K and V gathered at a time, unless one head of one row takes more. On the CPU more would
+not stay in L2 and L3; on other devices gathering less would take no longer than the launches."""
 
 PADDING_SHARE = 8
-"""Rows of several lengths are gathered together while their padding takes at most this part of the
-scratch: it costs less than further operations."""
+"""Rows of several lengths are gathered together while their padding takes at most one part in this
+many of the scratch: that costs less than further operations."""
 
 SLICE_QUERIES = 256
-"""Queries at a time under a mask: skips keys that none of them sees, and bounds the mask's rows."""
+"""Queries at a time under a mask, which skips keys that none of them sees and bounds the rows of
+the mask."""
 
 Member = tuple[int, int]
 """A row's number, and the first position that it sees."""
 
 Geometry = tuple[int, int, int]
-"""The number of tokens that a row sees, the offset of the first in its block, and the first query
-that sees any."""
+"""The number of tokens that a row sees, the offset of the first one in its block, and the first
+query that sees any."""
 
-Rows = tuple[Geometry, list[Member]]
-"""A geometry, and its rows."""
+GeometryRows = tuple[Geometry, list[Member]]
+"""A geometry and its rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of one geometry, or padded to one, and a range of K/V heads, small enough for the
-    scratch."""
+    """Rows of one geometry, or padded to one, and a range of K/V heads, which fit in the scratch
+    together."""
 
     rows: slice | Tensor
     members: tuple[Member, ...]
     heads: slice
     offset: int  # of the visible range in the first gathered block
     length: int  # of the visible range
-    first_query: int  # earlier queries see nothing
-    # all queries in order, with the keys that any of them sees
+    first_query: int  # earlier queries see no keys
+    # all queries in order, each range with the keys that any of its queries sees
     slices: tuple[tuple[slice, slice], ...]
-    mask_keys: int  # columns of the step's mask, 0 if every query sees everything
+    mask_keys: int  # columns of the step's mask, 0 if every query sees every key
     causal: bool  # as many keys as queries, and each query sees keys up to itself
-    # of keys and values; if quantized, of codes and scales of each
+    # of keys and values; if quantized, of the codes and scales of keys, then of values
     units: tuple[Units, ...] = ()
     positions: Tensor | None = None
-    """For rows of several lengths: the position of each gathered token, `[rows, length]`. Rows end
-    together: in front of a shorter one its first visible token is repeated."""
+    """For rows of several lengths: the position of each gathered token, `[rows, length]`. Rows are
+    aligned at their ends: a shorter one is padded in front with copies of its first visible
+    token."""
     hidden: Tensor | None = None
-    """With `positions`: which of them are such repetitions, `[rows, 1, 1, length]`."""
+    """With `positions`: which of them are such padding, `[rows, 1, 1, length]`."""
     slots: slice | None = None
-    """For rows that are contiguous in memory (`seams.PlacedRows`): their slots, in which the
-    visible range begins at `offset`."""
+    """For rows that are contiguous in memory (`seams.PlacedRows`): their slots. The visible range
+    begins at `offset` in a slot."""
 
 
 Parts = tuple[tuple[Part, ...], bool]
@@ -76,8 +78,8 @@ every row."""
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> Parts:
-    """The parts of rows that are gathered, with their units in each layout. `step.plan` runs this
-    once for all layers of the same layouts."""
+    """Returns the parts of gathered rows, with their units in each layout. `step.plan` runs this
+    once for all layers with the same layouts."""
     geometries, is_complete = geometries_of(step)
     kv_heads = layouts[0].shape[1]
     size = step.block_size
@@ -119,19 +121,19 @@ def _units(
     heads: slice,
     positions: Tensor | None = None,
 ) -> tuple[Units, ...]:
-    """`BlockLayout.units` of each layout, computed once for equal ones."""
+    """Returns `BlockLayout.units` of each layout, computed once for equal layouts."""
     units = {layout: layout.units(tables, heads, positions) for layout in {*layouts}}
     return tuple(units[layout] for layout in layouts)
 
 
 def _similar(
     step: StepMetadata,
-    geometries: list[Rows],
+    geometries: list[GeometryRows],
     most: int,
-) -> Iterator[list[Rows]]:
-    """Groups geometries of similar lengths, of at most `most` tokens with their padding. Steps of
-    many queries have few rows, and skip what none of them sees."""
-    group = list[Rows]()
+) -> Iterator[list[GeometryRows]]:
+    """Groups geometries of similar lengths, of at most `most` tokens including padding. Steps of
+    many queries are not grouped: they have few rows, and skip keys that no query sees."""
+    group = list[GeometryRows]()
     num_rows = 0
     padding = 0
     queries = step.query_len or 1
@@ -142,7 +144,7 @@ def _similar(
         count = len(members)
         num_rows += count
         padding += (longest - length) * count
-        # a group's mask has a row for each query and head, kept for all layers
+        # the mask of a group has a row per query and head, and is kept for all layers
         mask_size = num_rows * longest * queries
         fits = mask_size <= most and padding * PADDING_SHARE <= most
         skips_queries = first_query > 0 or skipped > 0
@@ -158,11 +160,11 @@ def _similar(
 
 def _padded_part(
     step: StepMetadata,
-    group: list[Rows],
+    group: list[GeometryRows],
     layouts: tuple[BlockLayout, ...],
     make_part: Callable[..., Part],
 ) -> Part:
-    """The part of all rows of a group, whose first geometry is the longest."""
+    """Returns one part of all rows of a group, whose first geometry is the longest."""
     (length, _, _), _ = group[0]
     members = sorted(member for _, members in group for member in members)
     device = step.block_tables.device
@@ -186,9 +188,9 @@ def _padded_part(
     )
 
 
-def geometries_of(step: StepMetadata) -> tuple[list[Rows], bool]:
-    """Returns rows with their first visible position by geometry, longest first; and whether every
-    query sees a key."""
+def geometries_of(step: StepMetadata) -> tuple[list[GeometryRows], bool]:
+    """Returns the rows and their first visible positions by geometry, longest first, and whether
+    every query sees a key."""
     query_len = step.query_len
     assert query_len is not None
     geometries: dict[Geometry, list[Member]] = {}
@@ -213,9 +215,9 @@ def geometries_of(step: StepMetadata) -> tuple[list[Rows], bool]:
 def part_maker(
     step: StepMetadata,
     geometry: Geometry,
-    geometries: list[Rows],
+    geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """`Part` with the fields that all parts of one geometry share."""
+    """Returns `Part` with the fields set that all parts of one geometry share."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry
@@ -246,7 +248,7 @@ def part_maker(
 
 
 def _index(step: StepMetadata, members: list[Member]) -> slice | Tensor:
-    """The index of the members' rows: if possible a slice, which costs no copy."""
+    """Returns the index of the members' rows: if possible a slice, which needs no copy."""
     rows = [row for row, _ in members]
     first = rows[0]
     end = rows[-1] + 1

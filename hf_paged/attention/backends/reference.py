@@ -1,5 +1,5 @@
-"""Paged attention in plain PyTorch, which every backend is compared with. Any device, any dtype;
-slow."""
+"""`AttentionCall`, and paged attention in plain PyTorch, with which tests compare every backend.
+Any device, any dtype; never fast."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ...step import StepMetadata, row_groups
 
 
 class AttentionCall(NamedTuple):
-    """One layer's attention, the argument of every backend. Tokens of all rows are packed, row
-    after row."""
+    """The attention of one layer, which every backend takes as its argument. The tokens of all rows
+    are packed, row after row."""
 
     query: Tensor  # (T, heads, head_dim); head h reads K/V head h // (heads // kv_heads)
     blocks: KVBlocks  # keys and values of the layer
@@ -26,48 +26,48 @@ class AttentionCall(NamedTuple):
     scale: float  # factor on q @ k
     # scores become tanh(scores / softcap) * softcap before bias and mask
     softcap: float | None = None
-    # (heads,): one more logit per head that takes probability and adds no value
+    # (heads,): an extra logit per head, which takes probability and adds no value
     sinks: Tensor | None = None
     bias: Tensor | None = None
-    """Added to the scores. Broadcasts to `(n, heads, query_len, >= max seq_len)`, one for all rows
-    and queries if rows have different numbers of queries; the last axis is in each row's table
-    coordinates. May hold `-inf`."""
+    """Added to the scores. Broadcasts to `(n, heads, query_len, >= max seq_len)`, and is the same
+    for all rows and queries if rows have different numbers of queries. The last axis is in each
+    row's table coordinates. May hold `-inf`."""
     fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's tokens, if available."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is softmax(q k scale) v under the step's mask and nothing else."""
+        """Whether this is softmax(q k scale) v under the step's mask, without other features."""
         return self.softcap is None and self.sinks is None and self.bias is None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Queries, keys, values, and sinks and bias if given."""
-        given = (
+        """Queries, keys and values, and sinks and bias if given."""
+        tensors = (
             self.query,
             self.blocks.keys,
             self.blocks.values,
             self.sinks,
             self.bias,
         )
-        return tuple(tensor for tensor in given if tensor is not None)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a gradient is wanted."""
+        """Whether autograd requires a gradient of the result."""
         if not torch.is_grad_enabled():
             return False
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def of_heads(self, heads: slice, query: Tensor, bias: Tensor | None) -> AttentionCall:
-        """The call for some query heads, with their queries and bias."""
+        """Returns the call for some query heads, with their queries and bias."""
         sinks = self.sinks
         if sinks is not None:
             sinks = sinks[heads]
         return self._replace(query=query, bias=bias, sinks=sinks)
 
     def by_groups(self, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
-        """Attends to groups of rows with equally many queries, one after another."""
+        """Runs `attend` on groups of rows with equally many queries, one after another."""
         if self.step.query_len is not None:
             return attend(self)
         outputs = []
@@ -81,8 +81,8 @@ class AttentionCall(NamedTuple):
 
 
 def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
-    """The blocks of a layer, or a pair if the model mixes keys and values of several layers, or has
-    read them before and after another call made the pool larger."""
+    """Returns the blocks of the layer; or a pair of blocks, if the model mixes keys and values of
+    several layers or got them before and after another call grew the pool."""
     layer = key.layer
     keys = key.blocks
     values = value.blocks
@@ -94,10 +94,10 @@ def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBloc
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Attention of each row's queries over the K/V that its block table names (PagedAttention,
-    arXiv 2309.06180, sec. 4.1), summed in float32 (float64 for float64 inputs): `(T, heads,
+    """Computes the attention of each row's queries over the K/V in its block table (PagedAttention,
+    arXiv 2309.06180, section 4.1), summed in float32 (float64 for float64 inputs): `(T, heads,
     value_dim)`, contiguous, in the query's dtype. A slot that no query of its row sees is never
-    read, whatever it holds; a query that sees nothing gets zeros."""
+    read, whatever it holds; a query that sees no keys gets zeros."""
     step = call.step
     bias = call.bias
     keys = call.blocks.keys
@@ -115,8 +115,8 @@ def attend(call: AttentionCall) -> Tensor:
         bounds = torch.tensor(ranges, device=device).view(-1, 2)
         positions = torch.arange(step.seq_lens[row], device=device)
         visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
-        seen = visible.any(0)
-        positions = positions[seen]
+        by_any = visible.any(0)
+        positions = positions[by_any]
         blocks = step.block_tables[row].long()[positions // block_size]
         index = blocks, slice(None), positions % block_size
         # [1, kv_heads, positions, dim]
@@ -129,7 +129,7 @@ def attend(call: AttentionCall) -> Tensor:
             if length != 1:
                 added = added[..., positions]
         # [heads or 1, query_len, positions]
-        hidden = ~visible[:, seen]
+        hidden = ~visible[:, by_any]
         added = added.expand(*added.shape[:-2], *hidden.shape).masked_fill(hidden, -math.inf)
         row_call = call._replace(query=query.transpose(0, 1)[None])
         outputs.append(attend_densely(row_call, key, value, added, False)[0])
@@ -143,10 +143,10 @@ def attend_densely(
     mask: Tensor | None,
     sees_keys: bool,
 ) -> Tensor:
-    """Attention with the scale, softcap and sinks of `call` and its queries `[rows, heads, queries,
-    dim]`, over keys and values `[rows, kv_heads, keys, dim]`, summed in float32: `[rows, queries,
-    heads, value_dim]`. The mask is added to the scores `[rows, heads, queries, keys]`; without
-    `sees_keys`, it may leave a query nothing, which gets zeros."""
+    """Computes attention with the scale, softcap and sinks of `call` and its queries `[rows, heads,
+    queries, dim]` over keys and values `[rows, kv_heads, keys, dim]`, summed in float32: `[rows,
+    queries, heads, value_dim]`. The mask is added to the scores `[rows, heads, queries, keys]`.
+    Without `sees_keys`, the mask may hide all keys from a query, which then gets zeros."""
     query = call.query
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
@@ -168,7 +168,7 @@ def attend_densely(
     if sees_keys:
         weights = scores.softmax(dim=-1)
     else:
-        # their softmax would be NaN: zeros instead
+        # the softmax of a query that sees no keys would be NaN: use zeros instead
         blind = (scores == -math.inf).all(dim=-1, keepdim=True)
         weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
     # [rows, kv_heads, group * queries, keys]

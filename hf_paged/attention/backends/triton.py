@@ -1,5 +1,5 @@
 """Attention by the Triton kernels: one launch for rows of few queries, one for chunks, and cascades
-if they pay off."""
+if they pay off. Calls that the kernels do not support go to `gather`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .reference import AttentionCall
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
-    """Why `attend` does not support a call; `None` if it does."""
+    """Returns why `attend` does not support a call; `None` if it does."""
     query = call.query
     keys = call.blocks.keys
     values = call.blocks.values
@@ -25,15 +25,14 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     blocks_dtypes = (*DTYPES, *quantized.LARGEST)
     for tensor in tensors:
         is_blocks = tensor is keys or tensor is values
-        taken = blocks_dtypes if is_blocks else DTYPES
-        if tensor.dtype not in taken:
+        supported = blocks_dtypes if is_blocks else DTYPES
+        if tensor.dtype not in supported:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-            return f"dtypes {dtypes}: the kernels know {DTYPES}"
-    placed = (*tensors, step.block_tables)
-    if any(tensor.device != query.device for tensor in placed):
-        return f"tensors on other devices than the query's {query.device}"
+            return f"dtypes {dtypes}: the kernels support {DTYPES}"
+    if any(tensor.device != query.device for tensor in (*tensors, step.block_tables)):
+        return f"tensors on devices other than the query's {query.device}"
     if call.needs_grad:
-        return "a gradient is wanted: the kernels compute none"
+        return "the call requires a gradient: the kernels compute none"
     key_dim = keys.shape[3]
     value_dim = values.shape[3]
     if max(key_dim, value_dim) > MAX_DIM:
@@ -56,13 +55,13 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _prefill_reason(call: AttentionCall) -> str | None:
-    """`unsupported_reason` of the prefill kernel, beyond the limits it shares with the decode
-    kernel."""
+    """Returns the `unsupported_reason` of the prefill kernel, beyond the limits that it shares with
+    the decode kernel."""
     keys = call.blocks.keys
     values = call.blocks.values
     dtype = call.query.dtype
     if call.bias is not None and call.bias.shape[2] > 1:
-        return "a bias that differs among more queries than the decode kernel takes"
+        return "a bias that differs between more queries than the decode kernel takes"
     plain = (x for x in (keys, values) if not quantized.is_quantized(x))
     if any(torch.promote_types(dtype, x.dtype) != dtype for x in plain):
         return f"blocks of a wider dtype than the queries' {dtype}"

@@ -1,6 +1,7 @@
-"""Kernels on plain tensors: C++ for the CPU, Triton for GPUs.
+"""Kernels on plain tensors: C++ for the CPU, Triton for GPUs. Here: which attention backend a
+process prefers; `attention.backends` chooses one per call.
 
-`HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces one backend of attention.
+`HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces a backend.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ NAMES = ("reference", "gather", "cpp", "triton")
 
 
 def forced() -> str | None:
-    """The attention backend that `HF_PAGED_ATTENTION` names, or `None`. Raises `ValueError` for
-    unknown names, and `RuntimeError` for `cpp` if the kernels could not be built."""
+    """Returns the attention backend that `HF_PAGED_ATTENTION` names, or `None`. Raises `ValueError`
+    for unknown names, and `RuntimeError` for `cpp` if the kernels could not be built."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
@@ -34,8 +35,8 @@ def forced() -> str | None:
 
 
 def preferred(tensor: Tensor) -> str:
-    """The attention backend that is tried first for tensors like this one. Raises as `forced` and
-    `uses_triton`."""
+    """Returns the attention backend to try first for tensors like this one. Raises the errors of
+    `forced` and `uses_triton`."""
     if uses_triton(tensor):
         return "triton"
     name = forced()
@@ -48,14 +49,15 @@ def preferred(tensor: Tensor) -> str:
 
 def uses_triton(tensor: Tensor) -> bool:
     """Whether calls with tensors like this one go to the Triton kernels if those support them.
-    Raises as `forced`, and `RuntimeError` if `triton` is forced on a device without it."""
+    Raises the errors of `forced`, and `RuntimeError` if `triton` is forced on a device without
+    it."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)
     if name == "triton" and not triton.is_available(tensor.device):
         raise RuntimeError(
             f"{VARIABLE}=triton, but the kernels do not run on {tensor.device}: install Triton and"
-            " use a GPU that it knows (the log of hf_paged.kernels.triton says what failed), set"
+            " use a GPU that it supports (the log of hf_paged.kernels.triton says what failed), set"
             " TRITON_INTERPRET=1 before anything is imported to run them slowly on the CPU, or"
             " unset it"
         )

@@ -1,5 +1,5 @@
-"""Attention time per context token by block size: tables per machine, written by
-`benchmarks.tune`."""
+"""Attention time per context token by block size, from tables per machine that `benchmarks.tune`
+writes. `cache.block_sizes` chooses a size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FOLDER = Path(__file__).with_name("tables")
 
 
 def machine(device: torch.device) -> str:
-    """Names the table of a device: a processor's instruction level (`"x86-64-v3"`), or a GPU's
-    chip."""
+    """Returns the name of a device's table: a processor's instruction level (`"x86-64-v3"`), or a
+    GPU's chip."""
     if device.type != "cpu":
         from .triton import configs
 
@@ -31,8 +31,8 @@ def machine(device: torch.device) -> str:
 
 
 def key(kernel: str, stored: str) -> str:
-    """Names an entry of a table; `stored`: the dtype of keys and values in blocks, such as
-    `"int8"`."""
+    """Returns the name of a table's entry. `stored`: the dtype of keys and values in blocks, such
+    as `"int8"`."""
     return f"{kernel}/{stored}"
 
 
@@ -41,9 +41,9 @@ def find_costs(
     dtype: torch.dtype,
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
-    """Nanoseconds per context token by block size, for the kernel that serves a model in `dtype` on
-    this device; and the source of the times, or why there are none. Without times of a processor's
-    level, those of the best level that has any."""
+    """Returns nanoseconds per context token by block size, for the kernel that computes attention
+    of a model in `dtype` on this device; and the source of the times, or why there are none. If a
+    processor's level has no times, uses those of the best level that has."""
     kernel = preferred(torch.empty(0, device=device))
     stored = kv_dtype or str(dtype).removeprefix("torch.")
     entry = key(kernel, stored)

@@ -1,4 +1,5 @@
-"""Adds LoRA adapters' deltas to a layer's output for packed rows, one adapter per range of rows."""
+"""Adds the deltas of LoRA adapters to a layer's output for packed rows, one adapter per range of
+rows. `adapters` decides which rows have which adapter."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class LoraWeights(NamedTuple):
         return [self.a, self.b] if self.bias is None else [self.a, self.b, self.bias]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LoraWeights:
-        """The same adapter, with what `function` makes of its tensors."""
+        """Returns the same adapter with `function` applied to its tensors."""
         bias = None if self.bias is None else function(self.bias)
         return self._replace(a=function(self.a), b=function(self.b), bias=bias)
 
@@ -47,11 +48,11 @@ class Deltas:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.table: Any = None  # the Triton kernels': addresses, ranges and factors on the device
+        self.table: Any = None  # for the Triton kernels: addresses, ranges and factors on device
 
     def prepare(self, like: Tensor) -> None:
         """Copies the kernels' table to the device of `like`, so that later calls copy nothing and
-        can be captured. Does nothing where the Triton kernels do not run."""
+        can be captured. Does nothing on devices without the Triton kernels."""
         if self.table is None and self.parts and uses_triton(like):
             from .triton import lora  # needs Triton
 
@@ -65,18 +66,18 @@ class Deltas:
             from .triton import lora
 
             if lora.supports(out, x):
-                # `out` is as it was; processes that share the depth run the same kernels, which all
-                # fail
+                # on failure `out` is unchanged; processes that share the depth run the same
+                # kernels, so that all fail
                 with contextlib.suppress(LaunchFailedError):
                     lora.add_deltas(out, x, self.table)
                     return
-        add_each(out, x, self.parts)
+        add_portable(out, x, self.parts)
 
 
 class RecordedDeltas:
-    """As [`Deltas`], for captured steps: the Triton kernels read the ranges of rows on the device,
+    """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows on the device,
     where they change between replays. `ranges`: `(n, 2)` int64, of at most `most` rows each;
-    `weights` name their range by index."""
+    `weights` refer to their range by index."""
 
     def __init__(
         self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]
@@ -86,16 +87,16 @@ class RecordedDeltas:
         self.table = lora.table_over(ranges, most, weights)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """As `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not support, or
-        if they fail."""
+        """Same as `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not
+        support, or if they fail."""
         from .triton import lora
 
         if not lora.supports(out, x):
-            raise NotCapturable(f"LoRA's kernels do not take {x.dtype} and {out.dtype}")
+            raise NotCapturable(f"the LoRA kernels do not support {x.dtype} and {out.dtype}")
         try:
             lora.add_deltas(out, x, self.table)
         except LaunchFailedError as error:
-            raise NotCapturable("LoRA's kernels do not run") from error
+            raise NotCapturable("the LoRA kernels do not run") from error
 
 
 def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
@@ -107,8 +108,9 @@ def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
     return lora.supports_weights(weights, device)
 
 
-def add_each(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
-    """`Deltas.add` in plain PyTorch, operation for operation as PEFT computes one adapter alone."""
+def add_portable(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
+    """Computes `Deltas.add` in plain PyTorch, operation for operation like PEFT with one
+    adapter."""
     shrunk = [F.linear(x[start:end].to(lora.a.dtype), lora.a) for start, end, lora in parts]
     for (start, end, lora), middle in zip(parts, _summed(shrunk, parts)):
         target = out[start:end]
@@ -121,12 +123,12 @@ def add_each(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
 
 def _summed(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
     """Sums the products over processes that shard the depth, for all adapters in one all-reduce."""
-    places = [place for place, (*_, lora) in enumerate(parts) if lora.group is not None]
-    if places:
-        sharded = [shrunk[place] for place in places]
+    indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
+    if indices:
+        sharded = [shrunk[index] for index in indices]
         together = torch.cat([product.flatten() for product in sharded])
-        dist.all_reduce(together, group=parts[places[0]][2].group)
+        dist.all_reduce(together, group=parts[indices[0]][2].group)
         sums = together.split([product.numel() for product in sharded])
-        for place, product, total in zip(places, sharded, sums):
-            shrunk[place] = total.view(product.shape).to(product.dtype)
+        for index, product, total in zip(indices, sharded, sums):
+            shrunk[index] = total.view(product.shape).to(product.dtype)
     return shrunk

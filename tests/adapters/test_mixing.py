@@ -17,7 +17,7 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import files as adapter_files
-from hf_paged.kernels.lora import LoraWeights, add_each
+from hf_paged.kernels.lora import LoraWeights, add_portable
 from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.checks import model_state
@@ -558,7 +558,7 @@ def test_each_part_is_a_product_of_its_own() -> None:
         )
         for r, bias in ((2, None), (3, torch.randn(5, generator=draw)))
     ]
-    add_each(out, x, [(1, 3, loras[0]), (3, 6, loras[1])])
+    add_portable(out, x, [(1, 3, loras[0]), (3, 6, loras[1])])
     for rows, lora_weights in (((1, 3), loras[0]), ((3, 6), loras[1])):
         a, b, bias, scaling, _ = lora_weights
         expected = (x[slice(*rows)] @ a.T @ b.T + (0 if bias is None else bias)) * scaling

@@ -157,6 +157,6 @@ def test_cpp_is_not_built_for_other_devices(monkeypatch: pytest.MonkeyPatch) -> 
     """Building takes a minute, which the first call of a model on a GPU would spend for nothing."""
     monkeypatch.setattr(cpp, "is_available", lambda: pytest.fail("built"))
     monkeypatch.setattr(
-        hashing, "_hash_each", lambda tensors: torch.zeros(len(tensors), 2, dtype=torch.int64)
+        hashing, "_hash_on_device", lambda tensors: torch.zeros(len(tensors), 2, dtype=torch.int64)
     )
     assert hashing.hash_tensors([torch.empty(3, device="meta")]) == [None, [[0, 0]]]

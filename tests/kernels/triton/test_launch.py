@@ -162,14 +162,16 @@ def copy() -> tuple[Any, Any]:
 
 def hashes() -> tuple[Any, Any]:
     tensors = [torch.randn(7), torch.arange(3000)]
-    return hashing._hash_each(tensors), torch.stack([hashing.hash_portable(x) for x in tensors])
+    return hashing._hash_on_device(tensors), torch.stack(
+        [hashing.hash_portable(x) for x in tensors]
+    )
 
 
 def adapters() -> tuple[Any, Any]:
     parts = test_lora.parts([(0, 3, 4), (3, 5, 17)], torch.float32)
     x, out = torch.randn(5, test_lora.DEPTH), torch.randn(5, test_lora.WIDTH)
     expected = out.clone()
-    lora.add_each(expected, x, parts)
+    lora.add_portable(expected, x, parts)
     lora.Deltas(parts).add(out, x)
     return out, expected
 
@@ -255,7 +257,7 @@ def test_recorded_adapters_have_nothing_in_place_of_their_kernels(launches: Laun
     launches.fail = lambda name, number: errors()["driver"] if name == "_expand_kernel" else None
     weights = [each for *_, each in test_lora.parts([(0, 2, 4)], torch.float32)]
     deltas = lora.RecordedDeltas(torch.tensor([[0, 2]]), 2, list(enumerate(weights)))
-    with pytest.raises(NotCapturable, match="LoRA's kernels do not run"):
+    with pytest.raises(NotCapturable, match="the LoRA kernels do not run"):
         deltas.add(torch.zeros(2, test_lora.WIDTH), torch.zeros(2, test_lora.DEPTH))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_paged.kernels.lora import LoraWeights, Part, add_each
+from hf_paged.kernels.lora import LoraWeights, Part, add_portable
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -51,7 +51,7 @@ def test_adds_what_plain_products_add(
     table = lora.make_table(chosen, before.device)
     assert table is not None and lora.supports(before, x)
     expected, found = before.clone(), before.clone()
-    add_each(expected, x, chosen)
+    add_portable(expected, x, chosen)
     lora.add_deltas(found, x, table)
     assert found[others].isnan().all()
     scale = float(expected[named].float().abs().max())
@@ -88,7 +88,7 @@ def test_ranges_that_change() -> None:
         ranges.copy_(torch.tensor(bounds))
         out, expected = torch.zeros(20, WIDTH, device=DEVICE), torch.zeros(20, WIDTH, device=DEVICE)
         lora.add_deltas(out, x, table)
-        add_each(
+        add_portable(
             expected,
             x,
             [

@@ -66,7 +66,7 @@ def test_it_computes_what_pytorch_does(
 def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
     dtype: torch.dtype, has_bias: bool, calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "WIDENED_NUMBERS", 96 * 7)
+    monkeypatch.setattr(kernel, "WIDENED_ELEMENTS", 96 * 7)
     layer = nn.Linear(96, 40, bias=has_bias).to(dtype)
     x = torch.randn(3, 50, 96).to(dtype)
     expected = F.linear(x.float(), layer.weight.float(), layer.bias.float() if has_bias else None)

@@ -1,6 +1,6 @@
 """The C++ kernels of `kernels.cpp`: built on first use with the user's compiler unless the wheel
-has them, loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`, `is_available()` is
-False and `attention/backends/gather.py` serves."""
+contains them, loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`,
+`is_available()` is False and `attention/backends/gather.py` is used."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-# size of torch's serialised CPU generator; another size means another algorithm
+# size of torch's serialised CPU generator: another size means another algorithm
 _STATE_BYTES = 5056
 _lock = forks.lock()
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """A 16-byte hash of the content, order and sizes of memory spans: `sizes[i]` bytes from address
-    `starts[i]`. Raises `ValueError` for a negative size, or a size without an address."""
+    """Returns a 16-byte hash of the content, order and sizes of memory spans: `sizes[i]` bytes from
+    address `starts[i]`. Raises `ValueError` for a negative size, or a size without an address."""
     count = len(starts)
     if len(sizes) != count:
         raise ValueError(f"{count} addresses and {len(sizes)} sizes")
@@ -38,9 +38,9 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """`torch.multinomial(probs, 1, generator=generator).squeeze(1)`, on the CPU ten times as fast,
-    with the same draws and generator state, for any float dtype and device. Raises torch's
-    `RuntimeError` for probabilities that torch refuses. Calls may overlap in threads; a concurrent
+    """Computes `torch.multinomial(probs, 1, generator=generator).squeeze(1)`, ten times as fast on
+    the CPU, with the same draws and generator state, for any float dtype and device. Raises torch's
+    `RuntimeError` for probabilities that torch rejects. Calls may overlap in threads; a concurrent
     draw by torch from the same generator may repeat numbers."""
     fits = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
@@ -53,7 +53,8 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Draws by the kernel; `None`, without drawing, for probabilities that torch refuses."""
+    """Draws by the kernel; returns `None`, without drawing, for probabilities that torch
+    rejects."""
     drawn = torch.empty(len(probs), dtype=torch.int64, device="cpu")
     with _lock:  # the state is read, advanced and written back atomically
         state = generator.get_state()
@@ -67,8 +68,8 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 @functools.cache
 def _agrees() -> bool:
-    """Whether the kernel is available and draws as this build of torch does; torch does not promise
-    its algorithm."""
+    """Whether the kernel is available and draws like this build of torch, whose algorithm is not
+    documented."""
     generator = torch.Generator()
     generator.manual_seed(0)
     if not is_available() or generator.get_state().nbytes != _STATE_BYTES:
@@ -83,6 +84,6 @@ def _agrees() -> bool:
             or not drawn.equal(expected)
             or not other.get_state().equal(generator.get_state())
         ):
-            logger.info("torch.multinomial draws in its own way here: it is called as it is")
+            logger.info("this build of torch draws otherwise than ours: using torch.multinomial")
             return False
     return True

@@ -1,5 +1,5 @@
-"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many
-steps."""
+"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many steps.
+Calls that the kernels do not support raise, and never fall back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .build import batch_invariant, best_path, kernel, observer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# struct AttentionCall, in three parts: this call, the step, the layer
+# struct AttentionCall, in three parts: the call, the step, the layer
 _CALL = struct.Struct("4Q")
 _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("5Q7q")
 _PATH = struct.Struct("2q")
 _LAYER = struct.Struct("2Q20q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
-# struct StoreCall: this call, then the layer
+# struct StoreCall: the call, then the layer
 _STORE_CALL = struct.Struct("3Q")
 _STORE_LAYER = struct.Struct("2Q5q6q6q2q5q")
-# struct GatherCall: this call, then the step
+# struct GatherCall: the call, then the step
 _GATHER_CALL = struct.Struct("2Q6q")
 _GATHER_STEP = struct.Struct("2Q7q")
 
@@ -35,14 +35,14 @@ def _kind(x: Tensor) -> str:
 
 
 def _layout(x: Tensor | None) -> object:
-    """What a packed call fixes of a tensor that every call gives anew."""
+    """Returns the properties of a tensor argument that a packed call fixes."""
     if x is None:
         return None
     return x.dtype, x.shape, x.stride(), x.device
 
 
 class _Step(NamedTuple):
-    """The kernel's arguments for a step, equal for all layers."""
+    """The kernel's arguments for a step, which are equal for all layers."""
 
     packed: bytes
     tensors: dict[int, Tensor]  # by byte offset in `packed`
@@ -53,12 +53,12 @@ class _Step(NamedTuple):
 def _step_fields(step: StepMetadata) -> _Step:
     tables = step.block_tables
     lengths = step.on_device
-    uniform = step.query_len is not None  # then the kernel needs no `query_start`
+    is_uniform = step.query_len is not None  # then the kernel needs no `query_start`
     tensors = {
         "block_tables": tables,
         "seq_lens": lengths.seq_lens,
         "starts": lengths.starts,
-        "query_start": None if uniform else lengths.query_start,
+        "query_start": None if is_uniform else lengths.query_start,
         "origins": lengths.origins,
     }
     addresses = []
@@ -82,7 +82,7 @@ def _step_fields(step: StepMetadata) -> _Step:
             or tensor.dtype is not torch.int32
         ):
             raise ValueError(
-                f"{name} is {_kind(tensor)}, there are {step.num_rows} rows: the kernel takes"
+                f"{name} is {_kind(tensor)} for {step.num_rows} rows: the kernel takes"
                 f" torch.int32 on the CPU, {dims} dimensions, the last one contiguous"
             )
         by_offset[8 * len(addresses)] = tensor
@@ -100,8 +100,8 @@ def _step_fields(step: StepMetadata) -> _Step:
     return _Step(packed, by_offset, step.num_tokens, step.block_size)
 
 
-def _scales_behind(blocks: Tensor) -> int:
-    """Byte offset from a head's block to its scales; 0 if unquantized."""
+def _scales_offset(blocks: Tensor) -> int:
+    """Returns the byte offset from a head's block to its scales; 0 if unquantized."""
     if not quantized.is_quantized(blocks):
         return 0
     scales = quantized.scales(blocks)
@@ -109,11 +109,11 @@ def _scales_behind(blocks: Tensor) -> int:
 
 
 class Attention:
-    """Attention over the blocks of a layer, for queries of one shape and strides in every step,
-    with arguments checked and packed once. Holds addresses of the blocks, not tensors: the blocks
-    must outlive it."""
+    """Attention over the blocks of a layer, for queries of the same shape and strides in every
+    step, with arguments checked and packed once. Holds the addresses of the blocks, not the
+    tensors: the blocks must outlive it."""
 
-    signature: tuple[object, ...]  # set by the caller: identifies the calls that this object serves
+    signature: tuple[object, ...]  # set by the caller: identifies the calls that fit this object
 
     def __init__(
         self,
@@ -130,12 +130,12 @@ class Attention:
         tensors = (query, key_blocks, value_blocks)
         stored = quantized.NUMBERS.get(key_blocks.dtype, 0)
         dtype = key_blocks.dtype if stored else query.dtype
-        is_taken = (
+        is_supported = (
             query.dtype in DTYPES and key_blocks.dtype == dtype and value_blocks.dtype == dtype
         )
-        if not is_taken or not all(x.is_cpu for x in tensors):
+        if not is_supported or not all(x.is_cpu for x in tensors):
             queries, keys, values = (str(x.dtype).removeprefix("torch.") for x in tensors)
-            raise TypeError(  # without sizes: each distinct reason is logged once
+            raise TypeError(  # without sizes, since each distinct reason is logged once
                 "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU:"
                 f" queries are {queries}, keys {keys}, values {values}"
             )
@@ -160,11 +160,11 @@ class Attention:
                 " goes with (blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            is_taken = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
-            if not is_taken or sinks.shape != query.shape[1:2]:
-                error_type = ValueError if is_taken else TypeError
+            is_supported = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
+            if not is_supported or sinks.shape != query.shape[1:2]:
+                error_type = ValueError if is_supported else TypeError
                 raise error_type(
-                    f"sinks are {_kind(sinks)}: the C++ kernel takes floats side by side, one for"
+                    f"sinks are {_kind(sinks)}: the C++ kernel takes contiguous floats, one for"
                     f" each of {query.size(1)} heads"
                 )
         self._layouts = _layout(query), _layout(sinks)
@@ -194,8 +194,8 @@ class Attention:
             *key_blocks.stride()[:3],
             *value_blocks.stride()[:3],
             stored,
-            _scales_behind(key_blocks),
-            _scales_behind(value_blocks),
+            _scales_offset(key_blocks),
+            _scales_offset(value_blocks),
             scale,
             softcap or 0.0,
         )
@@ -208,8 +208,8 @@ class Attention:
         bias: Tensor | None = None,
     ) -> Tensor:
         """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those
-        of the constructor. Raises `TypeError`, `ValueError` or `IndexError` for what does not fit;
-        never reads outside of a tensor."""
+        of the constructor. Raises `TypeError`, `ValueError` or `IndexError` for arguments that do
+        not fit; never reads outside of a tensor."""
         if (_layout(query), _layout(sinks)) != self._layouts:
             raise ValueError(
                 f"queries are {_kind(query)}, sinks {None if sinks is None else _kind(sinks)}: the"
@@ -218,11 +218,11 @@ class Attention:
         fields = step.plan(_step_fields)
         if (fields.num_tokens, fields.block_size) != self._step_shape:
             raise ValueError(
-                f"a step of {fields.num_tokens} queries and blocks of {fields.block_size} tokens,"
-                f" where {self._step_shape} are needed"
+                f"the step has {fields.num_tokens} queries and blocks of {fields.block_size}"
+                f" tokens, but the call was packed for {self._step_shape}"
             )
         keys = 0
-        bias_at = 0
+        bias_address = 0
         bias_packed = _NO_BIAS
         if bias is not None:
             if bias.dtype not in DTYPES or not bias.is_cpu:
@@ -238,11 +238,11 @@ class Attention:
             strides = (
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
             )
-            bias_at = bias.data_ptr()
+            bias_address = bias.data_ptr()
             bias_packed = _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
         out = query.new_empty(self._out_shape)
-        sinks_at = 0 if sinks is None else sinks.data_ptr()
-        addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_at, bias_at)
+        sinks_address = 0 if sinks is None else sinks.data_ptr()
+        addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_address, bias_address)
         head = addresses + bias_packed
         path = _PATH.pack(best_path(), batch_invariant.get())
         call = head + fields.packed + path + self._packed
@@ -278,8 +278,8 @@ class Attention:
 
 
 class Store:
-    """Stores states of the same shapes and strides in every step. Holds addresses of the blocks,
-    not tensors."""
+    """Stores states of the same shapes and strides in every step. Holds the addresses of the
+    blocks, not the tensors."""
 
     def __init__(
         self,
@@ -310,10 +310,10 @@ class Store:
                 )
             stored = quantized.NUMBERS.get(blocks.dtype, 0)
             if stored:
-                is_taken = states.dtype in DTYPES
+                is_supported = states.dtype in DTYPES
             else:
-                is_taken = states.dtype is blocks.dtype
-            if not is_taken or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
+                is_supported = states.dtype is blocks.dtype
+            if not is_supported or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
                 raise TypeError(
                     f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel"
                     " takes one dtype, or floats and codes, on the CPU, the last dimension"
@@ -344,8 +344,8 @@ class Store:
             quantized.NUMBERS.get(key_blocks.dtype, 0),
             DTYPES.get(keys.dtype, 0),
             DTYPES.get(values.dtype, 0),
-            _scales_behind(key_blocks),
-            _scales_behind(value_blocks),
+            _scales_offset(key_blocks),
+            _scales_offset(value_blocks),
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -374,9 +374,9 @@ class Store:
             note("store", call, reads, {})
 
     def _check_slots(self, slots: Tensor) -> None:
-        is_taken = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-        if not is_taken or slots.shape != self._slots_shape:
-            error_type = ValueError if is_taken else TypeError
+        is_supported = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
+        if not is_supported or slots.shape != self._slots_shape:
+            error_type = ValueError if is_supported else TypeError
             raise error_type(
                 f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, contiguous,"
                 f" one for each of the {tuple(self._slots_shape)} new states"
@@ -385,9 +385,9 @@ class Store:
 
 def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns),
-    dim)`, contiguous, padding as zeros, from `blocks` `(num_blocks, heads, block_size, dim)` on the
-    CPU, of any dtype. Raises `IndexError` for a table that does not fit, `ValueError` for sizes and
-    tensors that do not."""
+    dim)`, contiguous, with zeros for padding, from `blocks` `(num_blocks, heads, block_size, dim)`
+    of any dtype on the CPU. Raises `IndexError` for a table that does not fit, `ValueError` for
+    sizes and tensors that do not."""
     if (
         not blocks.is_cpu
         or blocks.dim() != 4
@@ -399,7 +399,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
             f" {step.block_size} tokens a block, the last dimension contiguous"
         )
     packed, _ = step.plan(_gather_fields)
-    assert step.columns is not None  # else no fields
+    assert step.columns is not None  # checked by `_gather_fields`
     num_blocks, heads, _, dim = blocks.shape
     out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
     width = blocks.element_size()
@@ -424,8 +424,8 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
 
 
 def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
-    """The kernel's arguments for a step, equal for all layers, and the tensors whose addresses they
-    hold."""
+    """Returns the kernel's arguments for a step, which are equal for all layers, and the tensors to
+    whose addresses they point."""
     tables = step.block_tables.to("cpu", torch.int32)
     tables = tables.contiguous()
     columns = step.columns

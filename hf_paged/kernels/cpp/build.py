@@ -1,6 +1,6 @@
-"""Builds the C++ kernels once per machine and loads them with ctypes. The library is kept in a
-folder that no other user can replace. A truncated, altered or foreign library is compiled again,
-never loaded."""
+"""Builds the C++ kernels once per machine and loads them with ctypes. The library is stored in a
+folder that no other user can replace. Never loads a truncated, altered or foreign library, but
+compiles it again."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from .compiler import (
 
 logger = logging.getLogger(__package__)
 
-# From the best flags to those that any compiler accepts; the first that build are used.
+# From the best flags to those that any compiler accepts; the first flags that work are used.
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
-# seconds for which a process waits for another one that builds; then it builds for itself
+# seconds for which a process waits for another one that builds, before it builds for itself
 MAX_WAIT = 600.0
 
 VARIABLE = "HF_PAGED_ISA"
@@ -60,8 +60,8 @@ NAMES = (
     "tape",
 )
 
-# recorder of kernel calls: gets the name, the packed struct, and the tensors read and written by
-# offset in the struct
+# called with each kernel call: its name, the packed struct, and the tensors that it reads and those
+# that it writes, by offset in the struct
 observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
 observer = ContextVar("observer", default=None)
 
@@ -70,19 +70,19 @@ batch_invariant: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 
 
 def is_available() -> bool:
-    """Whether the kernels are available; builds them if this machine has not yet."""
+    """Whether the kernels are available; builds them on first use on this machine."""
     return library() is not None
 
 
 def kernel(name: str) -> Callable[[bytes], int]:
-    """A function of the library, which must be available: takes a packed struct and returns 0 or an
-    error number."""
+    """Returns a function of the library, which must be available. The function takes a packed
+    struct and returns 0 or an error number."""
     function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")
     return function
 
 
 def address_of(name: str) -> int:
-    """The address of the function that `kernel` returns."""
+    """Returns the address of the function that `kernel` returns."""
     function: Any = kernel(name)
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
@@ -91,8 +91,8 @@ def address_of(name: str) -> int:
 
 @functools.cache
 def best_path() -> int:
-    """The number of this CPU's best path, or of a lower one that `HF_PAGED_ISA` names. Raises
-    `ValueError` for unknown names."""
+    """Returns the number of this CPU's best path, or of a lower one that `HF_PAGED_ISA` names.
+    Raises `ValueError` for unknown names."""
     best = kernel("linear_path")(b"")
     name = os.environ.get(VARIABLE)
     if name and name not in PATHS:
@@ -104,7 +104,7 @@ def best_path() -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None with the reason in the log. Tried once per process."""
+    """Returns the loaded library, or logs the reason and returns `None`. Tried once per process."""
     if os.environ.get("HF_PAGED_CPP") == "0":
         logger.info("hf_paged runs without its C++ kernels, on the portable path: HF_PAGED_CPP=0")
         return None
@@ -127,13 +127,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the wheel's library, else that of the cache folder, compiled first if missing; if the
-    folder is unusable, one compiled for this process alone."""
+    """Loads the wheel's library, else the one in the cache folder, which it compiles if missing. If
+    the folder is unusable, compiles one for this process alone."""
     if (path := prebuilt.find()) is not None:
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
-            logger.info("the library of the wheel cannot be loaded, one is compiled: %s", error)
+            logger.info("compiling the kernels, since the wheel's library does not load: %s", error)
     compiler, key = _recipe()
     try:
         folder = _make_private(_cache_dir())
@@ -144,19 +144,20 @@ def _load() -> ctypes.CDLL:
             raise
         logger.warning(
             Topic.CPP_KERNELS(
-                "hf_paged: compiling the CPU kernels for this process alone, which every process"
-                " repeats, as they cannot be kept: %s. Set HF_PAGED_CACHE_DIR to a folder that is"
-                " yours and that only you can write to"
+                "hf_paged: compiling the CPU kernels for this process alone, and again in every"
+                " process, since they cannot be stored: %s. Set HF_PAGED_CACHE_DIR to a folder that"
+                " is yours and that only you can write to"
             ),
             error,
         )
         with tempfile.TemporaryDirectory(prefix="hf_paged-") as name:
-            # a loaded library needs its file no more
+            # a loaded library no longer needs its file
             return ctypes.CDLL(str(_build(_make_private(Path(name)), key, compiler)))
 
 
 def _recipe() -> tuple[list[str], str]:
-    """The compiler, and a key of the library that it builds from these sources on this CPU."""
+    """Returns the compiler, and a key of the library that it builds from these sources on this
+    CPU."""
     compiler = find_compiler()
     version = subprocess.run(
         [compiler[0], "--version"], capture_output=True, check=True, timeout=60
@@ -176,8 +177,8 @@ def _recipe() -> tuple[list[str], str]:
 
 
 def _find(folder: Path, key: str, level: int = logging.WARNING) -> Path | None:
-    """An intact library of this key in a private folder, or `None`, with the reasons logged at
-    `level`. Its name ends with the hash of its content; one rename creates name and content
+    """Returns an intact library of this key in a private folder, or `None`; logs why it rejects
+    others at `level`. A library's name ends with the hash of its content; one rename creates both
     together."""
     for path in sorted(folder.glob(f"cpp-{key}-*.so")):
         try:
@@ -202,16 +203,16 @@ def _find(folder: Path, key: str, level: int = logging.WARNING) -> Path | None:
 
 
 def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
-    """Builds the library in a private folder, or waits for the process that does. The system frees
-    the lock of a process that is killed. Raises `OSError` if the folder cannot be locked or written
-    to."""
+    """Builds the library in a private folder, or waits for the process that builds it. The system
+    releases the lock of a process that is killed. Raises `OSError` if the folder cannot be locked
+    or written to."""
     lock = FileLock(folder / "build.lock", timeout=MAX_WAIT)
     with lock:
         try:
             path = _find(folder, key, logging.DEBUG)
             if path is None:
                 for leftover in folder.glob(f"{tempfile.gettempprefix()}*.so"):
-                    # of builds that were killed
+                    # left by builds that were killed
                     leftover.unlink()
                 logger.warning(
                     Topic.CPP_KERNELS(
@@ -221,7 +222,7 @@ def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
                 path = _build(folder, key, compiler)
             return path
         finally:
-            # processes that wait for it lock a new one
+            # waiting processes lock a new file
             Path(lock.lock_file).unlink(missing_ok=True)
 
 
@@ -240,7 +241,7 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
                 path = (
                     folder / f"cpp-{key}-{hashlib.sha256(_read_private(Path(name))).hexdigest()}.so"
                 )
-                os.replace(name, path)  # atomic: another process sees no file or a whole one
+                os.replace(name, path)  # atomic: another process sees the whole file or none
                 seconds = time.perf_counter() - start
                 logger.warning(
                     Topic.CPP_KERNELS("hf_paged: compiled the CPU kernels in %.1f s"), seconds
@@ -252,8 +253,8 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
 
 
 def _cache_dir() -> Path:
-    """`$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`; `OSError`
-    if relative."""
+    """Returns `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`.
+    Raises `OSError` if it is relative."""
     name = next(
         (name for name in ("HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME"
     )
@@ -266,35 +267,31 @@ def _cache_dir() -> Path:
 
 
 def _cpu() -> str:
-    """Architecture and instruction sets, as far as the system reports them."""
+    """Returns the architecture and the instruction sets that the system reports."""
     return f"{platform.machine()} {' '.join(sorted(cpu_flags())) or platform.processor()}"
 
 
 def _make_private(folder: Path) -> Path:
     """Returns the folder without links; creates it if missing. Checks that it is ours alone (mode
-    700) and that only root and we can replace it or a link on its path, as for ssh's keys. Raises
-    `OSError` that names what to change."""
+    700) and that only root and we can replace it or a link on its path, like ssh does for keys.
+    Raises an `OSError` that says what to change."""
     resolved = Path(os.path.realpath(folder))
     user = os.geteuid()
-    for place in [
-        place for path in (folder, resolved) for place in (*reversed(path.parents), path)
-    ]:
+    for path in [path for end in (folder, resolved) for path in (*reversed(end.parents), end)]:
         try:
-            status = os.lstat(place)
+            status = os.lstat(path)
         except FileNotFoundError:
-            os.makedirs(place, mode=0o700, exist_ok=True)  # another process may have created it
-            status = os.lstat(place)
-        is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp is
+            os.makedirs(path, mode=0o700, exist_ok=True)  # another process may have created it
+            status = os.lstat(path)
+        is_sticky = status.st_mode & stat.S_ISVTX  # such as /tmp
         _check_access(
-            place, status, (0, user), may_be_open=stat.S_ISLNK(status.st_mode) or is_sticky
+            path, status, (0, user), may_be_open=stat.S_ISLNK(status.st_mode) or is_sticky
         )
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{place} is not a directory")
-    _check_access(place, status, (user,), may_be_open=True)
+        raise NotADirectoryError(f"{path} is not a directory")
+    _check_access(path, status, (user,), may_be_open=True)
     if status.st_mode & 0o077:
-        raise PermissionError(
-            f"{place} has mode {stat.S_IMODE(status.st_mode):o}: chmod 700 {place}"
-        )
+        raise PermissionError(f"{path} has mode {stat.S_IMODE(status.st_mode):o}: chmod 700 {path}")
     return resolved
 
 
@@ -306,7 +303,7 @@ def _read_private(path: Path) -> bytes:
     with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise PermissionError(f"{path} is not a plain file")
+            raise PermissionError(f"{path} is not a regular file")
         _check_access(path, status, (os.geteuid(),))
         return file.read()
 

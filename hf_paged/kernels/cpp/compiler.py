@@ -1,5 +1,5 @@
-"""The C++ sources, the flags for every compiler, the compiler of this machine, and the processor's
-flags."""
+"""The C++ sources, the flags of every build, the compiler of this machine, and the processor's
+flags. It builds nothing."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ COMMON_FLAGS = (
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command, with the options in `CXX`. Raises `RuntimeError` if there is
-    none."""
+    """Returns the command of the C++ compiler, with the options in `CXX`. Raises `RuntimeError` if
+    there is none."""
     if sys.platform == "win32":
-        raise RuntimeError("no build on Windows")
-    own = shlex.split(os.environ.get("CXX") or "")
-    names = own[:1] or ["c++", "g++", "clang++"]
+        raise RuntimeError("the kernels cannot be built on Windows")
+    configured = shlex.split(os.environ.get("CXX") or "")
+    names = configured[:1] or ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise RuntimeError(
             f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX"
         )
-    return [compiler, *own[1:]]
+    return [compiler, *configured[1:]]
 
 
 def link_flags(compiler: list[str]) -> tuple[str, ...]:
-    """The C++ library, for the command of a C compiler, which links none: `CXX=gcc`, which PEFT's
-    BOFT sets and leaves set when it cannot build its own kernels."""
+    """Returns the flags that link the C++ library if the command is a C compiler, which links none:
+    PEFT's BOFT sets `CXX=gcc`, and leaves it set when it cannot build its own kernels."""
     if any("++" in Path(part).name for part in compiler):
         return ()
     return ("-lc++" if sys.platform == "darwin" else "-lstdc++", "-lm")
@@ -60,8 +60,8 @@ def compile_command(compiler: list[str], flags: Sequence[str], output: Path) -> 
 
 
 def cpu_flags() -> set[str]:
-    """The CPU flags that Linux reports; empty on other systems."""
+    """Returns the CPU flags that Linux reports; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(found.partition(":")[2].split())
+    flags_line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return set(flags_line.partition(":")[2].split())

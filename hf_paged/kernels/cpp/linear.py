@@ -1,5 +1,5 @@
-"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by
-`linear.cpp`."""
+"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by `linear.cpp`.
+Tapes decide when to use them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights dominates, by path of `build.PATHS`; PyTorch serves more
-# rows
+# most rows for which reading the weights dominates, by path of `build.PATHS`; for more rows PyTorch
+# is used
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# most rows that these products serve where PyTorch converts number by number; fewest rows for which
-# `widened` is faster
+# where PyTorch converts element by element: the most rows for these products, and the fewest rows
+# for which `widened` is faster
 MAX_ROWS_ALONE, MIN_WIDENED_ROWS = 256, 129
-WIDENED_NUMBERS = 1 << 21  # elements of a weight converted at a time: 8 MiB
+WIDENED_ELEMENTS = 1 << 21  # elements of a weight converted at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # least width of a weight for AMX (`linear_path`)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which needs
-    instructions for the dtype or AVX-512. Otherwise PyTorch converts number by number, at a sixth
+    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which requires
+    instructions for the dtype or AVX-512. Otherwise PyTorch converts element by element, at a sixth
     of float32's speed."""
     names = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
@@ -46,7 +46,7 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """The most rows for which these products are used on this CPU."""
+    """Returns the most rows for which these products are used on this CPU."""
     if not is_native(dtype):
         return MAX_ROWS_ALONE
     path = list(PATHS)[best_path()]
@@ -86,15 +86,15 @@ def linear(
     bias: Tensor | None = None,
     path: int | None = None,
 ) -> Tensor:
-    """`F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float dtype on
-    the CPU: `(rows, width)`. Last dimensions are contiguous; of the weight it may be either
-    dimension. A row's result does not depend on other rows. Raises `TypeError` for other tensors,
+    """Computes `F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float
+    dtype on the CPU: `(rows, width)`. The last dimension must be contiguous; of the weight, either
+    may be. A row's result does not depend on other rows. Raises `TypeError` for other tensors,
     `ValueError` for shapes that do not fit."""
-    is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` keeps it
+    is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
     stored = weight.t() if is_transposed else weight
     for y in (x, stored) if bias is None else (x, stored, bias):
-        is_taken = y.is_cpu and y.dtype in DTYPES and y.dtype is x.dtype
-        if not is_taken or y.stride(-1) != 1:
+        is_supported = y.is_cpu and y.dtype in DTYPES and y.dtype is x.dtype
+        if not is_supported or y.stride(-1) != 1:
             raise TypeError(
                 "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for"
                 " all, on the CPU"
@@ -110,9 +110,9 @@ def linear(
     num_rows, depth = x.shape
     width = weight.shape[0]
     out = x.new_empty(num_rows, width)
-    bias_at = 0 if bias is None else bias.data_ptr()
+    bias_address = 0 if bias is None else bias.data_ptr()
     strides = stored.stride(0), out.stride(0)
-    piece = weight.data_ptr(), bias_at, out.data_ptr(), width, *strides
+    piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides
     head = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:
         path = best_path()
@@ -125,13 +125,13 @@ def linear(
 
 
 def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of `(rows, depth)` and `(width, depth)` by PyTorch in float32, each sum rounded
-    once."""
+    """Computes `F.linear` of `(rows, depth)` and `(width, depth)` with PyTorch in float32, rounding
+    each sum once."""
     numbers = x.float()
     width = weight.shape[0]
     out = x.new_empty(x.shape[0], width)
     longest = max(1, *weight.shape[1:], len(x))  # bounds the outputs, too
-    count = max(64, WIDENED_NUMBERS // longest)
+    count = max(64, WIDENED_ELEMENTS // longest)
     for first in range(0, width, count):
         part = slice(first, first + count)
         part_bias = None

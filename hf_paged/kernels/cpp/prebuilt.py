@@ -1,6 +1,6 @@
 """The prebuilt libraries of a wheel, one per instruction level, and the choice for this processor.
 `python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout
-has none."""
+contains none."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ LEVELS = {  # best first: compiler options, and the Linux CPU flags that they re
 
 
 def levels(flags: set[str]) -> Iterator[str]:
-    """The levels that a processor with these Linux CPU `flags` runs, best first."""
+    """Yields the levels that a processor with these Linux CPU `flags` supports, best first."""
     for level, (_, needed) in LEVELS.items():
         if flags.issuperset(needed.split()):
             yield level
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """The best library for a processor with these `flags` (default: this one), built from the
-    current sources and intact: its name ends with the hash of its content. `None` without one."""
+    """Returns the best library for a processor with these `flags` (default: this one) that is built
+    from the current sources and intact: its name ends with the hash of its content. `None` if there
+    is none."""
     if platform.machine() != "x86_64":
         return None
     if flags is None:
         flags = cpu_flags()
     for level in levels(flags):
-        for path in FOLDER.glob(f"kernels-{level}-{_of_sources()}-*.so"):
+        for path in FOLDER.glob(f"kernels-{level}-{_sources_hash()}-*.so"):
             if path.is_file() and path.stem.endswith(_hash(path)):
                 return path
     return None
@@ -57,7 +58,7 @@ def _hash(path: Path) -> str:
 
 
 @functools.cache
-def _of_sources() -> str:
+def _sources_hash() -> str:
     parts = *(source.read_bytes() for source in SOURCES), COMMON_FLAGS, LEVELS
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         path = FOLDER / f"{level}.so"
         command = compile_command(find_compiler(), [*flags.split(), *static], path)
         subprocess.run(command, check=True, timeout=300)
-        print(path.rename(path.with_name(f"kernels-{level}-{_of_sources()}-{_hash(path)}.so")).name)
+        print(
+            path.rename(path.with_name(f"kernels-{level}-{_sources_hash()}-{_hash(path)}.so")).name
+        )
     return 0
 
 

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for level in prebuilt.LEVELS:
         content = level.encode()
         digest = hashlib.sha256(content).hexdigest()[:16]
-        name = f"kernels-{level}-{prebuilt._of_sources()}-{digest}.so"
+        name = f"kernels-{level}-{prebuilt._sources_hash()}-{digest}.so"
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
@@ -53,7 +53,7 @@ def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     best = prebuilt.find(EVERY)
     assert best is not None
     # from other sources
-    best.rename(best.with_name(best.name.replace(prebuilt._of_sources(), "0123456789abcdef")))
+    best.rename(best.with_name(best.name.replace(prebuilt._sources_hash(), "0123456789abcdef")))
     second = prebuilt.find(EVERY)
     assert second is not None and level_of(second) == "x86-64-v4-bf16"
     second.write_bytes(second.read_bytes()[:-1])  # truncated: loading it would crash the process

@@ -1,6 +1,6 @@
-"""Triton kernels over paged K/V. Importing this package needs no Triton; importing one of its
-modules does. If a kernel does not run, launchers raise `launch.LaunchFailedError`, with no result
-written, or compute the same with PyTorch."""
+"""Triton kernels over paged K/V. Importing this package does not require Triton; importing most of
+its modules does. If a kernel does not run, launchers raise `launch.LaunchFailedError`, with no
+result written, or compute the same with PyTorch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ...topics import Topic
 logger = logging.getLogger(__name__)
 
 # Limits of the kernels:
-# of queries, keys and values; float32 products are exact
+# dtypes of queries, keys and values; float32 products are exact
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 BLOCK_SIZES = tuple(
     1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_VIRTUAL_BLOCK_SIZE.bit_length())
 )
 MAX_DIM = 576  # head dim of keys, and of values in decodes
 MAX_QUERIES = 16  # queries per row of a decode: they are packed with the heads of a group
-MAX_BATCH = 8192  # rows of a decode: each program reads the lengths of all
-MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips that the kernels are compiled and checked for
+MAX_BATCH = 8192  # rows of a decode: each program reads the lengths of all rows
+MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips for which the kernels are compiled and tested
 
 
 def is_available(device: torch.device) -> bool:
     """Whether the kernels run on tensors of `device`. The first call for a GPU compiles and runs a
     small kernel."""
-    if device.type == "cpu":  # by Triton's interpreter
+    if device.type == "cpu":  # in Triton's interpreter
         is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in (
             "1",
             "true",
@@ -47,9 +47,11 @@ def is_available(device: torch.device) -> bool:
 def _runs_on(device: torch.device) -> bool:
     try:
         if torch.version.hip is None and device.type == "cuda":
-            found = torch.cuda.get_device_capability(device)
-            if found < MIN_CAPABILITY:
-                raise RuntimeError(f"compute capability {found}, the kernels need {MIN_CAPABILITY}")
+            capability = torch.cuda.get_device_capability(device)
+            if capability < MIN_CAPABILITY:
+                raise RuntimeError(
+                    f"compute capability {capability}, but the kernels need {MIN_CAPABILITY}"
+                )
         from .store import store
 
         blocks = torch.zeros(1, 1, 8, 16, dtype=torch.float16, device=device)

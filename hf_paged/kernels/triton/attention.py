@@ -1,8 +1,8 @@
 """Triton attention over paged K/V: one kernel with two grids that do not depend on lengths, so that
 a captured graph stays valid as rows grow. Decodes: tiles of query rows by splits of rows, balanced
-on the device (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, sec. 3.3). Prompts,
-chunks and shared prefixes: tiles of the packed queries of all rows, the query heads of a K/V head
-side by side (FlashAttention-2, arXiv 2307.08691, sec. 3.1)."""
+on the device (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3). Prompts,
+chunks and shared prefixes: tiles of the packed queries of all rows, with the query heads of a K/V
+head side by side (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import MAX_BATCH
 from .attention_kernel import attention_kernel
 from .configs import (
     LaunchConfig,
-    as_numbers,
+    as_uint8,
     chip,
     dot_dtype,
     find_config,
@@ -32,8 +32,8 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Least tokens per split of a row, except its last: smaller splits cost more to merge than they
-gain."""
+"""Least tokens per split of a row, except its last: merging smaller splits costs more than they
+save."""
 
 
 def decode_attention(
@@ -47,10 +47,11 @@ def decode_attention(
     config: LaunchConfig | None = None,
     **features: Any,
 ) -> Any:
-    """Attention of `query_len` queries per row, at most `MAX_QUERIES`. Arguments and result are as
-    in `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows, heads, query_len, max
-    seq_len)`. Raises `IndexError` if it is shorter than the longest row. With `return_lse` also
-    returns the log-sum-exp of the scores, `(T, heads)` float32, including the sink."""
+    """Computes attention of `query_len` queries per row, at most `MAX_QUERIES`. Arguments and
+    result are those of `prefill_attention`; `bias`, added to the scores, broadcasts to `(rows,
+    heads, query_len, max seq_len)`. Raises `IndexError` if it is shorter than the longest row. With
+    `return_lse`, also returns the log-sum-exp of the scores, `(T, heads)` float32, including the
+    sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -64,7 +65,7 @@ def decode_attention(
     # 16 columns feed 2 of 4 warps
     value_tiles = split_dim(value_dim, smallest=32)
     key_tiles = split_dim(key_dim)
-    # If values are the first elements of the keys, as latents are, one load serves both.
+    # If values are the first elements of the keys, like latents, one load gets both.
     keys, values = (
         (x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks)
     )
@@ -87,8 +88,8 @@ def decode_attention(
     items = num_rows
     parts: dict[str, Any] = {}
     if is_split:
-        # One item more per row than its share of programs. BLOCK_ROWS is coarse, since each size is
-        # compiled once.
+        # One more item per row than its share of programs. BLOCK_ROWS has few sizes, since each is
+        # compiled separately.
         items = min(
             num_rows + target // programs, num_rows * triton.cdiv(longest, MIN_DECODE_SPLIT)
         )
@@ -147,18 +148,18 @@ def prefill_attention(
     is_merged: bool = True,
     **features: Any,
 ) -> Any:
-    """Attention of each row's last `query_len` tokens over the K/V in its block table, including
-    those of this step. Slots outside of a row's start and `seq_len` are never read. A query that
-    sees no keys gets zeros.
+    """Computes attention of each row's last `query_len` tokens over the K/V in its block table,
+    including those of this step. Slots outside of a row's start and `seq_len` are never read. A
+    query that sees no keys gets zeros.
 
     Args:
-        query: `(T, heads, head_dim)`, one row after the other; the blocks: `(num_blocks, kv_heads,
+        query: `(T, heads, head_dim)`, row after row; the blocks: `(num_blocks, kv_heads,
             block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
         bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all
             queries of a row.
-        query_index: `(T,)` int32, query `i` is `query[query_index[i]]`.
-        num_splits: Parts that each row's keys are cut into; by default chosen by the size of the
+        query_index: `(T,)` int32: query `i` is `query[query_index[i]]`.
+        num_splits: Parts into which each row's keys are split; by default chosen by the size of the
             chip.
         is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp
             of their scores, the first including the sink, `(splits, T, heads)`, both float32.
@@ -173,14 +174,14 @@ def prefill_attention(
     if config is None:
         config = find_config("prefill", key_dim, value_dim, query.dtype, rows, query.device)
         # A bias is loaded element by element, since its rows may have any alignment; codes are
-        # converted in registers, from which these chips' tensor cores read. In both cases large
-        # tiles would spill.
+        # converted in registers, from which the tensor cores of such chips read. In both cases
+        # large tiles would spill.
         converts = quantized.is_quantized(key_blocks) and not reads_shared(chip(query.device))
         if bias is not None or converts:
             most = 2048 // triton.next_power_of_2(key_dim)
             config = dataclasses.replace(config, tile=max(16, min(config.tile // 2, most)))
     tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
-    if num_splits is None:  # chosen so that programs fill the chip about once
+    if num_splits is None:  # so that programs fill the chip about once
         programs = max(1, tiles * kv_heads)
         longest = step.block_tables.shape[1] * block_size
         num_splits = max(
@@ -229,8 +230,8 @@ def cascade_attention(
     num_splits: int | None = None,
     **features: Any,
 ) -> Any:
-    """`decode_attention` of a step with one query per row, up to rounding: the tails' results,
-    which include the sinks, are rounded to the query's dtype before the merge."""
+    """Computes `decode_attention` of a step with one query per row, up to rounding: the results of
+    the tails, which include the sinks, are rounded to the query's dtype before the merge."""
     tensors = (query, key_blocks, value_blocks)
     index = cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
@@ -256,23 +257,23 @@ def _launch(
     lse: Tensor | None,
     config: LaunchConfig,
     value_tiles: tuple[int, int],
-    **given: Any,
+    **arguments: Any,
 ) -> None:
     heads, key_dim = query.shape[1:]
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()
     key_tiles = split_dim(key_dim)
-    is_plain = given.get("softcap") is None and given.get("bias") is None
+    is_plain = arguments.get("softcap") is None and arguments.get("bias") is None
     dtypes = [query.dtype]
     if quantized.is_quantized(key_blocks):
         scales = [quantized.scales(x) for x in (key_blocks, value_blocks)]
-        given |= dict(
+        arguments |= dict(
             zip(("key_scales", "value_scales"), scales), STORED=quantized.NUMBERS[key_blocks.dtype]
         )
-        key_blocks, value_blocks = (as_numbers(x) for x in (key_blocks, value_blocks))
+        key_blocks, value_blocks = (as_uint8(x) for x in (key_blocks, value_blocks))
     else:
         dtypes += [key_blocks.dtype, value_blocks.dtype]
-    written = out, lse, *(given.get(name) for name in ("part_out", "part_lse", "row_items"))
+    written = out, lse, *(arguments.get(name) for name in ("part_out", "part_lse", "row_items"))
     launch(
         attention_kernel,
         grid,
@@ -296,7 +297,7 @@ def _launch(
         VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
         CAUSAL=step.causal,
-        FOLDED=given["scale"] > 0 and is_plain,
+        FOLDED=arguments["scale"] > 0 and is_plain,
         SAME_STRIDES=key_blocks.stride() == value_blocks.stride(),
         DOT_DTYPE=dot_dtype(*dtypes),
         TILE=config.tile,
@@ -307,15 +308,15 @@ def _launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         writes=written,
-        **given,
+        **arguments,
     )
 
 
 def _bias_arguments(
     bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata
 ) -> dict[str, Any]:
-    """The kernel's arguments for a bias: its strides by row, packed token, head and key, and its
-    number of keys."""
+    """Returns the kernel's arguments for a bias: its strides by row, packed token, head and key,
+    and its number of keys."""
     if bias is None:
         return {}
     keys = bias.shape[-1] if bias.shape[-1] > 1 else step.block_tables.shape[1] * step.block_size

@@ -1,4 +1,5 @@
-"""Device code of `attention.py`: attention of tiles of query rows over the keys that they see."""
+"""Device code of `attention.py`: attention of tiles of query rows over the keys that they see.
+`attention.py` chooses launch parameters."""
 
 from __future__ import annotations
 
@@ -61,10 +62,10 @@ def _attend_tile(
     value_scales,
     MASKED: tl.constexpr,
 ):
-    """One step of FlashAttention's running softmax (arXiv 2205.14135, sec. 3.1): the tile of keys
-    from `first_key`."""
+    """Computes one step of FlashAttention's running softmax (arXiv 2205.14135, section 3.1): the
+    tile of keys from `first_key` on."""
     position = first_key + tl.arange(0, TILE)
-    # Unseen slots are not read: NaN times a weight of zero would be NaN.
+    # Hidden slots are not read: NaN times a weight of zero would be NaN.
     is_seen = (position >= low) & (position < high)
     if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE, so a tile lies within one block
         block = tl.zeros([TILE], dtype=tl.int64) + tl.load(
@@ -100,7 +101,7 @@ def _attend_tile(
     if not FOLDED:
         scores = scores * scale
     if softcap is not None:
-        # exact at both ends, where exp2 gives inf or 0; `libdevice.tanh` is slower
+        # exact at both ends, where exp2 returns inf or 0; `libdevice.tanh` is slower
         scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
     if bias is not None:
         bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
@@ -118,7 +119,7 @@ def _attend_tile(
     anchor = new_top
     if MASKED:
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if bias is not None:  # a bias may be its dtype's minimum; times the factor that would be -inf
+    if bias is not None:  # a bias may be its dtype's minimum, which times the factor would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * factor)
     else:  # one fused multiply-add per score
         weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
@@ -243,10 +244,10 @@ def attention_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    """Attention of one tile of query rows over the keys of their row, or a part of them. With
-    `BY_LENGTH` all rows have `query_len` queries, and their keys are split by length into items;
-    else `query_start` determines the tiles, and the keys of every row have the same number of
-    parts."""
+    """Computes attention of one tile of query rows over the keys of their row, or a part of them.
+    With `BY_LENGTH` all rows have `query_len` queries, and their keys are split by length into
+    items; else `query_start` determines the tiles, and the keys of every row have the same number
+    of parts."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
@@ -308,8 +309,8 @@ def attention_kernel(
             DOT_DTYPE
         )
 
-    # Some query of the tile sees each key in [low, high); all queries see those in [full_low,
-    # full_high).
+    # Each key in [low, high) is visible to some query of the tile; those in [full_low, full_high)
+    # are visible to all.
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
     high, full_low, full_high = seq_len, low, seq_len
@@ -338,8 +339,7 @@ def attention_kernel(
         high = tl.minimum(high, aligned + (part + 1) * size)
         full_high = tl.minimum(full_high, high)
 
-    # Scores times `factor` are exponents of two; if nothing is added to the scores, `factor`
-    # includes the scale.
+    # Scores times `factor` are exponents of two. With `FOLDED`, `factor` includes the scale.
     factor = scale * LOG2_E if FOLDED else LOG2_E
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -360,9 +360,9 @@ def attention_kernel(
         value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
 
-    # Tiles at both ends need masks; all queries see [full_begin, full_end) whole. Decodes use one
-    # masked loop for all tiles: the loads of an unmasked loop would start only after those of the
-    # ends have arrived.
+    # Tiles at both ends need masks; all queries see all keys of [full_begin, full_end). Decodes use
+    # one masked loop for all tiles: the loads of an unmasked loop would start only after those of
+    # the ends have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end
@@ -423,8 +423,8 @@ def attention_kernel(
                 unmasked == 0,
             )
 
-    # Rows of the output are numbered from `m` again: kept in the loop, their int64 numbers would
-    # cost registers.
+    # The row numbers of the output are recomputed from `m`: kept across the loop, they would cost
+    # registers.
     at = (m // GROUP * HEADS + m % GROUP).to(tl.int64) + kv_head * GROUP
     first = first_query.to(tl.int64)
     if SPLIT and not BY_LENGTH:

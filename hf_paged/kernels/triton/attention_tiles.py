@@ -1,5 +1,5 @@
 """Device code of `attention_kernel.py`: which rows and keys a program has, its tiles of keys and
-values, the store of its results."""
+values, and the store of its results. The running softmax is in `attention_kernel`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as
 
 @triton.jit
 def dot(a, b, acc):
-    """`a @ b + acc` in float32; float32 products are exact. Operands are converted for Triton's
+    """Computes `a @ b + acc` in float32; float32 products are exact. Converts operands for Triton's
     interpreter, which would multiply the bits of bfloat16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -38,7 +38,7 @@ def find_item(
     BLOCK_ROWS: tl.constexpr,
 ):
     """Returns an item's row and split, the row's number of splits and first item, and the tokens
-    per split. The row is at least `rows` for an unused item. Every row has a split, so that rows
+    per split. For an unused item the row is at least `rows`. Every row has a split, so that rows
     without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     ends = tl.load(seq_lens + i, mask=i < rows, other=0)
@@ -49,7 +49,7 @@ def find_item(
     size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
     size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
     splits = tl.where(i < rows, tl.maximum(tl.cdiv(tokens, size), 1), 0)
-    # The running sum is constant past the last row, so items past the last one get row BLOCK_ROWS.
+    # The running sum is constant past the last row, so that unused items get row BLOCK_ROWS.
     row = tl.sum((tl.cumsum(splits, axis=0) <= item).to(tl.int32), axis=0)
     first = tl.sum(tl.where(i < row, splits, 0), axis=0)
     return row, item - first, tl.sum(tl.where(i == row, splits, 0), axis=0), first, size
@@ -58,9 +58,9 @@ def find_item(
 @triton.jit
 def find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns a tile's row and its number within the row, which may be past the row's last tile.
-    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which leaves each row at least
-    the tiles it needs; a tile's row is the last that begins at or before it. Counting takes one
-    load where a binary search takes eight."""
+    Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
+    the tiles that it needs; a tile's row is the last one that begins at or before it. Counting
+    takes one load where a binary search takes eight."""
     row = -1
     for first in range(0, rows, 256):
         i = first + tl.arange(0, 256)
@@ -71,8 +71,8 @@ def find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit
 def load_tile(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads a tile of keys or values, zeros where masked. Masks that hide nothing are left out:
-    they cost registers and branches."""
+    """Loads a tile of keys or values, with zeros where masked. Omits masks that hide no elements,
+    since they cost registers and branches."""
     if MASK_TOKENS and MASK_DIMS:
         return tl.load(pointers, mask=is_seen & is_real, other=0.0)
     elif MASK_TOKENS:
@@ -85,9 +85,9 @@ def load_tile(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: 
 
 @triton.jit
 def convert_tile(tile, like, STORED: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`; codes (`quantized.NUMBERS`) convert
-    exactly, unscaled. 8-bit floats are converted by float16 bits, which differ only in the exponent
-    bias: this works on every chip."""
+    """Converts a tile of keys or values to the dtype of `like`. Codes (`quantized.NUMBERS`) convert
+    exactly, unscaled: 8-bit floats through the bits of float16, which differ only in the exponent
+    bias, since that works on every chip."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:
@@ -103,7 +103,7 @@ def convert_tile(tile, like, STORED: tl.constexpr):
 
 @triton.jit
 def scale_tile(tile, factors, STORED: tl.constexpr):
-    """Scales codes of values in float16, where the weights have not been scaled instead."""
+    """Scales codes of values in float16; in other dtypes the weights have been scaled instead."""
     if STORED and tile.dtype == tl.float16:
         return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
     else:
@@ -132,9 +132,9 @@ def store_rows(
 ):
     """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows
     that saw no keys."""
-    has_seen = total > 0.0
-    total = tl.where(has_seen, total, 1.0)
-    inverse = tl.where(has_seen, 1.0 / total, 0.0)[:, None]
+    has_keys = total > 0.0
+    total = tl.where(has_keys, total, 1.0)
+    inverse = tl.where(has_keys, 1.0 / total, 0.0)[:, None]
     d = tl.arange(0, VALUE_MAIN)[None, :]
     pointers = out + at[:, None] * VALUE_DIM + d
     tl.store(
@@ -151,6 +151,6 @@ def store_rows(
     if lse is not None:
         tl.store(
             lse + at,
-            tl.where(has_seen, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
+            tl.where(has_keys, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
             mask=is_row,
         )

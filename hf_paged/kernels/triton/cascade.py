@@ -1,5 +1,5 @@
-"""Finds rows of a decode step that share enough leading blocks to attend to them once for all these
-rows (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2). Needs no Triton."""
+"""Finds rows of a decode step that share enough leading blocks to attend to these once for all rows
+(cascade inference, FlashInfer, arXiv 2501.01005, section 3.1.2). Does not require Triton."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SharedPrefix(NamedTuple):
 class CascadeCosts(NamedTuple):
     token_bytes: int  # K and V of one token of a layer, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
-    rows_per_read: int  # rows whose queries one program serves while it reads a shared block once
-    splits: int = 1  # parts that shared keys are cut into
+    rows_per_read: int  # rows whose queries one program computes per read of a shared block
+    splits: int = 1  # parts into which shared keys are split
     overhead_bytes: int = 0  # bytes that could be read while two more kernels start, once per step
 
 
@@ -55,7 +55,7 @@ def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
 
 
 def default_costs(heads: int, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
-    """The costs of a layer with this many query heads."""
+    """Returns the costs of a layer with this many query heads."""
     kv_heads, _, key_dim = key_blocks.shape[1:]
     value_dim = value_blocks.shape[3]
     return CascadeCosts(
@@ -68,7 +68,7 @@ def default_costs(heads: int, key_blocks: Tensor, value_blocks: Tensor) -> Casca
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """The cascade that pays off for a step of decodes, or `None`."""
+    """Returns the cascade that pays off for a step of decodes, or `None`."""
     if not step.block_ids or any(step.starts):
         return None
     groups = plan_cascade(step.block_ids, step.seq_lens, step.block_size, costs, step.window)
@@ -82,10 +82,10 @@ def plan_cascade(
     costs: CascadeCosts,
     window: int | None = None,
 ) -> tuple[SharedPrefix, ...]:
-    """Groups of rows (each row in at most one) that move fewer bytes if their shared leading blocks
-    are read once per `rows_per_read` rows, at the cost of writing and reading one more state per
-    row and split; none if they save at most `overhead_bytes` together. The last token of a row is
-    never in a shared part, and rows longer than their window share nothing."""
+    """Returns groups of rows (each row in at most one) that move fewer bytes if their shared
+    leading blocks are read once per `rows_per_read` rows, at the cost of writing and reading one
+    more state per row and split; none if they save at most `overhead_bytes` together. The last
+    token of a row is never in a shared part, and rows longer than their window share no blocks."""
     usable = {
         row: (seq_len - 1) // block_size
         for row, seq_len in enumerate(seq_lens)
@@ -102,12 +102,12 @@ def _best(
     block_size: int,
     costs: CascadeCosts,
 ) -> tuple[list[SharedPrefix], int]:
-    """One group of all rows, or the best groups of subsets that share more blocks; and the bytes
-    saved."""
+    """Returns one group of all rows, or the best groups of subsets that share more blocks; and the
+    saved bytes."""
     if len(rows) < 2:
         return [], 0
-    # A prefix of both the least and the greatest table is one of all tables; list comparisons run
-    # in C.
+    # A prefix of both the least and the greatest table is a prefix of all tables; list comparisons
+    # run in C.
     chosen = [tables[row] for row in rows]
     least = min(chosen)
     greatest = max(chosen)
@@ -125,8 +125,8 @@ def _best(
     parts: list[SharedPrefix] = []
     total = 0
     for branch in branches.values():
-        found, saving = _best(branch, tables, usable, block_size, costs)
-        parts += found
+        groups, saving = _best(branch, tables, usable, block_size, costs)
+        parts += groups
         total += saving
     if whole > max(total, 0):
         return [SharedPrefix(tuple(rows), shared)], whole

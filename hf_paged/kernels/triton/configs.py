@@ -63,7 +63,7 @@ def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
-def as_numbers(blocks: Tensor) -> Tensor:
+def as_uint8(blocks: Tensor) -> Tensor:
     """Blocks as passed to kernels: 8-bit floats viewed as bytes, which every chip and Triton's
     interpreter support."""
     return (

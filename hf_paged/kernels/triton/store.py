@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import quantized
-from .configs import as_numbers, strides
+from .configs import as_uint8, strides
 from .launch import launch
 
 TINY = tl.constexpr(quantized.TINY)
@@ -175,8 +175,8 @@ def store(
         given |= dict(
             key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
         )
-        key_blocks = as_numbers(key_blocks)
-        value_blocks = as_numbers(value_blocks)
+        key_blocks = as_uint8(key_blocks)
+        value_blocks = as_uint8(value_blocks)
     launch(
         _store_kernel,
         (batch * tokens, triton.cdiv(heads, block_heads)),

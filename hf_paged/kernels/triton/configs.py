@@ -1,5 +1,5 @@
-"""Launch parameters by chip, head dims and dtype: from measured tables if there are any, else by a
-rule."""
+"""Launch parameters by chip, head dims and dtype, from measured tables if there are any, else by a
+rule. Launches nothing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LaunchConfig:
 
 
 def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
-    """Sizes of one or two power-of-two tiles, each at least `smallest`, that cover `dim` elements;
-    the second is 0 if two would not be smaller than one: 80 is 64 + 16, 576 is 512 + 64, 112 is 128
-    and not 64 + 64."""
+    """Returns the sizes of one or two power-of-two tiles, each at least `smallest`, that cover
+    `dim` elements. The second is 0 if two would not be smaller than one: 80 is 64 + 16, 576 is 512
+    + 64, 112 is 128 and not 64 + 64."""
     whole = max(smallest, triton.next_power_of_2(dim))
     if dim == whole or whole == smallest:
         return whole, 0
@@ -40,15 +40,16 @@ def split_dim(dim: int, smallest: int = 16) -> tuple[int, int]:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Strides of a tensor, 0 for dimensions with one element, whose stride is arbitrary and unused:
-    kernels are compiled separately for stride 1, multiples of 16 and others."""
+    """Returns the strides of a tensor, with 0 for dimensions of one element, whose stride is
+    arbitrary and unused: kernels are compiled separately for stride 1, multiples of 16 and
+    others."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors (compute units) of a GPU; for other devices that of
-    an H200."""
+    """Returns the number of streaming multiprocessors (compute units) of a GPU; for other devices
+    that of an H200."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type == "xpu":
@@ -57,15 +58,15 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def dot_dtype(*dtypes: torch.dtype) -> tl.dtype:
-    """The dtype to which operands of these dtypes are converted for `tl.dot`; it holds all their
-    values."""
+    """Returns the dtype to which operands of these dtypes are converted for `tl.dot`; it represents
+    all their values."""
     dtype = functools.reduce(torch.promote_types, dtypes)
     return {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
 
 
 def as_uint8(blocks: Tensor) -> Tensor:
-    """Blocks as passed to kernels: 8-bit floats viewed as bytes, which every chip and Triton's
-    interpreter support."""
+    """Returns blocks as kernels take them: 8-bit floats viewed as bytes, which every chip and
+    Triton's interpreter support."""
     return (
         blocks.view(torch.uint8)
         if blocks.is_floating_point() and blocks.element_size() == 1
@@ -74,7 +75,8 @@ def as_uint8(blocks: Tensor) -> Tensor:
 
 
 def chip(device: torch.device) -> str:
-    """Names the table of a device: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` if it is no GPU."""
+    """Returns the name of a device's table: `"sm90"`, `"gfx942"`, `"xpu"`, or `"none"` if it is not
+    a GPU."""
     if device.type == "cuda":
         if torch.version.hip is not None:
             return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
@@ -91,8 +93,8 @@ def _block_shared(driver: Any, index: Any) -> int:
 
 
 def block_shared(device: torch.device) -> int:
-    """The most bytes of shared memory that a block may have; on the CPU, which has no limit, that
-    of chips 8.6."""
+    """Returns the most bytes of shared memory that a block may have; on the CPU, which has no
+    limit, those of chips of compute capability 8.6."""
     if device.type == "cpu":
         return 99 << 10
     driver = triton.runtime.driver.active
@@ -102,13 +104,13 @@ def block_shared(device: torch.device) -> int:
 
 
 def reads_shared(chip: str) -> bool:
-    """Whether tensor cores read both operands from shared memory (Hopper's, and Blackwell's in data
+    """Whether tensor cores read both operands from shared memory (Hopper, and Blackwell in data
     centres); those of other chips read registers."""
     return chip.startswith(("sm90", "sm10"))
 
 
 def key(kernel: str, key_dim: int, value_dim: int, dtype: torch.dtype, rows: int) -> str:
-    """Names an entry of a table; `rows`: query rows that share a K/V head."""
+    """Returns the name of a table's entry. `rows`: query rows that share a K/V head."""
     block_m = max(16, triton.next_power_of_2(rows))
     return f"{kernel}/{key_dim}x{value_dim}/{str(dtype).removeprefix('torch.')}/m{block_m}"
 
@@ -122,9 +124,9 @@ def find_config(
     device: torch.device,
     value_is_key: bool = False,
 ) -> LaunchConfig:
-    """The measured config of the kernel `"decode"` or `"prefill"` for this chip, else the default
-    one. `value_is_key`: values are the first elements of the keys, so that the kernel loads one
-    tile for both."""
+    """Returns the measured config of the kernel `"decode"` or `"prefill"` for this chip, else the
+    default one. `value_is_key`: values are the first elements of the keys, so that the kernel loads
+    one tile for both."""
     name = chip(device)
     arguments = (key_dim, value_dim, dtype)
     measured = _tables(name).get(
@@ -153,9 +155,9 @@ def fit(
     limit: int,
     value_is_key: bool = False,
 ) -> LaunchConfig:
-    """The config with fewer stages or smaller tiles, so that a block takes at most `limit` bytes of
-    shared memory. A decode waits for memory, so it keeps its stages; other steps compute, so they
-    keep their tile as long as they can.
+    """Returns the config with fewer stages or smaller tiles, so that a block takes at most `limit`
+    bytes of shared memory. Decodes are bound by memory, so they keep their stages; other steps are
+    bound by compute, so they keep their tile as long as possible.
     """
     while shared_bytes(config, kernel, key_dim, value_dim, dtype, chip, value_is_key) > limit:
         if config.tile > 16 and (kernel == "decode" or config.num_stages <= 2):
@@ -176,8 +178,8 @@ def shared_bytes(
     chip: str,
     value_is_key: bool = False,
 ) -> int:
-    """Most bytes of shared memory that a block of the kernel takes: queries, weights, and the tiles
-    of keys and values that the loop's pipeline holds."""
+    """Returns the most bytes of shared memory that a block of the kernel takes: queries, weights,
+    and the tiles of keys and values that the loop's pipeline holds."""
     is_decode = kernel == "decode"
     keys = sum(split_dim(key_dim))
     values = (
@@ -195,9 +197,9 @@ def shared_bytes(
 def default_decode_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str = "none"
 ) -> LaunchConfig:
-    """Tiles of about 32 KiB of K and V together, the next one in flight while one is used: a
-    multiprocessor of an H200 needs about 26 KiB in flight (4.8 TB/s, 700 ns). Block ids are
-    prefetched too, so two tiles take five stages. The accumulators of wide heads fill the
+    """Returns a config with tiles of about 32 KiB of K and V together, the next one in flight while
+    one is used: a multiprocessor of an H200 needs about 26 KiB in flight (4.8 TB/s, 700 ns). Block
+    ids are prefetched, too, so two tiles take five stages. The accumulators of wide heads fill the
     registers."""
     widest = max(key_dim, value_dim)
     block_m = max(16, triton.next_power_of_2(rows))
@@ -227,8 +229,8 @@ def default_decode_config(
 def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str
 ) -> LaunchConfig:
-    """Large tiles that compile without register spills. `rows`: most query rows of one row and K/V
-    head."""
+    """Returns a config with large tiles that compile without register spills. `rows`: the most
+    query rows of one row and K/V head."""
     widest = max(key_dim, value_dim)
     is_short = rows <= 64
     if dtype == torch.float32:  # products without tensor cores keep whole tiles in registers

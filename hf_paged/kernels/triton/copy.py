@@ -1,4 +1,5 @@
-"""Triton copies of blocks within the tensors of all layers in one launch."""
+"""Triton copies of blocks within the tensors of all layers in one launch. `cache.copies` decides
+which blocks."""
 
 from __future__ import annotations
 
@@ -32,33 +33,33 @@ def _copy_kernel(
 
 
 def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The address and the bytes per block of each contiguous tensor `(num_blocks, ...)`."""
+    """Returns the address and the bytes per block of each contiguous tensor `(num_blocks, ...)`."""
     return [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
 
 
-def copy_blocks(places: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
+def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
     """Copies block `source` to block `target` of each tensor, for each pair, in one launch, without
     waiting for it.
 
     Args:
-        places: The result of `describe` for the tensors, on the host.
-        table: `(len(places), 2)` int64, the same on the device of the tensors.
+        addresses: The result of `describe` for the tensors, on the host.
+        table: `(len(addresses), 2)` int64, the same on the device of the tensors.
         pairs: `(n, 2)` int64, on that device, sources and targets. Ids must be valid, which is not
             checked; targets must be distinct, and none may also be a source: programs run in any
             order.
     """
-    most = max(block_bytes for _, block_bytes in places)
+    most = max(block_bytes for _, block_bytes in addresses)
     if most * len(pairs) == 0:
         return
-    is_aligned = all((address | block_bytes) % 8 == 0 for address, block_bytes in places)
+    is_aligned = all((address | block_bytes) % 8 == 0 for address, block_bytes in addresses)
     word, word_bytes = (tl.int64, 8) if is_aligned else (tl.uint8, 1)
-    # it writes to the blocks of the table, never in a forward that is recorded
+    # `writes` names the table for the blocks at its addresses; recorded forwards copy no blocks
     launch(
         _copy_kernel,
-        (len(pairs) * len(places), triton.cdiv(most, TILE_BYTES)),
+        (len(pairs) * len(addresses), triton.cdiv(most, TILE_BYTES)),
         table,
         pairs,
-        len(places),
+        len(addresses),
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,

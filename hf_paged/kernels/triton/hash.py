@@ -16,7 +16,7 @@ from .launch import launch
 
 TILE = 1024  # 8-byte words that a program reads at a time: 8 per thread of four warps
 PROGRAMS_PER_SM = 5  # resident programs per multiprocessor, with 90 registers per thread
-# The constants of `hash_portable`, as Triton's uint64 holds them.
+# The constants of `hash_portable`, as uint64.
 _STEP = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
@@ -24,7 +24,7 @@ _SECOND = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _mix(words, position):
-    # The two summands of each word. Products and sums of uint64 are modulo 2^64.
+    # Returns the two summands of each word. Products and sums of uint64 are modulo 2^64.
     mixed = words ^ (position * _STEP)
     mixed = (mixed ^ (mixed >> 30)) * _FIRST
     mixed = (mixed ^ (mixed >> 27)) * _SECOND
@@ -35,12 +35,12 @@ def _mix(words, position):
 @triton.jit
 def _load_bytes(address, word, num_bytes):
     # Loads words of a tensor at any alignment, with zeros for bytes past its end.
-    found = tl.zeros_like(word).to(tl.uint64)
+    loaded = tl.zeros_like(word).to(tl.uint64)
     for byte in range(8):
         at = word * 8 + byte
         value = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < num_bytes, other=0)
-        found |= value.to(tl.uint64) << (8 * byte)
-    return found
+        loaded |= value.to(tl.uint64) << (8 * byte)
+    return loaded
 
 
 @triton.jit(do_not_specialize=["num_tensors", "num_tiles", "tiles_of_program"])
@@ -86,8 +86,8 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_of_program, TILE: tl
 
 
 def hash_all(tensors: Sequence[Tensor]) -> Tensor:
-    """`hash_portable`, bit for bit, of each of several contiguous tensors of any dtype and size on
-    one device: `(len(tensors), 2)` int64 there, in one launch, without waiting for it. Raises
+    """Returns `hash_portable`, bit for bit, of contiguous tensors of any dtype and size on one
+    device: `(len(tensors), 2)` int64 there, in one launch, without waiting for it. Raises
     `LaunchFailedError`."""
     device = tensors[0].device
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)

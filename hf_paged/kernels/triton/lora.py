@@ -1,5 +1,5 @@
 """Triton segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547, section 4): two
-launches per layer, for any number of adapters."""
+launches per layer for any number of adapters. Callers fall back to `kernels.lora`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ROWS, WIDTH = 16, 64  # tile sizes: an estimate, not a measurement
 DEPTH = 32  # depth of a tile; larger ones spill registers
 
 
-class Table(NamedTuple):
-    """The kernels' description of the parts of one layer."""
+class LoraTable(NamedTuple):
+    """Describes the parts of one layer to the kernels."""
 
     parts: Tensor  # (parts, FIELDS) int64
     # (ranges, 2) int64: rows `[start, end)`; they change between replays of a captured step
@@ -53,7 +53,7 @@ def _shrink_kernel(
     DEPTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Rows of one part times its A: [ROWS, RANK], zero in columns past the part's rank.
+    # Multiplies rows of one part by its A: [ROWS, RANK], zero in columns past the part's rank.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -93,7 +93,7 @@ def _expand_kernel(
     TYPE: tl.constexpr,
 ):
     # Adds `middle` times a part's B, plus bias, [ROWS, WIDTH], to the base layer's output. Rounds
-    # as PyTorch does.
+    # like PyTorch.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -116,14 +116,14 @@ def _expand_kernel(
             tl.float32
         )
     delta = (delta.to(TYPE).to(tl.float32) * tl.load(scaling + tl.program_id(0))).to(TYPE)
-    place = out + row * out_row + w
+    target = out + row * out_row + w
     mask = (row < end) & (w < width)
-    before = tl.load(place, mask=mask, other=0.0)
-    tl.store(place, (before.to(tl.float32) + delta.to(tl.float32)).to(before.dtype), mask=mask)
+    before = tl.load(target, mask=mask, other=0.0)
+    tl.store(target, (before.to(tl.float32) + delta.to(tl.float32)).to(before.dtype), mask=mask)
 
 
-def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
-    """The table of `parts`; `None` if the kernels do not support their weights
+def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
+    """Returns the table of `parts`; `None` if the kernels do not support their weights
     (`supports_weights`)."""
     if not supports_weights([lora for *_, lora in parts], device):
         return None
@@ -134,9 +134,9 @@ def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
     return table_over(bounds, most, [(number, lora) for number, (*_, lora) in enumerate(parts)])
 
 
-def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> Table:
-    """The table of weights, each with the index of its range in `ranges` `(n, 2)` int64 on the
-    device, of at most `most` rows each."""
+def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> LoraTable:
+    """Returns the table of weights, each with the index of its range in `ranges`, `(n, 2)` int64 on
+    the device, of at most `most` rows each."""
     device = ranges.device
     first = weights[0][1]
     numbers = [
@@ -148,7 +148,7 @@ def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeigh
         [lora.scaling for _, lora in weights], dtype=torch.float32, device=device
     )
     rank = max(16, triton.next_power_of_2(max(len(lora.a) for _, lora in weights)))
-    return Table(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
+    return LoraTable(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
@@ -170,8 +170,8 @@ def supports(out: Tensor, x: Tensor) -> bool:
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 
-def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
-    """Runs `kernels.lora.Deltas.add` without waiting for the device."""
+def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
+    """Computes `kernels.lora.Deltas.add` without waiting for the device."""
     kind = TYPES[table.dtype]
     middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.most, ROWS)

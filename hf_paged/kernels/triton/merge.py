@@ -1,5 +1,5 @@
-"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their
-scores."""
+"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their scores.
+Falls back to PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge_kernel(
     BLOCK_PARTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # One query and BLOCK_HEADS heads per program.
+    # Each program merges one query and BLOCK_HEADS heads.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
@@ -57,21 +57,21 @@ def merge_kernel(
     every = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
     lse_part = queries * HEADS
     lse_rows = partials_lse + (first * lse_part + source * HEADS + head)[None, :]
-    seen = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
-    top = tl.max(seen, axis=0)
+    lses = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
+    top = tl.max(lses, axis=0)
     if tail_lse is not None:
-        own = tl.load(tail_lse + at, mask=real, other=nothing)
-        top = tl.maximum(top, own)
+        tail = tl.load(tail_lse + at, mask=real, other=nothing)
+        top = tl.maximum(top, tail)
     anchor = tl.where(top == nothing, 0.0, top)
-    total = tl.sum(tl.exp2((seen - anchor[None, :]) * LOG2_E), axis=0)
+    total = tl.sum(tl.exp2((lses - anchor[None, :]) * LOG2_E), axis=0)
 
     # A part that saw no keys has weight 0; its values are undefined.
     acc = tl.zeros([BLOCK_HEADS, VALUE_WIDTH], dtype=tl.float32)
     if tail_lse is not None:
-        weight = tl.exp2((own - anchor) * LOG2_E)
+        weight = tl.exp2((tail - anchor) * LOG2_E)
         total += weight
-        own_values = tl.load(target, mask=inside & (weight > 0.0)[:, None], other=0.0)
-        acc += weight[:, None] * own_values.to(tl.float32)
+        tail_values = tl.load(target, mask=inside & (weight > 0.0)[:, None], other=0.0)
+        acc += weight[:, None] * tail_values.to(tl.float32)
     rows = (
         partials
         + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
@@ -108,16 +108,16 @@ def merge(
     most_parts: int | None = None,
 ) -> None:
     """Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005,
-    sec. 2.2). A part whose log-sum-exp is `-inf` is ignored, whatever it holds; if all are, the
-    result is zeros. In plain PyTorch if the kernel does not run, so that the parts, which took most
-    of the time, are used.
+    section 2.2). Ignores a part whose log-sum-exp is `-inf`, whatever it holds; if all are, the
+    result is zeros. Uses plain PyTorch if the kernel does not run, since most of the time went into
+    the parts.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of
             `n` queries.
         out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)`
             float32, written.
-        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which then is one more
+        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which is then another
             part; may be `out_lse`.
         index: `(n,)`, the token of `out` of each query, each at most once; `0 .. n - 1` without it.
         row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of
@@ -130,7 +130,7 @@ def merge(
         return
     most = most_parts or parts
     width = triton.next_power_of_2(value_dim)
-    # few variants
+    # few sizes, since each is compiled separately
     block_parts = next(
         (size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most)
     )
@@ -175,7 +175,7 @@ def _merge_portable(
     row_items: Tensor | None,
     most_parts: int,
 ) -> None:
-    """`merge` in plain PyTorch, without waiting for the device."""
+    """Computes `merge` in plain PyTorch, without waiting for the device."""
     nothing = float("-inf")
     before = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)

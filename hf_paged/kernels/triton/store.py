@@ -1,4 +1,5 @@
-"""Triton store of a step's keys and values into their blocks."""
+"""Triton store of a step's keys and values into their blocks, unquantized or quantized.
+`cache.store` falls back to PyTorch."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ TINY = tl.constexpr(quantized.TINY)
 
 @triton.jit
 def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The bits of an 8-bit float for each number, rounded to nearest even; numbers must be in
-    range."""
+    """Returns the bits of an 8-bit float for each number, rounded to nearest even; numbers must be
+    in range."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
     bits = x.to(tl.uint32, bitcast=True)
@@ -26,11 +27,11 @@ def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     normal = (
         magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)
     ) >> SHIFT
-    # its last bit is the smallest subnormal
+    # the last bit of `unit` is the smallest subnormal: the sum rounds to multiples of that
     unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
-    found = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
-    return ((found & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
+    code = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
+    return ((code & 0x7F) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -60,12 +61,12 @@ def _store_states(
         scale += tl.sum(x * 0.0, axis=1)  # NaN if an element is not finite
         x = x * (1.0 / scale)[:, None]
         if STORED == 1:  # adding 1.5 * 2^23 rounds to an integer
-            found = ((x + 12582912.0) - 12582912.0).to(tl.int8)
+            codes = ((x + 12582912.0) - 12582912.0).to(tl.int8)
         elif STORED == 2:
-            found = _code8(x, 3, 7)
+            codes = _code8(x, 3, 7)
         else:
-            found = _code8(x, 2, 15)
-        tl.store(target, found, mask=mask)
+            codes = _code8(x, 2, 15)
+        tl.store(target, codes, mask=mask)
         tl.store(scales, scale, mask=is_head)
 
 
@@ -111,13 +112,13 @@ def _store_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    # One token and BLOCK_HEADS heads per program. Addresses are int64: states of a long prompt
-    # exceed 2^31 elements.
+    # Each program stores one token and BLOCK_HEADS heads. Addresses are int64: states of a long
+    # prompt exceed 2^31 elements.
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
-    # Slots outside the pool are skipped as -1 is: a captured graph cannot raise, and must not write
-    # elsewhere.
+    # Slots outside the pool are skipped like -1: a captured graph cannot raise, and must not write
+    # outside the pool.
     if (slot < 0) | (slot >= num_slots):
         return
     block = slot // BLOCK_SIZE
@@ -157,9 +158,9 @@ def _store_kernel(
 def store(
     keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
 ) -> None:
-    """The store of `cache.store.choose_store` in one launch, without waiting for the device.
-    Slots, int32 or int64, that are negative or past the pool are skipped; a slots tensor on another
-    device is copied."""
+    """Computes the store of `cache.store.choose_store` in one launch, without waiting for the
+    device. Skips slots, int32 or int64, that are negative or past the pool; copies slots from
+    another device."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
@@ -169,10 +170,10 @@ def store(
     block_value = triton.next_power_of_2(value_dim)
     # About 2048 elements per program: 16 per thread of four warps.
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if (stored := quantized.NUMBERS.get(key_blocks.dtype)) is not None:
-        given = dict(STORED=stored, LARGEST=quantized.LARGEST[key_blocks.dtype])
-        given |= dict(
+        options = dict(STORED=stored, LARGEST=quantized.LARGEST[key_blocks.dtype])
+        options |= dict(
             key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
         )
         key_blocks = as_uint8(key_blocks)
@@ -199,6 +200,6 @@ def store(
         BLOCK_HEADS=block_heads,
         BLOCK_KEY=block_key,
         BLOCK_VALUE=block_value,
-        writes=(key_blocks, value_blocks, given.get("key_scales"), given.get("value_scales")),
-        **given,
+        writes=(key_blocks, value_blocks, options.get("key_scales"), options.get("value_scales")),
+        **options,
     )

@@ -2,22 +2,23 @@
 // decodes, chunks and whole prompts.
 //
 // One task is (some queries of a row, K/V head): the query heads of a group times these queries are the M rows of two
-// small matrix products per tile of 64 tokens, so K and V are read once for them. Tiles and parts begin at multiples of
-// kTile and kPart of the sequence. Each query sums the tiles of a part one after the other, then the parts by
-// log-sum-exp (Flash-Decoding): the result does not depend on how rows are cut into tasks. Decodes whose tables begin
-// with the same blocks read these once for all of them (Hydragen, arXiv 2402.05099) and go on from those sums.
-// float32, but products of bfloat16 are summed in pairs where the CPU has instructions for it. No slot outside of what a
-// row's queries see is read.
+// small matrix products per tile of 64 tokens, so that K and V are read once for all of them. Tiles and parts begin at
+// multiples of kTile and kPart of the sequence. Each query sums the tiles of a part one after the other, then merges the
+// parts by log-sum-exp (Flash-Decoding), so that the result does not depend on how rows are cut into tasks. Decodes
+// whose tables begin with the same blocks read these once for all rows (Hydragen, arXiv 2402.05099) and continue from
+// those sums. Computes in float32, except that products of bfloat16 are summed in pairs where the CPU has instructions
+// for it. Never reads a slot that no query of its row sees.
 
-// Of the call, the step, the layer; strides in elements, dtypes 0 float32, 1 bfloat16, 2 float16. Keys and values are
-// `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3), with scales of the tokens of a block so
-// many bytes behind its first code: scores, and weights of values, are multiplied by these.
+// Fields of the call, the step and the layer, in this order. Strides in elements; dtypes: 0 float32, 1 bfloat16, 2
+// float16. Keys and values are `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3). The
+// scales of a block's tokens begin `key_scales` and `value_scales` bytes after its first code; scores, and the weights
+// of values, are multiplied by them.
 struct AttentionCall {
     const void* query;
     void* out;
     const void *sinks, *bias;
     int64_t bias_dtype, bias_strides[4], bias_len;
-    // without query_start there are query_len queries in each row, without origins all are 0
+    // without query_start each row has query_len queries; without origins all origins are 0
     const int32_t *tables, *seq_lens, *starts, *query_start, *origins;
     int64_t batch, query_len, table_stride, max_blocks, causal, window, threads, path, is_fixed;
     const void *key, *value;
@@ -29,18 +30,18 @@ struct AttentionCall {
 
 namespace {
 
-constexpr int kNoMemory = 6;  // beside the errors of `plan`
+constexpr int kNoMemory = 6;  // in addition to the errors of `plan`
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread reads while others wake
-constexpr int64_t kPart = 512;       // tokens that are summed on their own
-constexpr int64_t kFewRows = 8;      // M up to which memory is waited for, so that weights need not be rounded to pairs
-constexpr int64_t kTaskRows = 128;   // M, as far as one query allows
-// Times that values are widened in registers, once for as many rows of M as these hold, rather than once to memory.
+constexpr int64_t kPart = 512;       // tokens that are summed separately
+constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
+constexpr int64_t kTaskRows = 128;   // most M of a task, unless one query has more
+// Up to this many times, values are widened in registers, for as many rows of M as fit, instead of once to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
-// Sees positions [low, high) of its row's table. Sums of those before `shared` are those of member `place` of
-// `members`, in the states from `state` on.
+// A query that sees positions [low, high) of its row's table. The sums of positions before `shared` are those of member
+// `place` of `members` queries, in the states from `state` on.
 struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
-// Queries [first, first + count) over [low, high), which goes to `state`, or is written where that is negative.
+// Queries [first, first + count) over [low, high). The result goes to `state`; if that is negative, to the output.
 struct Task { int64_t head, first, count, low, high, state; };
 struct Sums { float *acc, *top, *sum; };  // [M][padded], [M], [M]
 
@@ -49,7 +50,7 @@ float float_at(const void* p, int64_t dtype, int64_t i) {
     return dtype == 1 ? to_float((const BFloat16*)p + i) : to_float((const Float16*)p + i);
 }
 
-// Grows, never shrinks; one per thread and use. Null where there is no memory.
+// Memory that grows and never shrinks, one per thread and use. `get` returns null if memory runs out.
 struct Scratch {
     std::unique_ptr<float, decltype(&std::free)> memory{nullptr, &std::free};
     size_t size = 0;
@@ -62,19 +63,19 @@ struct Scratch {
         }
         return memory.get();
     }
-    template <class X> static X* take(float*& at, int64_t count) {  // 64 bytes at least
+    template <class X> static X* take(float*& at, int64_t count) {  // at least 64 bytes
         X* found = (X*)at;
         at += (count * (int64_t)sizeof(X) + 63) / 64 * 16;
         return found;
     }
 };
 
-// What a call needs of its rows, cut into tasks.
+// The rows of a call, cut into tasks.
 struct Plan {
     std::vector<Query> queries;
-    std::vector<Task> shared, tasks;   // the former come first
+    std::vector<Task> shared, tasks;   // `shared` run first
     std::vector<int64_t> order;        // rows that may share blocks
-    int64_t states = 0, work = 0;      // floats; tokens of all heads that are read
+    int64_t states = 0, work = 0;      // floats of states; tokens read, over all heads
     void clear() { queries.clear(), shared.clear(), tasks.clear(), order.clear(), states = work = 0; }
 };
 
@@ -93,7 +94,7 @@ struct Kernel {
 
     // -- the plan -----------------------------------------------------------------------------------------------------
 
-    // 0, or an error of attention.py.
+    // Returns 0, or an error number of attention.py.
     int plan(Plan& p) const {
         std::vector<Query>& queries = p.queries;
         for (int64_t row = 0, token = 0; row < c.batch; ++row) {
@@ -126,10 +127,10 @@ struct Kernel {
         return 0;
     }
 
-    // Tasks of the queries [first, last) of a row.
+    // Makes the tasks of the queries [first, last) of a row.
     void cut(Plan& p, int64_t first, int64_t last) const {
         const int64_t step = std::max<int64_t>(1, kTaskRows / group), row = p.queries[first].row;
-        // a part that its row's few tasks leave to other threads
+        // whether parts become separate tasks, because the rows have too few tasks for all threads
         const bool splits = c.threads > 1 && c.batch * c.kv_heads < 4 * c.threads && last - first <= 4 * step;
         for (int64_t head = 0; head < c.kv_heads; ++head)
             for (int64_t at = first; at < last; at += step) {
@@ -149,7 +150,7 @@ struct Kernel {
             }
     }
 
-    // Decodes whose tables begin with the same blocks: their whole tiles as tasks of their own.
+    // Finds decodes whose tables begin with the same blocks, and makes separate tasks of their shared whole tiles.
     void share(Plan& p) const {
         auto table = [&](int64_t query) { return c.tables + p.queries[query].row * c.table_stride; };
         std::stable_sort(p.order.begin(), p.order.end(), [&](int64_t a, int64_t b) { return *table(a) < *table(b); });
@@ -185,7 +186,7 @@ struct Kernel {
 
     // -- a task -------------------------------------------------------------------------------------------------------
 
-    // Calls f with a null pointer to the queries' type, where keys and values are of type T.
+    // Calls f with a null pointer of the queries' type, given keys and values of type T.
     template <class T, class F> void with_queries(F f) const {
         if constexpr (!kIsCode<T>) f((T*)nullptr);
         else if (c.dtype == 0) f((float*)nullptr);
@@ -214,7 +215,7 @@ struct Kernel {
         with_queries<T>([&](auto* type) { write<std::remove_pointer_t<decltype(type)>>(s, queries, x); });
     }
 
-    // The sums of a later part come to those of the parts before it.
+    // Merges the sums y of a later part into those of the parts before it.
     void merge(int64_t M, Sums x, Sums y) const {
         for (int64_t m = 0; m < M; ++m) {
             const float high = std::max(x.top[m], y.top[m]), base = high == -kInf ? 0.f : high;
@@ -226,7 +227,7 @@ struct Kernel {
         }
     }
 
-    // The sums of one query over the tiles of a part that it shares.
+    // Loads the sums of one query over the tiles of a shared part.
     void resume(const Query& q, int64_t head, int64_t part, float* states, Sums x) const {
         const int64_t M = group * q.members, parts = num_parts(0, q.shared, 0);
         const Sums from = sums_at(states + q.state + (head * parts + part) * state_floats(q.members), M);
@@ -241,17 +242,17 @@ struct Kernel {
         return (const T*)blocks + block * strides[0] + head * strides[1];
     }
 
-    // Memory of a task, and how it computes.
+    // The memory of a task, and its choice of instructions.
     template <class T> struct Work {
         const Task& s;
         const Query* queries;
         const int32_t* table;
-        int64_t upcoming = 0;  // where the tile behind this one begins
+        int64_t upcoming = 0;  // where the next tile begins
         const int64_t M, step;  // rows of M at once
         const bool tiled, paired, pairs_values, dots;
         const T *keys[kTile], *values[kTile];
         float key_scales[kIsCode<T> ? kTile : 1], value_scales[kIsCode<T> ? kTile : 1];  // of codes
-        float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs where these are multiplied
+        float *q, *kt, *scores, *alpha, *wide;  // q and kt hold pairs if products are of pairs
         Sums first, next;
 
         Work(const Kernel& k, const Task& task, const Query* all)
@@ -276,9 +277,9 @@ struct Kernel {
         }
     };
 
-    // Keys or values of `count` tokens from position `start` on. A processor has few misses in flight: what is asked for
-    // at once is small. Inlined by force: GCC takes a function that only prefetches for one without effect, and drops
-    // its calls.
+    // Prefetches keys or values of `count` tokens from position `start` on. A processor has few misses in flight, so
+    // each call requests little. Inlined by force: GCC considers a function that only prefetches to have no effect, and
+    // drops its calls.
     template <class T>
     inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, const void* blocks,
                                                         const int64_t* strides, int64_t scales, int64_t start,
@@ -291,7 +292,7 @@ struct Kernel {
             t += here;
         }
     }
-    // Of the next tile, from its token `t` on.
+    // Prefetch from token `t` of the next tile on.
     template <class T> inline __attribute__((always_inline)) void prefetch_keys(const Work<T>& w, int t, int count) const {
         prefetch<T>(w.s, w.table, c.key, c.key_strides, c.key_scales, w.upcoming + t, count);
     }
@@ -305,7 +306,7 @@ struct Kernel {
                (s.head * group + m / s.count) * c.query_strides[0];
     }
 
-    // Which products of bfloat16 there are pairs for.
+    // Whether products of bfloat16 with keys, and with values, are computed in pairs.
     template <class T> bool pairs_keys() const {
         return HAS_PAIRS && std::is_same<T, BFloat16>::value && c.path >= kDots && c.key_dim % 2 == 0 && c.key_dim >= 32;
     }
@@ -314,13 +315,13 @@ struct Kernel {
     }
 
 #if HAS_AMX
-    // 16 keys at once
+    // Whether AMX tiles compute the scores, for 16 keys at a time.
     template <class T> bool has_tiles() const {
         return std::is_same<T, BFloat16>::value && LANES == 16 && c.path >= kTiles && c.key_dim % 32 == 0 &&
                may_use_tiles();
     }
 
-    // Queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], zeros where there are none.
+    // Writes queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], padded with zeros.
     void pair_queries(const Task& s, const Query* queries, uint32_t* out) const {
         const int64_t M = group * s.count;
         std::memset(out, 0, (M + 15) / 16 * c.key_dim * 32);
@@ -331,7 +332,7 @@ struct Kernel {
         }
     }
 
-    // scores[M][kTile] of 16 keys, which are the left tile as they lie in their block.
+    // Computes scores[M][kTile] of 16 keys, which form the left tile as they are laid out in their block.
     void tile_scores(int64_t M, const BFloat16* const* keys, const uint32_t* q, float* scores) const {
         alignas(64) BFloat16 copied[16 * 32];
         alignas(64) float found[256];
@@ -384,7 +385,7 @@ struct Kernel {
         }
     }
 
-    template <class T> bool run(const Task& s, const Query* queries, float* states) const {  // false: no memory
+    template <class T> bool run(const Task& s, const Query* queries, float* states) const {  // false: out of memory
         Work<T> w(*this, s, queries);
         if (!w.allocate(*this)) return false;
         with_queries<T>([&](auto* type) { load_queries<std::remove_pointer_t<decltype(type)>>(w); });
@@ -413,7 +414,7 @@ struct Kernel {
         return true;
     }
 
-    // Tokens [from, to) of the tile that begins at `at`.
+    // Adds tokens [from, to) of the tile that begins at `at` to the sums.
     template <class T>
     void add_tile(Work<T>& w, int64_t at, int from, int to, Sums sums) const {
         const int low = from / kSub * kSub, whole = (to + kSub - 1) / kSub * kSub;
@@ -430,7 +431,7 @@ struct Kernel {
             for (; t < to && offset < c.block_size; ++t, ++offset)
                 w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
         }
-        for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // the scores of these are masked below
+        for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // `softmax` masks the scores of these
         for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];
         if constexpr (kIsCode<T>) {
             std::fill(w.key_scales + low, w.key_scales + from, 0.f), std::fill(w.key_scales + to, w.key_scales + whole, 0.f);
@@ -503,7 +504,7 @@ struct Kernel {
 #endif
     }
 
-    // acc = acc * alpha + weights @ values, weights rounded and values in pairs of tokens.
+    // acc = acc * alpha + weights @ values, with rounded weights and values in pairs of tokens.
     template <class T> void add_pairs([[maybe_unused]] Work<T>& w, int from, int to, float* acc) const {
 #if HAS_PAIRS
         const int first = from / 2, last = (to + 1) / 2;
@@ -550,8 +551,8 @@ struct Kernel {
             });
     }
 
-    // One row of scores [low, whole) of a tile to weights, in place, and its running maximum and sum; alpha rescales
-    // what came before.
+    // Turns one row of scores [low, whole) of a tile into weights, in place, and updates its running maximum and sum;
+    // alpha rescales earlier tiles.
     template <class T>
     void softmax(Work<T>& w, int64_t m, int64_t at, int low, int from, int to, int whole, float& top, float& sum) const {
         float *x = w.scores + m * kTile, &alpha = w.alpha[m];
@@ -579,7 +580,7 @@ struct Kernel {
         for (int t = low; t < whole; t += kLanes) lanes = larger(load<vf>(x + t), lanes);
         const float next = reduce(lanes, larger);
         alpha = 1.f;
-        // Nothing but -inf so far would make -inf - -inf; a NaN score must go on to poison its own query.
+        // If all scores so far are -inf, subtracting `next` would be NaN; a NaN score must still poison its own query.
         const float base = next == -kInf ? 0.f : next;
         if (next != top) alpha = exp1(top - base);
         vf total = {};
@@ -609,7 +610,7 @@ struct Kernel {
             [[maybe_unused]] const bool threaded =
                 c.threads > 1 && count > 1 && p.work * (c.key_dim + c.value_dim) > kAlone;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (threaded)
-            for (int64_t i = count - 1; i >= 0; --i)  // the last queries see most
+            for (int64_t i = count - 1; i >= 0; --i)  // the last queries see the most keys
                 if (!run<T>(all[i], queries, states)) failed.store(true, std::memory_order_relaxed);
             if (failed) return kNoMemory;
         }

@@ -1,11 +1,12 @@
-// torch.multinomial(probs, 1) on the CPU, number for number: each entry gets an exponential variate from torch's
-// Mersenne Twister, and the entry with the largest probs / variate is drawn. The variate of a uniform u is
-// -log(1 - u) >= u, so p / u bounds what an entry can reach: the logarithm is taken where that passes the best so far.
+// torch.multinomial(probs, 1) on the CPU, bit for bit: each entry gets an exponential variate from torch's Mersenne
+// Twister, and the entry with the largest probs / variate is drawn. The variate of a uniform u is -log(1 - u) >= u, so
+// that p / u is an upper bound: the logarithm is computed only for entries whose bound exceeds the best ratio so far.
 namespace draw {
 
 constexpr int kWords = 624, kShift = 397, kChunk = 64;
 
-// As torch serialises its generator (CPUGeneratorImplStateLegacy); what follows concerns normal variates.
+// The layout in which torch serialises its generator (CPUGeneratorImplStateLegacy), without the fields after these,
+// which concern normal variates.
 struct State {
     uint64_t seed;
     int32_t left, seeded;
@@ -73,7 +74,7 @@ struct DrawCall {
     int64_t* drawn;
 };
 
-// 1: a row that torch.multinomial refuses; nothing is drawn then.
+// Returns 1, with nothing drawn, if torch.multinomial would reject a row.
 extern "C" int hf_paged_draw(const DrawCall* call) {
     using namespace draw;
     const auto [probs, rows, size, at, drawn] = *call;

@@ -1,8 +1,9 @@
 // Included by kernels.cpp: a 128-bit hash of memory at the speed of reading it, for the fingerprint of the weights.
 //
-// Blocks of 4 KiB go through NH (UMAC, Black et al., CRYPTO 1999, sec. 4), twice, with the keys of the second pass
-// shifted by one pair: two different blocks agree in both with a chance of about 2^-64. The results are chained by
-// bijective mixes, in chunks and then over them, so order counts and threads do not. Against chance, not an adversary.
+// Blocks of 4 KiB are hashed by NH (UMAC, Black et al., CRYPTO 1999, sec. 4), twice, with the keys of the second pass
+// shifted by one pair: two different blocks agree in both with a probability of about 2^-64. Bijective mixes chain the
+// results within chunks and then over chunks, so that the hash depends on the order but not on threads. It protects
+// against chance, not against an adversary.
 
 struct HashCall {
     const char* const* starts;
@@ -14,7 +15,7 @@ struct HashCall {
 namespace {
 
 constexpr int64_t kPairs = 512, kRow = 32, kAhead = 4096, kHashBlock = 8 * kPairs, kHashChunk = 64 * kHashBlock;
-typedef uint32_t word __attribute__((may_alias, aligned(1)));  // weights start anywhere
+typedef uint32_t word __attribute__((may_alias, aligned(1)));  // weights may start at any address
 
 inline uint64_t scramble(uint64_t x) {  // the finaliser of SplitMix64: a bijection
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -40,7 +41,7 @@ struct Digest {
     }
 };
 
-// NH of one block, each word paired with the one kRow words on: whole vectors, in the order of memory.
+// NH of one block. Each word is paired with the one kRow words later, so that whole vectors are read in memory order.
 inline void absorb_block(const char* block, const HashKeys& keys, Digest& digest) {
     uint64_t first = 0, second = 0;
     for (int64_t row = 0; row < kPairs; row += kRow) {

@@ -25,8 +25,9 @@
 #include "linear.cpp"
 #include "rows.cpp"
 
-// Strides in bytes; slots[B][n], contiguous, a negative one is not stored. `bytes`: of a token and head in its block.
-// `stored` as in AttentionCall: else than 0 states of `dtypes` become codes, with scales so many bytes behind the tile.
+// Strides in bytes; slots[B][n], contiguous; tokens with a negative slot are not stored. `bytes` of a token and head in
+// its block. `stored` as in AttentionCall: unless it is 0, states of `dtypes` become codes, with scales `scales` bytes
+// after the start of the tile.
 struct StoreCall {
     const char* source[2];
     const int64_t* slots;
@@ -38,9 +39,9 @@ struct StoreCall {
 
 namespace {
 
-// kernels/quantized.py says how.
+// Quantizes a token as kernels/quantized.py specifies; returns its scale.
 template <class S, class T> float quantize(const S* from, int64_t dim, T* to) {
-    vi most = (vi)splat(kTiny);  // magnitudes compare as their bits do; NaN is above all
+    vi most = (vi)splat(kTiny);  // magnitudes compare like their bits; NaN is above all others
     int64_t d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
         const vi x = (vi)load_floats(from + d) & 0x7fffffff;
@@ -102,7 +103,7 @@ extern "C" int hf_paged_store(const StoreCall* call) {
     return 0;
 }
 
-// Strides in bytes; column `first + i` of a row is its token `first + i - origins[row]`, zeros where that is negative.
+// Strides in bytes. Column `first + i` of a row is its token `first + i - origins[row]`, or zeros if that is negative.
 struct GatherCall {
     const char* blocks;
     char* out;  // [rows][heads][length], `bytes` each

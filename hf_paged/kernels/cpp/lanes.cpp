@@ -1,6 +1,6 @@
 // Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Wider
-// vectors than that compile, too, but their shuffles and comparisons go lane by lane.
-#if defined(LANES)  // by who builds: 4, 8 or 16
+// vectors compile, too, but their shuffles and comparisons run lane by lane.
+#if defined(LANES)  // set by the build command: 4, 8 or 16
 #elif defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -31,7 +31,7 @@ typedef uint8_t vb __attribute__((vector_size(kLanes)));
 
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
-struct Int8 { uint8_t bits; };  // codes, as kernels/quantized.py has them
+struct Int8 { uint8_t bits; };  // codes, as in kernels/quantized.py
 struct E4M3 { uint8_t bits; };
 struct E5M2 { uint8_t bits; };
 template <class T> constexpr bool kIsCode = sizeof(T) == 1;
@@ -40,11 +40,11 @@ template <> constexpr double kLargest<E4M3> = 448;
 template <> constexpr double kLargest<E5M2> = 57344;
 constexpr float kTiny = 0x1p-100f;
 
-inline vf splat(float x) { return x - vf{}; }  // of -0, too
+inline vf splat(float x) { return x - vf{}; }  // keeps -0
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store_vf(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-// a * b + c, rounded once where the CPU can: else compilers decide that for each instance of a template, and a row would
-// get other bits beside other rows.
+// a * b + c, rounded once if the CPU supports it. Otherwise the compiler would decide for each template instance, and
+// the bits of a row would depend on the other rows.
 #if defined(__FMA__) && LANES == 16
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(__FMA__) && LANES == 8
@@ -69,7 +69,7 @@ inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
 #endif
 
-// Lanes `i ^ distance`, for powers of two; rows i and i + half interleaved, lower and upper half.
+// swapN: lanes `i ^ N`, for powers of two. low_halves, high_halves: the lower and upper halves of two interleaved rows.
 #if LANES == 16
 inline vf swap8(vf x) { return SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
 inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
@@ -105,14 +105,14 @@ template <class F> inline float reduce(vf x, F f) {
 inline vf larger(vf a, vf b) { return select(a > b, a, b); }
 inline vf plus(vf a, vf b) { return a + b; }
 
-// 16 bits in each lane to float32. Float16: the exponent is rebiased by a product, inf and NaN put back.
+// Widen 16 bits in each lane to float32. For Float16 a product rebiases the exponent, and inf and NaN are restored.
 inline vf widen(BFloat16*, vu h) { return (vf)(h << 16); }
 inline vf widen(Float16*, vu h) {
     vf f = (vf)((h & 0x7fffu) << 13) * 0x1p112f;
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-// The codes at byte `at` of each lane. They have no inf and no NaN; the exponent is rebiased by a product.
+// Widen the codes at byte `at` of each lane, which are neither inf nor NaN; a product rebiases the exponent.
 inline vu moved(vu word, int left) { return left < 0 ? word >> -left : word << left; }
 template <int kMantissa, int kBias> inline vf widen_code8(vu word, int at) {
     constexpr int kLow = 23 - kMantissa;
@@ -132,7 +132,7 @@ inline vu load_bytes(const void* p) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_
 #else
 inline vu load_bytes(const void* p) { return __builtin_convertvector(load<vb>(p), vu); }
 #endif
-#if defined(__AVX2__) && LANES == 8  // GCC would widen each half by itself
+#if defined(__AVX2__) && LANES == 8  // GCC would widen each half separately
 inline vu load_words(const void* p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
 #else
 inline vu load_words(const void* p) { return __builtin_convertvector(load<vh>(p), vu); }
@@ -178,8 +178,8 @@ inline void put(Float16* p, float x) {
     p->bits = h | ((u >> 16) & 0x8000);
 }
 
-// To a code, of numbers that are none too large for it. No sum rounds here: the compiler would fuse it with the product
-// that `x` is, which is then not rounded first, as it is in kernels/quantized.py.
+// Round a number within the range of a code to it. They do not round by adding a constant: the compiler would fuse the
+// sum with the product that computed `x`, which must be rounded first, as in kernels/quantized.py.
 inline void put(Int8* p, float x) { p->bits = (uint8_t)(int32_t)__builtin_rintf(x); }
 template <int kMantissa, int kBias> inline uint8_t code8(float x) {
     constexpr int kShift = 23 - kMantissa;
@@ -201,7 +201,7 @@ template <int kMantissa, int kBias> inline uint8_t code8(float x) {
 inline void put(E4M3* p, float x) { p->bits = code8<3, 7>(x); }
 inline void put(E5M2* p, float x) { p->bits = code8<2, 15>(x); }
 
-// kLanes numbers to their dtype, rounded as `put` does.
+// Store kLanes numbers in their dtype, rounded like `put`.
 inline void put_lanes(float* p, vf x) { store_vf(p, x); }
 inline void put_lanes(BFloat16* p, vf x) {
     const vu u = (vu)x, up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -212,8 +212,8 @@ inline void put_lanes(Float16* p, vf x) {
     for (int i = 0; i < kLanes; ++i) put(p + i, x[i]);
 }
 
-// exp for x <= 88, relative error about 1e-7; 0 below -87, NaN stays NaN. Adding 1.5 * 2^23 rounds to an integer whose
-// low bits are the exponent of the result.
+// exp for x <= 88, with a relative error of about 1e-7; 0 below -87, NaN for NaN. Adding 1.5 * 2^23 rounds to an integer
+// whose low bits are the exponent of the result.
 inline vf exp16(vf x) {
     const vf magic = splat(12582912.f);
     vf y = select(x < -87.f, splat(-87.f), x);
@@ -234,7 +234,7 @@ inline vf tanh16(vf x) {
 }
 
 #if defined(__AVX__) && LANES == 8
-// Within halves of registers as long as it goes: what crosses them takes AVX2 three instructions.
+// Stays within halves of registers as long as possible: crossing them takes AVX2 three instructions.
 inline void transpose(vu* r) {
     __m256 t[8], u[8];
     for (int i = 0; i < 8; i += 2) {
@@ -252,7 +252,7 @@ inline void transpose(vu* r) {
     }
 }
 #else
-// Interleaving rows i and i + kLanes / 2 rotates the bits of (row, lane) by one; as often as there are bits transposes.
+// Interleaving rows i and i + kLanes / 2 rotates the bits of (row, lane) by one; log2(kLanes) such stages transpose.
 inline void transpose(vu* r) {
     for (int stage = 1; stage < kLanes; stage *= 2) {
         vu t[kLanes];
@@ -265,8 +265,8 @@ inline void transpose(vu* r) {
 }
 #endif
 
-// Word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit type, four
-// codes.
+// Writes word w of kLanes tokens to rows of the transposed tile `kt[dim][kSub]`: one dim of float32, two of a 16-bit
+// type, four of codes.
 inline void put_word(float* kt, int w, vu word, const float*) { store_vf(kt + (int64_t)w * kSub, (vf)word); }
 template <class T> inline void put_word(float* kt, int w, vu word, const T*) {
     if constexpr (kIsCode<T>) {
@@ -292,8 +292,8 @@ template <class T> void transpose_keys(const T* const* tokens, int dim, float* k
     }
 }
 
-// scores[M][kLanes] = a[M][k] @ tokens[kLanes][k], k a multiple of kLanes: the products of a token are summed across
-// lanes for all tokens at once.
+// scores[M][kLanes] = a[M][k] @ tokens[kLanes][k], with k a multiple of kLanes. The products of a token are summed
+// across lanes for all tokens at once.
 template <int M, class T> void dot_rows(const float* a, int k, const T* const* tokens, float* out) {
     vu s[M][kLanes];
     for (int t = 0; t < kLanes; ++t) {
@@ -347,7 +347,8 @@ void value_rows(const float* weights, int n, const T* const* tokens, int column,
 }
 
 #if HAS_PAIRS
-// Words of kLanes tokens, each a pair of numbers, to rows of a transposed tile `kt[words][kSub]`; kLanes words at least.
+// Writes words of kLanes tokens, each a pair of numbers, to rows of a transposed tile `kt[words][kSub]`; at least kLanes
+// words.
 inline void transpose_words(const void* const* tokens, int64_t words, uint32_t* kt) {
     for (int64_t w = 0; w < words; w += kLanes) {
         w = std::min(w, words - kLanes);  // the last step may overlap the one before
@@ -358,7 +359,7 @@ inline void transpose_words(const void* const* tokens, int64_t words, uint32_t* 
     }
 }
 
-// Two tokens as pairs; one that is null has zeros. `dim` is a multiple of kLanes.
+// Interleaves two tokens into pairs; a null token counts as zeros. `dim` is a multiple of kLanes.
 inline void interleave(const BFloat16* a, const BFloat16* b, int64_t dim, uint32_t* out) {
     for (int64_t d = 0; d < dim; d += kLanes) {
         const vu low = a ? __builtin_convertvector(load<vh>(a + d), vu) : vu{};
@@ -368,7 +369,7 @@ inline void interleave(const BFloat16* a, const BFloat16* b, int64_t dim, uint32
     }
 }
 
-// kTile weights to pairs, in place.
+// Rounds kTile weights to pairs of bfloat16, in place.
 inline void round_weights(float* x) {
     for (int t = 0; t < kTile; t += 32) {
         const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + t + 16), _mm512_loadu_ps(x + t));
@@ -376,7 +377,7 @@ inline void round_weights(float* x) {
     }
 }
 
-// out[M][N * kLanes] = (out * alpha[M], or nothing, + a[M][k] @ b[k][N * kLanes]) * scale, of pairs.
+// out[M][N * kLanes] = (out * alpha[M] + a[M][k] @ b[k][N * kLanes]) * scale, of pairs; without alpha, out counts as 0.
 template <int M, int N>
 void pair_rows(const uint32_t* a, int64_t k, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* out,
                int64_t out_stride, const float* alpha, float scale) {

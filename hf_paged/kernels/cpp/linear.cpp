@@ -1,10 +1,10 @@
-// Included by kernels.cpp: y = x W^T + b for few rows of x, with W read where nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) keeps it; only x is copied. Each output is one fixed chain of sums over depth, whatever rows stand
-// beside it and however many threads there are; the chains of the paths differ.
+// Included by kernels.cpp: y = x W^T + b for few rows of x, with W read as nn.Linear ([width][depth]) or Conv1D
+// ([depth][width]) stores it; only x is copied. Each output is one fixed chain of sums over depth, independent of other
+// rows and of the number of threads; the chains of the paths differ.
 
 constexpr int kMaxPieces = 4;
 
-// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], its stride goes with depth.
+// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], with the stride of depth.
 struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
 struct LinearCall {
     const void* x;
@@ -15,7 +15,7 @@ struct LinearCall {
 namespace {
 
 constexpr int kUnit = 4;               // weight rows that the vector paths read at once
-constexpr int64_t kFewBytes = 1 << 16;  // of weights, which one thread reads while others wake
+constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights that one thread reads while others wake
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
     int64_t n = 0;
@@ -34,8 +34,8 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
     put((T*)p.out + m * p.out_stride + n, sum);
 }
 
-// -- float32 lanes: x widened beforehand; for bfloat16 with even and odd places apart, as a shift and a mask widen a
-// register of pairs --------------------------------------------------------------------------------------------------
+// -- float32 lanes: x is widened first; for bfloat16 with even and odd elements separated, since a shift and a mask
+// widen a register of pairs ------------------------------------------------------------------------------------------
 
 template <class T> void widen_rows(const LinearCall& c, float* out) {
     constexpr bool pairs = std::is_same<T, BFloat16>::value;
@@ -111,9 +111,9 @@ template <class F> void with_count(int64_t n, F f) {
     else f(std::integral_constant<int, 4>());
 }
 
-// Units [low, high) of `kUnit` weight rows, for four rows of x at a time.
+// Computes units [low, high) of `kUnit` weight rows, for four rows of x at a time.
 template <class T> void run_dots(const LinearCall& c, const float* wide, int64_t low, int64_t high) {
-    constexpr int kRows = LANES == 16 ? 4 : 2;  // of weights at once, as registers allow
+    constexpr int kRows = LANES == 16 ? 4 : 2;  // weight rows at a time, as registers allow
     alignas(64) float sums[kUnit][4];
     for (int64_t u = low; u < high; ++u) {
         const LinearUnit unit = linear_unit(c, kUnit, u);
@@ -146,7 +146,7 @@ template <class T> void run_dots(const LinearCall& c, const float* wide, int64_t
     }
 }
 
-// -- W [depth][width]: sums of some columns stay in the cache while rows of W go by ------------------------------------
+// -- W [depth][width]: the sums of some columns stay in the cache while rows of W stream through -----------------------
 
 constexpr int64_t kColumns = 512, kDeep = 8;
 
@@ -186,11 +186,12 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
     }
 }
 
-// -- AMX: 16 weight rows of 32 places are the left tile, as they lie in memory; x, its places in pairs, is the right,
-// and the product comes out transposed -------------------------------------------------------------------------------
+// -- AMX: the left tile is 16 weight rows of 32 elements, as laid out in memory; the right one is x, its elements in
+// pairs; the product is transposed -----------------------------------------------------------------------------------
 
 #if HAS_AMX
-// Tiles [low, high) along depth of 16 rows of x each: [rows / 16][depth / 32][16 pairs][16 rows][2], zeros elsewhere.
+// Packs tiles [low, high) along depth, of 16 rows of x each: [rows / 16][depth / 32][16 pairs][16 rows][2], padded with
+// zeros.
 void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
     const int64_t tiles = (c.depth + 31) / 32;
     for (int64_t m = 0; m < c.rows; m += 16) {
@@ -217,7 +218,7 @@ void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
     }
 }
 
-// Weights to read next, in the order of memory: `parts` spans of equal length.
+// The weights to prefetch, in memory order: `parts` spans of equal length.
 struct Ahead {
     const char *at[2] = {}, *end = nullptr;
     inline __attribute__((always_inline)) void fetch(int parts) {
@@ -227,7 +228,7 @@ struct Ahead {
     }
 };
 
-// Sums of A x 16 weight rows and B x 16 rows of x: tiles 0 to 3, [A][B]; 4 and 5 are weights, 6 and 7 x.
+// Sums of A x 16 weight rows and B x 16 rows of x in tiles 0 to 3, [A][B]; tiles 4 and 5 are weights, 6 and 7 are x.
 template <int A, int B>
 inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, const uint32_t* x0, const uint32_t* x1,
                        int64_t depth, Ahead& ahead, float* sums) {
@@ -239,7 +240,7 @@ inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, c
         const BFloat16 *a0 = w0 + k, *a1 = w1 + k;
         int64_t bytes = stride * 2;
         alignas(64) BFloat16 tail[2][512];
-        if (k + 32 > depth) {  // what lies behind a row may be NaN, or not be there
+        if (k + 32 > depth) {  // bytes past the row may be NaN or unmapped
             std::memset((void*)tail, 0, sizeof tail);
             for (int r = 0; r < 16; ++r) {
                 std::memcpy((void*)(tail[0] + r * 32), a0 + r * stride, (depth - k) * 2);
@@ -263,7 +264,7 @@ inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, c
     if (A > 1 && B > 1) _tile_stored(3, sums + 768, 64);
 }
 
-// Sums [16 outputs][16 rows of x] to rows of outputs.
+// Writes sums [16 outputs][16 rows of x] to rows of outputs.
 inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t first, const float* sums) {
     __m512i t[16];
     if (rows > 2) {
@@ -277,7 +278,8 @@ inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t firs
     }
 }
 
-// Units [low, high) of `size` weight rows, 16 or 32. The last 16 of a piece may be computed twice, to the same bits.
+// Computes units [low, high) of `size` weight rows, 16 or 32. The last 16 of a piece may be computed twice, with equal
+// bits.
 void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high, int64_t size) {
     const Tiles setting(true, (int)std::min<int64_t>(16, c.rows));
     alignas(64) float sums[1024];
@@ -315,7 +317,7 @@ void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high
 }
 #endif
 
-// The path that serves a call, no better than the one asked for.
+// Returns the path of a call, at most the requested one.
 int linear_path(const LinearCall& c) {
     int64_t path = c.dtype == 1 && !c.is_transposed ? c.path : kWide;
     for (int i = 0; i < c.count; ++i)
@@ -369,7 +371,7 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
 
 }  // namespace
 
-// The best path of this build on this CPU.
+// Returns the best path of this build on this CPU.
 extern "C" int hf_paged_linear_path(const void*) {
 #if HAS_AMX
     if (may_use_tiles()) return kTiles;

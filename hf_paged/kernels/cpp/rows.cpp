@@ -1,32 +1,32 @@
 // Included by kernels.cpp: lists of small operations on rows of numbers (norms, rotary embeddings, activations, sums).
-// Some rows at a time go through the whole list, in registers that the first caches hold: float32, rounded after each
-// operation to its dtype, as PyTorch's operations on that dtype do.
+// The whole list runs on a few rows at a time, in registers that fit in the first caches: float32, rounded after each
+// operation to its dtype, like PyTorch's operations on that dtype.
 
 enum class RowOp : int32_t {
     Load, Store,
     Add, Sub, Mul, Div, Maximum, Minimum,             // of two registers, or of one and a number
-    Neg, Abs, Sqrt, Rsqrt, Reciprocal, Square, Relu,  // of one; exact
+    Neg, Abs, Sqrt, Rsqrt, Reciprocal, Square, Relu,  // of one register; exact
     Exp, Tanh, Sigmoid, Silu, Gelu, GeluTanh, Sin, Cos, Log, Softplus,
-    Sum, Mean, Largest,  // of the whole row: a narrow register
+    Sum, Mean, Largest,  // over the whole row, to a narrow register
     Copy,
     Count
 };
 
-// Strides in elements, of three dimensions of rows and along a row; dtypes as in AttentionCall, 3 is int64.
+// Strides in elements: of three dimensions of rows, and `step` along a row. dtypes as in AttentionCall; 3 is int64.
 struct RowMemory { char* data; int64_t dtype, strides[3], step; };
-// Registers `out`, `a` and `b`; b is -1 where `number` stands for it. Load and store: `b` is the memory.
+// Registers `out`, `a` and `b`; if b is -1, `number` replaces it. For load and store `b` is the memory.
 struct RowInstruction { int32_t op, out, a, b, dtype, pad; double number; };
 struct RowsCall {
     int64_t sizes[3], width, threads, num_memories, num_instructions, num_registers;
     const RowMemory* memories;
     const RowInstruction* instructions;
-    const int32_t* narrow;  // of each register: whether it has one number a row
+    const int32_t* narrow;  // for each register: whether it has one number per row
 };
 
 namespace {
 
-constexpr int64_t kBlockFloats = 2048;  // of a register, for as many rows as that are
-constexpr int64_t kFewNumbers = 1 << 15;  // operations on numbers, which one thread does while others wake
+constexpr int64_t kBlockFloats = 2048;  // floats per register; sets the rows per block
+constexpr int64_t kFewNumbers = 1 << 15;  // operations on numbers that one thread does while others wake
 
 inline vf rounded(vf x, int64_t dtype) {
     if (dtype == 1) {
@@ -52,7 +52,7 @@ inline vf exp_any(vf x) {  // exp16 takes up to 88
     const vf y = exp16(select(large, select(x > 170.f, splat(85.f), x * 0.5f), x));
     return select(large, select(x > 170.f, splat(kInf), y * y), y);
 }
-inline vf tanh_any(vf x) {  // tanh16, and by a polynomial of Cephes where that cancels
+inline vf tanh_any(vf x) {  // tanh16, or a polynomial of Cephes where that suffers from cancellation
     const vf z = x * x;
     vf p = z * -5.70498872745e-3f + 2.06390887954e-2f;
     p = p * z - 5.37397155531e-2f;
@@ -70,7 +70,7 @@ inline vf erf16(vf x) {  // Abramowitz and Stegun, 7.1.26: absolute error below 
     return (vf)((vu)y | ((vu)x & 0x80000000u));
 }
 
-// Not a number is passed on, as in PyTorch.
+// NaN propagates, as in PyTorch.
 inline vf maximum(vf x, vf y) { return select(x != x, x, select(x > y, x, y)); }
 inline vf minimum(vf x, vf y) { return select(x != x, x, select(x < y, x, y)); }
 inline vf largest(vf x, vf y) { return select(x != x, x, select(y > x, y, select(y != y, y, x))); }
@@ -120,7 +120,7 @@ struct Rows {
         else return to_float(p);
     }
 
-    // The register holds numbers of the memory's dtype.
+    // The register must hold numbers rounded to the memory's dtype.
     void store(const RowMemory& m, bool narrow, int64_t first, int64_t rows, const float* from) const {
         for (int64_t r = 0; r < rows; ++r) {
             const int64_t offset = at(m, first + r), count = narrow ? 1 : c.width;
@@ -167,7 +167,7 @@ struct Rows {
         for (int64_t i = 0, count = c.narrow[n.out] ? rows : rows * stride; i < count; i += kLanes)
             store_vf(out + i, rounded(f(::load<vf>(a + i)), n.dtype));
     }
-    // `f` of numbers one by one.
+    // Applies `f` to numbers one by one.
     template <class F> void scalars(const RowInstruction& n, int64_t rows, float* out, const float* a, F f) const {
         unary(n, rows, out, a, [&](vf x) { return each(x, f); });
     }
@@ -274,7 +274,7 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
     return failed ? kNoMemory : 0;
 }
 
-// Rows of a table by number: out[i] = table[numbers[i]], `bytes` each; strides in bytes.
+// Copies rows of a table by number: out[i] = table[numbers[i]], `bytes` each; strides in bytes.
 struct PickCall {
     const char* table;
     const int64_t* numbers;
@@ -291,7 +291,7 @@ extern "C" int hf_paged_pick(const PickCall* call) {
     return 0;
 }
 
-// Calls of the functions of this library, one after the other; stops at the first error.
+// Calls functions of this library one after the other; stops at the first error.
 struct TapeEntry { int (*function)(const void*); const void* call; };
 struct TapeCall { const TapeEntry* entries; int64_t count, *failed; };
 

@@ -1,4 +1,4 @@
-// Included by kernels.cpp: what the users of AMX tiles share. A tile has 16 rows of 64 bytes.
+// Included by kernels.cpp: helpers for AMX tiles, of 16 rows of 64 bytes, for attention and linear products.
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define HAS_AMX 1
@@ -15,7 +15,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-bool may_use_tiles() {  // Linux grants them to a process that asks
+bool may_use_tiles() {  // Linux grants tiles to a process that requests them
     static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     return granted;
 }
@@ -40,7 +40,7 @@ inline void transpose16(__m512i (&r)[16]) {
     }
 }
 
-inline __m512 column16(const float* p) {  // of rows of 16
+inline __m512 column16(const float* p) {  // a column of a matrix with rows of 16
     const __m512i place = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
     return _mm512_i32gather_ps(place, p, 4);
 }
@@ -55,7 +55,8 @@ inline __m256i narrow16(__m512 v) {  // to nearest even; unlike vcvtneps2bf16, n
 }
 #endif
 
-// Tiles 0 to 7 have 16 rows: of 64 bytes 1, 4 and 5, of 4 `columns` the others. The thread's own setting comes back.
+// Configures tiles 0 to 7 with 16 rows: 1, 4 and 5 of 64 bytes, the others of 4 * `columns`. The destructor restores the
+// thread's earlier configuration.
 struct Tiles {
 #if HAS_AMX
     bool used;

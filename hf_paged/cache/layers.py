@@ -42,7 +42,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         cache_utils.CacheLayerMixin.__init__(self)
         self.group = group
         self.index = index
-        self.num_seen = 0
+        self.num_positions = 0
         # set once the model's own code reads values in a decode: from then on decodes gather in
         # `update`
         self.gathers = False
@@ -83,7 +83,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             values = value_states.detach()
         # the owner of borrowed rows computes without gradients
         has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.borrows
-        context_len = self.num_seen
+        context_len = self.num_positions
         key = store_key(keys, values)
         step, blocks = self._store(keys, values, key)
         if not self.is_initialized:
@@ -127,7 +127,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Stores new K/V in blocks, after waiting for blocks that other threads hold if too few
         are free. Returns the step and the blocks that it reads."""
         group = self.group
-        context_len = self.num_seen
+        context_len = self.num_positions
         batch_size = keys.shape[0]
         query_len = keys.shape[2]
         device = keys.device
@@ -153,11 +153,11 @@ class PagedLayer(cache_utils.DynamicLayer):
                     assert step.slots is not None
                     blocks.store(key, keys, values, step.slots)
                     if step.columns is not None:
-                        self.num_seen = step.columns.stop
+                        self.num_positions = step.columns.stop
                 return step, blocks
             except BaseException as error:
                 if is_first:
-                    self.num_seen = context_len
+                    self.num_positions = context_len
                     group.undo_first(query_len)
                 if not isinstance(error, OutOfBlocksError):
                     raise
@@ -226,14 +226,14 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Appends new K/V to `graph_states`; returns all K/V that are visible to the step."""
         states = gradients.extend(self.graph_states, step, blocks, key_states, value_states)
         # a first forward attends to the K/V that it computed
-        is_first = self.num_seen == key_states.shape[2]
+        is_first = self.num_positions == key_states.shape[2]
         if is_first:
             visible = (key_states, value_states)
         else:
             visible = gradients.visible_states(states, step, blocks)
         if not self.group.record_past:
-            first_visible = self.group.spec.first_visible(self.num_seen)
-            states = states.last(self.num_seen - first_visible)
+            first_visible = self.group.spec.first_visible(self.num_positions)
+            states = states.last(self.num_positions - first_visible)
         self.graph_states = states
         return visible
 
@@ -257,11 +257,11 @@ class PagedLayer(cache_utils.DynamicLayer):
         def get(self: PagedLayer) -> Tensor | None:
             self._check_turn()
             layers = self.group.blocks.storage.layers
-            if not self.num_seen or self.index not in layers:
+            if not self.num_positions or self.index not in layers:
                 return None
             blocks = layers[self.index]
             device = blocks.keys.device
-            view = self.group.view(self.num_seen, device)
+            view = self.group.view(self.num_positions, device)
             step = view.on(device)
             if self._is_in_graph:
                 assert self.graph_states is not None
@@ -304,7 +304,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Returns the number of logical positions so far, including padding."""
-        return self.num_seen
+        return self.num_positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the number and the first position of the keys that the next `query_length`
@@ -312,8 +312,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         packed = self.group.packed
         if packed is not None and packed.key_len is not None:
             return packed.key_len, 0
-        first = self.group.spec.first_visible(self.num_seen)
-        return self.num_seen + query_length - first, first
+        first = self.group.spec.first_visible(self.num_positions)
+        return self.num_positions + query_length - first, first
 
     def _once(self, operation: Callable[..., None], *args: Any) -> None:
         """Runs an operation on all rows if this layer is the first to request it. An operation that
@@ -371,24 +371,24 @@ class PagedLayer(cache_utils.DynamicLayer):
                 raise ValueError(
                     f"`crop` takes the tokens to remove as a negative number, not {count}"
                 )
-            count = min(0, count - self.num_seen)
+            count = min(0, count - self.num_positions)
         window = self.group.spec.window
-        is_full = window is not None and self.num_seen >= window
+        is_full = window is not None and self.num_positions >= window
         if is_full and not self.group.record_past:
             raise RuntimeError(
                 "`crop` cannot go back: the sliding window is full and older tokens were freed."
                 " Call `activate_past_recording` on the cache first"
             )
-        removed = min(self.num_seen, -count)
+        removed = min(self.num_positions, -count)
         # another layer may hold more: the next update overwrites its excess tokens
         self._once(self.group.rows.crop, removed)
-        self.num_seen -= removed
+        self.num_positions -= removed
         if removed:
             self._select_in_graph(lambda states: states[:, :, : max(0, states.shape[2] - removed)])
 
     def reset(self) -> None:
         """Empties the layer and frees its blocks."""
-        self.num_seen = 0
+        self.num_positions = 0
         self.is_initialized = False
         self.graph_states = None
         self._once(self.group.rows.free)

@@ -270,7 +270,7 @@ class PagedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
                 # stale handles would be gathered by a deep copy
-                layer.num_seen, layer.packed_handles = length, None
+                layer.num_positions, layer.packed_handles = length, None
                 layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
                 if length and blocks is not None:
@@ -378,8 +378,8 @@ class PagedCache(DynamicCache):
         num_bytes = 0
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
-                num_positions = layer.num_seen if length is None else length
-                num_bytes += layer.plain_bytes(num_rows, num_positions)
+                layer_length = layer.num_positions if length is None else length
+                num_bytes += layer.plain_bytes(num_rows, layer_length)
         return num_bytes
 
     def plot_memory(self, ax: Any = None) -> Any:

@@ -234,7 +234,7 @@ class Prompts(PromptInputs):
         finally:
             attention_observer.reset(token)
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
-        counts = [layer.num_seen for layer in layers if layer.num_seen]
+        counts = [layer.num_positions for layer in layers if layer.num_positions]
         if any(count != self.length for count in counts):
             raise ValueError(f"the model made {counts[0]} keys and values of {self.length} tokens")
         if looks.num_calls < len(counts):

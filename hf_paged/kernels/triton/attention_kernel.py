@@ -66,7 +66,7 @@ def _attend_tile(
     tile of keys from `first_key` on."""
     position = first_key + tl.arange(0, TILE)
     # Hidden slots are not read: NaN times a weight of zero would be NaN.
-    is_seen = (position >= low) & (position < high)
+    is_visible = (position >= low) & (position < high)
     if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE, so a tile lies within one block
         block = tl.zeros([TILE], dtype=tl.int64) + tl.load(
             block_table + first_key // BLOCK_SIZE
@@ -82,20 +82,20 @@ def _attend_tile(
     offset = (position % BLOCK_SIZE).to(tl.int64)
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
-    k = load_tile(keys + key_rows + d, is_seen[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
+    k = load_tile(keys + key_rows + d, is_visible[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
     k = convert_tile(k, q, STORED)
     scores = dot(q, tl.trans(k), None)  # [M, TILE]
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
         padded: tl.constexpr = KEY_MAIN + KEY_REST > KEY_DIM
         k_rest = load_tile(
-            keys + key_rows + d_rest, is_seen[:, None], d_rest < KEY_DIM, MASKED, padded
+            keys + key_rows + d_rest, is_visible[:, None], d_rest < KEY_DIM, MASKED, padded
         )
         k_rest = convert_tile(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
     if STORED:  # block strides count bytes, of codes and scales; scales are float32
-        scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_seen, MASKED)[
+        scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_visible, MASKED)[
             None, :
         ]
     if not FOLDED:
@@ -105,10 +105,10 @@ def _attend_tile(
         scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
     if bias is not None:
         bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
-        is_covered = (is_seen & (position < bias_len))[None, :]
+        is_covered = (is_visible & (position < bias_len))[None, :]
         scores += tl.load(bias_rows, mask=is_covered, other=0.0).to(tl.float32)
     if MASKED:
-        sees = is_seen[None, :]
+        sees = is_visible[None, :]
         if CAUSAL:
             sees = sees & (position[None, :] <= query_position[:, None])
             if window is not None:
@@ -127,7 +127,9 @@ def _attend_tile(
     total = total * shrink + tl.sum(weights, axis=1)
     factors = None
     if STORED:
-        factors = load_scales(value_scales + block * (value_block // 4) + offset, is_seen, MASKED)
+        factors = load_scales(
+            value_scales + block * (value_block // 4) + offset, is_visible, MASKED
+        )
         if q.dtype != tl.float16:  # float16 cannot represent small scaled weights
             weights *= factors[None, :]
     weights = weights.to(q.dtype)
@@ -141,14 +143,18 @@ def _attend_tile(
         )
         d = tl.arange(0, VALUE_MAIN)[None, :]
         v = load_tile(
-            values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, VALUE_MAIN > VALUE_DIM
+            values + value_rows + d,
+            is_visible[:, None],
+            d < VALUE_DIM,
+            MASKED,
+            VALUE_MAIN > VALUE_DIM,
         )
         acc = dot(
             weights, scale_tile(convert_tile(v, q, STORED), factors, STORED), acc * shrink[:, None]
         )
         if VALUE_REST > 0:
             d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
-            v = load_tile(values + value_rows + d, is_seen[:, None], d < VALUE_DIM, MASKED, True)
+            v = load_tile(values + value_rows + d, is_visible[:, None], d < VALUE_DIM, MASKED, True)
             acc_rest = dot(
                 weights,
                 scale_tile(convert_tile(v, q, STORED), factors, STORED),

@@ -70,13 +70,13 @@ def find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 
 
 @triton.jit
-def load_tile(pointers, is_seen, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
+def load_tile(pointers, is_visible, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
     """Loads a tile of keys or values, with zeros where masked. Omits masks that hide no elements,
     since they cost registers and branches."""
     if MASK_TOKENS and MASK_DIMS:
-        return tl.load(pointers, mask=is_seen & is_real, other=0.0)
+        return tl.load(pointers, mask=is_visible & is_real, other=0.0)
     elif MASK_TOKENS:
-        return tl.load(pointers, mask=is_seen, other=0.0)
+        return tl.load(pointers, mask=is_visible, other=0.0)
     elif MASK_DIMS:
         return tl.load(pointers, mask=is_real, other=0.0)
     else:
@@ -111,8 +111,8 @@ def scale_tile(tile, factors, STORED: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scales, is_seen, MASKED: tl.constexpr):
-    return tl.load(scales, mask=is_seen, other=0.0) if MASKED else tl.load(scales)
+def load_scales(scales, is_visible, MASKED: tl.constexpr):
+    return tl.load(scales, mask=is_visible, other=0.0) if MASKED else tl.load(scales)
 
 
 @triton.jit

@@ -356,11 +356,11 @@ class BlockManager:
         blocks: SequenceBlocks,
         token_ids: Sequence[Hashable],
         namespace: Hashable,
-        least: int = 0,
+        min_tokens: int = 0,
     ) -> int:
-        """Attaches the longest cached prefix of `token_ids`, if it has at least `least` tokens, to
-        an empty sequence. A prefix is whole blocks without the last token, whose logits are
-        needed. Returns its number of tokens."""
+        """Attaches the longest cached prefix of `token_ids`, if it has at least `min_tokens`
+        tokens, to an empty sequence. A prefix is whole blocks without the last token, whose logits
+        are needed. Returns its number of tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.node_size
@@ -369,7 +369,7 @@ class BlockManager:
         path = [link.node for link in links if link.node is not None]
         num_nodes = len(path)
         num_tokens = num_nodes * size
-        if not path or num_tokens < least:
+        if not path or num_tokens < min_tokens:
             return 0
         epoch = min(node.epoch for node in path)
         self.num_hits += 1

@@ -76,15 +76,15 @@ class Deltas:
 
 class RecordedDeltas:
     """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows on the device,
-    where they change between replays. `ranges`: `(n, 2)` int64, of at most `most` rows each;
+    where they change between replays. `ranges`: `(n, 2)` int64, of at most `max_rows` rows each;
     `weights` refer to their range by index."""
 
     def __init__(
-        self, ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]
+        self, ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]
     ) -> None:
         from .triton import lora  # needs Triton
 
-        self.table = lora.table_over(ranges, most, weights)
+        self.table = lora.table_over(ranges, max_rows, weights)
 
     def add(self, out: Tensor, x: Tensor) -> None:
         """Same as `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not

@@ -130,7 +130,7 @@ def decode_attention(
             out,
             out_lse=lse,
             row_items=parts["row_items"],
-            most_parts=most,
+            max_parts=most,
         )
     return (out, lse) if return_lse else out
 

@@ -36,7 +36,7 @@ class LoraTable(NamedTuple):
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
     rank: int  # width of tiles: a power of two, at least every part's rank
-    most: int  # most rows of a range
+    max_rows: int  # most rows of a range
     group: Any = None  # process group that shards the depth
 
 
@@ -130,13 +130,15 @@ def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
     bounds = torch.tensor(
         [(start, end) for start, end, _ in parts], dtype=torch.int64, device=device
     )
-    most = max(end - start for start, end, _ in parts)
-    return table_over(bounds, most, [(number, lora) for number, (*_, lora) in enumerate(parts)])
+    max_rows = max(end - start for start, end, _ in parts)
+    return table_over(bounds, max_rows, [(number, lora) for number, (*_, lora) in enumerate(parts)])
 
 
-def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> LoraTable:
+def table_over(
+    ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]
+) -> LoraTable:
     """Returns the table of weights, each with the index of its range in `ranges`, `(n, 2)` int64 on
-    the device, of at most `most` rows each."""
+    the device, of at most `max_rows` rows each."""
     device = ranges.device
     first = weights[0][1]
     numbers = [
@@ -148,7 +150,7 @@ def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeigh
         [lora.scaling for _, lora in weights], dtype=torch.float32, device=device
     )
     rank = max(16, triton.next_power_of_2(max(len(lora.a) for _, lora in weights)))
-    return LoraTable(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
+    return LoraTable(parts, ranges, scaling, first.a.dtype, rank, max_rows, first.group)
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
@@ -174,7 +176,7 @@ def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
     """Computes `kernels.lora.Deltas.add` without waiting for the device."""
     kind = TYPES[table.dtype]
     middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
-    grid = len(table.parts), triton.cdiv(table.most, ROWS)
+    grid = len(table.parts), triton.cdiv(table.max_rows, ROWS)
     launch(
         _shrink_kernel,
         grid,

@@ -105,7 +105,7 @@ def merge(
     index: Tensor | None = None,
     out_lse: Tensor | None = None,
     row_items: Tensor | None = None,
-    most_parts: int | None = None,
+    max_parts: int | None = None,
 ) -> None:
     """Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005,
     section 2.2). Ignores a part whose log-sum-exp is `-inf`, whatever it holds; if all are, the
@@ -121,18 +121,18 @@ def merge(
             part; may be `out_lse`.
         index: `(n,)`, the token of `out` of each query, each at most once; `0 .. n - 1` without it.
         row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of
-            each row and the number of its parts, at most `most_parts`; rows with one part are not
+            each row and the number of its parts, at most `max_parts`; rows with one part are not
             written.
     """
     parts, queries, heads, value_dim = partials.shape
     positions = queries if row_items is None else len(out)
     if positions * heads == 0:
         return
-    most = most_parts or parts
+    max_parts = max_parts or parts
     width = triton.next_power_of_2(value_dim)
     # few sizes, since each is compiled separately
     block_parts = next(
-        (size for size in (16, 64, 256) if size >= most), triton.next_power_of_2(most)
+        (size for size in (16, 64, 256) if size >= max_parts), triton.next_power_of_2(max_parts)
     )
     step = min(8, max(2, 2048 // width))  # parts at a time; more would spill registers
     # At least two: Triton does not vectorise loads of a tile with a dimension of one.
@@ -162,7 +162,7 @@ def merge(
         )
     except LaunchFailedError:
         rows = slice(None) if index is None else index.long()
-        _merge_portable(partials, partials_lse, out, tail_lse, rows, out_lse, row_items, most)
+        _merge_portable(partials, partials_lse, out, tail_lse, rows, out_lse, row_items, max_parts)
 
 
 def _merge_portable(
@@ -173,15 +173,15 @@ def _merge_portable(
     tokens: slice | Tensor,
     out_lse: Tensor | None,
     row_items: Tensor | None,
-    most_parts: int,
+    max_parts: int,
 ) -> None:
     """Computes `merge` in plain PyTorch, without waiting for the device."""
     nothing = float("-inf")
     before = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)
     if row_items is not None:
-        # the parts of each row: (most_parts, rows, queries, heads), then as without `row_items`
-        number = torch.arange(most_parts, device=out.device)[:, None]
+        # the parts of each row: (max_parts, rows, queries, heads), then as without `row_items`
+        number = torch.arange(max_parts, device=out.device)[:, None]
         first, count = row_items.long().unbind(1)
         items = (first + number).clamp(max=len(partials) - 1)
         partials = partials[items].flatten(1, 2)

@@ -132,7 +132,7 @@ def merge() -> tuple[Any, Any]:
         lse,
         out,
         row_items=torch.tensor([[0, 2], [2, 1]], dtype=torch.int32),
-        most_parts=2,
+        max_parts=2,
     )
     return out, expected
 

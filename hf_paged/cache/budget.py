@@ -1,5 +1,5 @@
-"""A limit on the bytes of all pools of a process. It never counts what a pool needs: each
-`PagedMemory` reports its bytes."""
+"""A limit on the bytes of all pools of a process, and which idle pools it frees. Each `PagedMemory`
+reports its bytes itself."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class CacheRows:
         missing = [i for i in indices if not -num_rows <= i < num_rows]
         if missing:
             raise IndexError(
-                f"rows {missing} are asked for, the cache holds rows 0 to {len(old) - 1}"
+                f"there are no rows {missing}: the cache holds rows 0 to {len(old) - 1}"
             )
         with self.memory.changing():
             self.gather_handles()

@@ -232,7 +232,7 @@ def test_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
 def test_a_refused_operation_leaves_the_layers_together() -> None:
     plain, paged, _ = filled((5, 5), rows=3)
     for wrong, message in (
-        (torch.tensor([0, 3]), r"rows \[3\] are asked for, the cache holds rows 0 to 2"),
+        (torch.tensor([0, 3]), r"there are no rows \[3\]: the cache holds rows 0 to 2"),
         (
             torch.tensor([True, False]),
             r"the mask of rows has the shape \(2,\), but the cache has 3 rows: .* of shape \(3,\)",

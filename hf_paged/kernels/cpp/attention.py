@@ -156,8 +156,8 @@ class Attention:
         ):
             raise ValueError(
                 f"queries of shape {tuple(query.shape)} do not fit key blocks of shape"
-                f" {tuple(keys)} and value blocks of shape {tuple(values)}: (tokens, heads, dim)"
-                " goes with (blocks, kv_heads, block_size, dim)"
+                f" {tuple(keys)} and value blocks of shape {tuple(values)}: queries are (tokens,"
+                " heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
             is_supported = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
@@ -303,10 +303,10 @@ class Store:
                 or blocks.shape[:3] != key_blocks.shape[:3]
             ):
                 raise ValueError(
-                    f"keys of shape {tuple(keys.shape)} do not fit blocks of shape"
-                    f" {tuple(key_blocks.shape)}, values {tuple(values.shape)} their blocks"
-                    f" {tuple(value_blocks.shape)}, or keys values: (batch, heads, n, dim) goes"
-                    " with (blocks, heads, block_size, dim)"
+                    f"keys of shape {tuple(keys.shape)}, values of shape {tuple(values.shape)}, key"
+                    f" blocks of shape {tuple(key_blocks.shape)} and value blocks of shape"
+                    f" {tuple(value_blocks.shape)} do not fit: K/V are (batch, heads, n, dim),"
+                    " blocks (num_blocks, heads, block_size, dim)"
                 )
             stored = quantized.NUMBERS.get(blocks.dtype, 0)
             if stored:

@@ -105,7 +105,8 @@ def linear(
         fits = bias.shape == weight.shape[:1]
     if not fits:
         raise ValueError(
-            f"{tuple(x.shape)} and {tuple(weight.shape)}: (rows, depth) goes with (width, depth)"
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}:"
+            " they must be (rows, depth) and (width, depth)"
         )
     num_rows, depth = x.shape
     width = weight.shape[0]

@@ -46,23 +46,27 @@ def merge_kernel(
     if index is not None:
         token = tl.load(index + position).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    real = head < HEADS
+    is_head = head < HEADS
     at = token * HEADS + head
     dim = tl.arange(0, VALUE_WIDTH)
     target = out + at[:, None] * VALUE_DIM + dim[None, :]
-    inside = real[:, None] & (dim < VALUE_DIM)[None, :]
-    nothing = float("-inf")
+    is_element = is_head[:, None] & (dim < VALUE_DIM)[None, :]
+    minus_inf = float("-inf")
 
     # Load all log-sum-exps first, so that the loads of values do not wait for one another.
-    every = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
+    all_parts = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
     lse_part = queries * HEADS
     lse_rows = partials_lse + (first * lse_part + source * HEADS + head)[None, :]
-    lses = tl.load(lse_rows + every * lse_part, mask=(every < parts) & real[None, :], other=nothing)
+    lses = tl.load(
+        lse_rows + all_parts * lse_part,
+        mask=(all_parts < parts) & is_head[None, :],
+        other=minus_inf,
+    )
     top = tl.max(lses, axis=0)
     if tail_lse is not None:
-        tail = tl.load(tail_lse + at, mask=real, other=nothing)
+        tail = tl.load(tail_lse + at, mask=is_head, other=minus_inf)
         top = tl.maximum(top, tail)
-    anchor = tl.where(top == nothing, 0.0, top)
+    anchor = tl.where(top == minus_inf, 0.0, top)
     total = tl.sum(tl.exp2((lses - anchor[None, :]) * LOG2_E), axis=0)
 
     # A part that saw no keys has weight 0; its values are undefined.
@@ -70,7 +74,7 @@ def merge_kernel(
     if tail_lse is not None:
         weight = tl.exp2((tail - anchor) * LOG2_E)
         total += weight
-        tail_values = tl.load(target, mask=inside & (weight > 0.0)[:, None], other=0.0)
+        tail_values = tl.load(target, mask=is_element & (weight > 0.0)[:, None], other=0.0)
         acc += weight[:, None] * tail_values.to(tl.float32)
     rows = (
         partials
@@ -79,7 +83,7 @@ def merge_kernel(
     for begin in range(0, parts, STEP):
         part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
         lse = tl.load(
-            lse_rows + part * lse_part, mask=(part < parts) & real[None, :], other=nothing
+            lse_rows + part * lse_part, mask=(part < parts) & is_head[None, :], other=minus_inf
         )
         weights = tl.exp2((lse - anchor[None, :]) * LOG2_E)[:, :, None]
         mask = (weights > 0.0) & (dim < VALUE_DIM)[None, None, :]
@@ -90,10 +94,10 @@ def merge_kernel(
 
     tl.debug_barrier()  # all threads must read `out` before any writes it
     divisor = tl.where(total > 0.0, total, 1.0)
-    tl.store(target, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(target, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=is_element)
     if out_lse is not None:
-        logarithm = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, nothing)
-        tl.store(out_lse + at, logarithm, mask=real)
+        logarithm = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, minus_inf)
+        tl.store(out_lse + at, logarithm, mask=is_head)
 
 
 def merge(
@@ -176,7 +180,7 @@ def _merge_portable(
     max_parts: int,
 ) -> None:
     """Computes `merge` in plain PyTorch, without waiting for the device."""
-    nothing = float("-inf")
+    minus_inf = float("-inf")
     before = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)
     if row_items is not None:
@@ -187,7 +191,7 @@ def _merge_portable(
         partials = partials[items].flatten(1, 2)
         partials_lse = (
             partials_lse[items]
-            .masked_fill((number >= count)[..., None, None], nothing)
+            .masked_fill((number >= count)[..., None, None], minus_inf)
             .flatten(1, 2)
         )
         is_merged = (count > 1).repeat_interleave(len(out) // len(row_items), output_size=len(out))[
@@ -199,7 +203,7 @@ def _merge_portable(
         lse = torch.cat([lse, tail_lse[tokens][None]])
         values = torch.cat([values, before[None].float()])
     total = lse.logsumexp(0)
-    weights = (lse - total.masked_fill(total == nothing, 0.0)).exp()[..., None]
+    weights = (lse - total.masked_fill(total == minus_inf, 0.0)).exp()[..., None]
     result = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
     out[tokens] = torch.where(is_merged[..., None], result, before)
     if out_lse is not None:

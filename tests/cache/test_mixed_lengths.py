@@ -186,7 +186,7 @@ def test_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]) -> Non
 def test_a_layer_whose_window_was_given_back_is_refused() -> None:
     """Its keys were not stored, and zeros were used in their place."""
     with pytest.raises(
-        ValueError, match=r"8 tokens back from token 5, .* first 32 .* another layer .* holds 40"
+        ValueError, match=r"8 tokens up to token 5, .* first 32 .* another layer .* holds 40"
     ):
         windowed((40, 5))
     _, paged = windowed((8, 8))

@@ -287,7 +287,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"key_blocks": torch.zeros(16, 2, 16, 640)}, "head dims 640 and 64: at most 576"),
         ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
         ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
-        ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "a gradient is wanted"),
+        ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "requires a gradient"),
         (
             {"step": replace(build(Case()).step, block_size=48)},
             "block size 48: a power of two from 4 to 16384",
@@ -308,7 +308,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
         (
             {**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}},
-            "a bias that differs among more queries",
+            "a bias that differs between more queries",
         ),
     ],
     ids=[

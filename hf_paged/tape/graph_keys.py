@@ -27,63 +27,63 @@ class Key(NamedTuple):
     """Identifies a recorded graph: the capacity of its steps, and what is the same in all of
     them."""
 
-    decodes: int  # leading rows, of one token each
+    num_decodes: int  # leading rows, of one token each
     widths: tuple[int, ...]  # columns of each layer group's block tables
-    chunks: int = 0  # rows after the decodes, of any number of tokens
-    chunk_tokens: int = 0  # in all chunks together
+    num_chunks: int = 0  # rows after the decodes, of any number of tokens
+    num_chunk_tokens: int = 0  # in all chunks together
     # by group: prefixes shared by decodes, columns of their tables
     prefixes: tuple[tuple[int, int], ...] = ()
-    ranges: int = 0  # token ranges with an adapter
+    num_ranges: int = 0  # token ranges with an adapter
     variant: Hashable = None  # of the context
     # autocast dtype, training mode, batch invariance, whether hidden states are kept, options of
     # torch
     options: Hashable = None
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """All rows; with chunks one more, for padding tokens."""
-        if not self.chunks:
-            return self.decodes
-        return self.decodes + self.chunks + 1
+        if not self.num_chunks:
+            return self.num_decodes
+        return self.num_decodes + self.num_chunks + 1
 
     @property
-    def tokens(self) -> int:
-        return self.decodes + self.chunk_tokens
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_chunk_tokens
 
     @property
-    def rooms(self) -> tuple[int, ...]:
+    def capacities(self) -> tuple[int, ...]:
         """The numbers of which a step may use fewer."""
-        return (self.decodes, self.chunks, self.chunk_tokens, *self.widths)
+        return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, other: Key) -> bool:
         """Whether steps of key `other` may run with this graph: padded, with at most twice their
         chunk tokens, or without a cascade over shared prefixes."""
         if self.options != other.options or not _covers(self.variant, other.variant):
             return False
-        if bool(self.chunks) != bool(other.chunks):
+        if bool(self.num_chunks) != bool(other.num_chunks):
             return False
-        if self.chunk_tokens > 2 * other.chunk_tokens:
+        if self.num_chunk_tokens > 2 * other.num_chunk_tokens:
             return False
-        if any(map(operator.lt, self.rooms, other.rooms)):
+        if any(map(operator.lt, self.capacities, other.capacities)):
             return False
         if not self.prefixes:
             return True
         if not other.prefixes:
             return False
-        return all(map(_has_room, self.prefixes, other.prefixes))
+        return all(map(_fits, self.prefixes, other.prefixes))
 
     def padding(self) -> tuple[Any, ...]:
         """Least for the best of the graphs that serve a step."""
-        return not self.prefixes, self.tokens, self.widths
+        return not self.prefixes, self.num_tokens, self.widths
 
     @property
-    def use(self) -> Hashable:
+    def without_widths(self) -> Hashable:
         """The key without table widths, whose uses are counted as well: when tables outgrow a
         graph, the next is recorded at once."""
         return (
-            self.decodes,
-            self.chunks,
-            self.chunk_tokens,
+            self.num_decodes,
+            self.num_chunks,
+            self.num_chunk_tokens,
             bool(self.prefixes),
             self.variant,
             self.options,
@@ -98,7 +98,7 @@ def _covers(mine: Any, needed: Any) -> bool:
     return bool(mine == needed)
 
 
-def _has_room(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
+def _fits(mine: tuple[int, int], needed: tuple[int, int]) -> bool:
     """Whether a graph has room for a group's prefixes; not if the group has none, since launches
     would do nothing."""
     num_mine, width = mine

@@ -337,7 +337,7 @@ class StepGraphs:
         recorded = None
         kept = self._kept
         if context is not None:
-            recorded = context.record(inputs.ranges, key.tokens, key.chunks > 0)
+            recorded = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
             kept = kept | _storages(context.tensors)
         outputs: list[Tensor] = []
         run = functools.partial(
@@ -379,14 +379,14 @@ class StepGraphs:
             self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
             log_unrecorded(f"there is no memory for more of them at present ({reason})", log_level)
             return
-        kind, size = "decodes", key.decodes
+        kind, size = "decodes", key.num_decodes
         if key.prefixes:  # the step is tried again without them
             kind, size = "prefixes", 1
             self._graphs = {
                 known: step for known, step in self._graphs.items() if not known.prefixes
             }
-        elif key.chunks:
-            kind, size = "chunks", key.chunk_tokens
+        elif key.num_chunks:
+            kind, size = "chunks", key.num_chunk_tokens
         has_decodes = any(not known.chunks for known in self._graphs)
         if kind == "decodes" and not has_decodes:
             self.obstacle = reason

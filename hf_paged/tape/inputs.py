@@ -86,15 +86,15 @@ class _GroupInputs(_Tables):
     """The parts of a layer group's [`StepMetadata`]."""
 
     def __init__(self, key: Key, number: int, memory: GroupMemory, take: Take) -> None:
-        super().__init__(key.rows, key.widths[number], take)
+        super().__init__(key.num_rows, key.widths[number], take)
         self.window = memory.spec.window
         self.block_size = memory.block_size
-        self.slots = take("q", key.tokens)
-        self.origins = take("i", key.rows)
+        self.slots = take("q", key.num_tokens)
+        self.origins = take("i", key.num_rows)
         self.prefixes: _Prefixes | None = None
         if key.prefixes and key.prefixes[number][0]:
             num_prefixes, width = key.prefixes[number]
-            self.prefixes = _Prefixes(key.decodes, num_prefixes, width, take)
+            self.prefixes = _Prefixes(key.num_decodes, num_prefixes, width, take)
 
 
 class _Prefixes(_Tables):
@@ -171,7 +171,7 @@ class StaticInputs:
     """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
     Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
     0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
-    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(key.ranges, 2)` int64:
+    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(key.num_ranges, 2)` int64:
     for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
 
     def __init__(
@@ -183,9 +183,9 @@ class StaticInputs:
         self.key = key
         num_kept = 0
         num_starts = 0
-        if key.chunks:
-            num_kept = key.decodes + key.chunks
-            num_starts = key.rows + 1
+        if key.num_chunks:
+            num_kept = key.num_decodes + key.num_chunks
+            num_starts = key.num_rows + 1
         parts: list[_Part] = []
 
         def take(kind: str, count: int) -> _Part:
@@ -193,14 +193,14 @@ class StaticInputs:
             parts.append(part)
             return part
 
-        self._token_ids = take("q", key.tokens)
-        self._positions = take("q", key.tokens)
+        self._token_ids = take("q", key.num_tokens)
+        self._positions = take("q", key.num_tokens)
         self._groups = []
         for number, memory in enumerate(memories):
             self._groups.append(_GroupInputs(key, number, memory, take))
         self._kept = take("q", num_kept)
         self._query_start = take("i", num_starts)
-        self._ranges = take("q", 2 * key.ranges)
+        self._ranges = take("q", 2 * key.num_ranges)
         num_words = [part.num_words for part in parts]
         with torch.inference_mode(False):  # they outlive the call
             self._host = torch.zeros(
@@ -216,7 +216,7 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
-            self.kept = self._kept.device if key.chunks else None
+            self.kept = self._kept.device if key.num_chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -234,7 +234,7 @@ class StaticInputs:
             self._copied.synchronize()
         key = self.key
         decodes = tokens.num_decodes
-        shift = key.decodes - decodes
+        shift = key.num_decodes - decodes
         self._token_ids.spread(tokens.token_ids, decodes, shift)
         self._positions.spread(tokens.positions, decodes, shift)
         for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
@@ -242,18 +242,18 @@ class StaticInputs:
             inputs.seq_lens.spread(group.seq_lens, decodes, shift)
             inputs.origins.spread(group.origins, decodes, shift)
             inputs.write(group.tables[:decodes])
-            if key.chunks:
-                inputs.write(group.tables[decodes:], key.decodes)
+            if key.num_chunks:
+                inputs.write(group.tables[decodes:], key.num_decodes)
             if inputs.prefixes is not None:
                 inputs.prefixes.fill(shared, group.tables, inputs.block_size)
-        if key.chunks:
+        if key.num_chunks:
             starts = [shift + start for start in tokens.query_start[decodes:]]
-            num_unused = key.rows - key.decodes - len(starts)
+            num_unused = key.num_rows - key.num_decodes - len(starts)
             query_start = [
-                *range(key.decodes),
+                *range(key.num_decodes),
                 *starts,
                 *starts[-1:] * num_unused,
-                key.tokens,
+                key.num_tokens,
             ]
             self._query_start.write(query_start)
             kept = [index if index < decodes else index + shift for index in tokens.last]
@@ -261,7 +261,7 @@ class StaticInputs:
         bounds = list[int]()
         for (start, end), (first, last) in ranges:
             bounds += (start, end)
-            if key.chunks:
+            if key.num_chunks:
                 bounds += (first + shift, last + shift)
         if bounds:
             self._ranges.write(bounds)
@@ -273,11 +273,11 @@ class StaticInputs:
         """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's
         bounds say the first does."""
         key = self.key
-        decodes = key.decodes
-        rows = key.rows
-        ends = [key.tokens] * (rows - decodes)
+        decodes = key.num_decodes
+        rows = key.num_rows
+        ends = [key.num_tokens] * (rows - decodes)
         query_start = (*range(decodes + 1), *ends)
-        begins = self._query_start.device if key.chunks else None
+        begins = self._query_start.device if key.num_chunks else None
         steps = []
         for inputs in self._groups:
             lengths = Lengths(

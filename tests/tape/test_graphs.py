@@ -118,7 +118,7 @@ def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
-        assert {key.decodes for key in keys(engine)} >= {1, 2, 4}
+        assert {key.num_decodes for key in keys(engine)} >= {1, 2, 4}
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
@@ -236,7 +236,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     # unwritten memory may be NaN
     before = [layer.data[0].view(torch.int32).clone() for layer in layers]
     bench.run(items)
-    assert graphs.num_replays == 3 and [key.decodes for key in keys(bench)] == [8]
+    assert graphs.num_replays == 3 and [key.num_decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
         # [num_blocks, block_size]
         changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)
@@ -268,7 +268,7 @@ def test_the_graph_used_longest_ago_goes_first(
     bench.run([row.take(SIZE + 1) for row in rows])
     for count in (1, 1, 2, 2, 1, 4, 4):
         bench.decode(*rows[:count])
-    assert [key.decodes for key in keys(bench)] == [1, 4]
+    assert [key.num_decodes for key in keys(bench)] == [1, 4]
 
 
 # -------------------------------------------------------------------------- what graphs depend on
@@ -669,7 +669,7 @@ def test_a_capture_for_which_there_is_no_memory(
             assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
             assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
     assert attempts == [1, 5]
-    assert [key.decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
+    assert [key.num_decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
     assert len(caplog.records) == 1 and "there is no memory for more of them" in caplog.text
 
 

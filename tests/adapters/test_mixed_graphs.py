@@ -259,7 +259,9 @@ def test_shared_prefixes_are_read_once(
     for _ in range(3):
         found = bench.run([*(row.take(1) for row in rows), late.take(7)])
         assert_close(found, [bench.plain(row) for row in (*rows, late)], tolerance)
-    assert sizes_of(bench)[-1].num_chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
+    assert (
+        sizes_of(bench)[-1].num_chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
+    )
 
 
 # --------------------------------------------------------------------------------------- adapters
@@ -376,7 +378,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     graphs.fail = None
     for count in (2, 4, 4):
         bench.decode(*rows[:count])
-    assert graphs.num_replays == 3 and bench.runner.recorder.obstacle is None  # type: ignore[union-attr]
+    assert graphs.num_replays == 3 and bench.runner.recorder.unsupported_reason is None  # type: ignore[union-attr]
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:

@@ -410,8 +410,9 @@ def test_elsewhere_the_error_says_what_to_change(
         pages.pages_for(torch.device("cuda"))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(
-        ValueError, match=r"cannot be mapped on cpu under darwin: it needs Linux.*Leave it out"
+        ValueError,
+        match=r"cannot be mapped on cpu under darwin: this needs Linux.*Leave `storage` out",
     ):
         built["llama"].generate(prompts(1, 9), max_new_tokens=2, **virtual_call())
-    with pytest.raises(ValueError, match="Leave it out"):
+    with pytest.raises(ValueError, match="Leave `storage` out"):
         PagedEngine(built["llama"], {"storage": "virtual"})

@@ -145,9 +145,8 @@ class LayerRows:
         self.regions = list(regions)
         self.mappings: RowMappings | None = None
         self._form = form
-        self._can_lend = (
-            True  # whether the model's own code accepts tensors that are not contiguous
-        )
+        # whether the model's own code accepts tensors that are not contiguous
+        self._can_lend = True
 
     def stop_lending(self) -> None:
         self._can_lend = False

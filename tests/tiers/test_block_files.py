@@ -463,7 +463,7 @@ def test_a_folder_that_cannot_be_used_is_named(kind: str, tmp_path: Path) -> Non
         if "forbidden" in kind:
             stack.enter_context(forbidden(tmp_path / "tier"))
         with pytest.raises(
-            OSError, match=r"`disk_path` of `prefix_tiers`.*Give another path"
+            OSError, match=r"`disk_path` of `prefix_tiers`.*Set another path"
         ) as raised:
             check_folder(str(path))
     assert raised.value.filename == str(path) and raised.value.errno is not None

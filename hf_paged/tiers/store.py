@@ -381,8 +381,8 @@ def make_tier(
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
-    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`): the tier
-    that `blocks` has, if it fits. Else returns `None` and the reason."""
+    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`), a new one
+    unless the tier of `blocks` fits; or `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
     reason = reason_against_saving(memory, blocks)

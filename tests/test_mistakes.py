@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "folder without an adapter": (
         lambda: add(adapter=str(Path(__file__).parent)),
         ValueError,
-        ("tests' has no adapter_config.json", "pass the folder that holds it"),
+        ("tests' has no adapter_config.json", "pass the folder that contains it"),
     ),
     "stop strings without tokenizer": (
         lambda: add(config={**OPTIONS, "stop_strings": ["a"]}),

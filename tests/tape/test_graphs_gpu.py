@@ -204,7 +204,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        unguarded = type("Unguarded", (contextlib.nullcontext,), {"known": ()})
+        unguarded = type("Unguarded", (contextlib.nullcontext,), {"host_results": ()})
         monkeypatch.setattr(cuda_graphs, "CaptureGuard", unguarded)
         monkeypatch.setattr(cuda_graphs, "HostResultReplay", contextlib.nullcontext)
     stream = torch.cuda.current_stream()

@@ -87,11 +87,11 @@ class Source:
         """Ends the row."""
         return None
 
-    def num_to_draft(self, price: float, most: int, step: int) -> int:
-        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
+    def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
+        """Returns how many tokens, at most `max_tokens`, to draft in step number `step`."""
         if self.length is None:
-            return most
-        count = self.length.choose(price, most)
+            return max_tokens
+        count = self.length.choose(price, max_tokens)
         if not count:
             self.wake_at = step + self.length.pause + 1
         return count
@@ -172,8 +172,8 @@ class DraftLength:
         self._tried = 2.0
         self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0  # the next pauses
 
-    def choose(self, price: float, most: int) -> int:
-        """Returns the length of the next draft, at most `most`; 0 begins a pause."""
+    def choose(self, price: float, max_tokens: int) -> int:
+        """Returns the length of the next draft, at most `max_tokens`; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
@@ -183,7 +183,7 @@ class DraftLength:
             self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
             # after the pause, try one token
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
-        return min(length, most)
+        return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:
         """Begins a pause because the source had no draft."""
@@ -216,9 +216,9 @@ class NgramIndex:
         end)`."""
         packed = _packed(token_ids)
         for number in range(max(start, NGRAM), end):
-            at = number * _SIZE
-            key = namespace + packed[at - NGRAM * _SIZE : at]
-            self._continuations[key] = packed[at : at + MAX_DRAFT * _SIZE]
+            end_byte = number * _SIZE
+            key = namespace + packed[end_byte - NGRAM * _SIZE : end_byte]
+            self._continuations[key] = packed[end_byte : end_byte + MAX_DRAFT * _SIZE]
             self._continuations.move_to_end(key)
         while len(self._continuations) > INDEX_SIZE:
             self._continuations.popitem(last=False)

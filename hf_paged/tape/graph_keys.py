@@ -119,9 +119,9 @@ def key_of(
     widths = []
     shared = []
     for number, memory in enumerate(memories):
-        least = -(-MIN_TABLE_TOKENS // memory.block_size)
+        min_width = -(-MIN_TABLE_TOKENS // memory.block_size)
         longest = max(map(len, tokens.groups[number].tables))
-        widths.append(power_of_two(least, longest))
+        widths.append(power_of_two(min_width, longest))
         if not prefixes:
             continue
         capacity = (0, 0)
@@ -129,7 +129,7 @@ def key_of(
         if group_prefixes:
             most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
             num_prefixes = power_of_two(MIN_PREFIXES, len(group_prefixes))
-            capacity = (num_prefixes, power_of_two(least, most_blocks))
+            capacity = (num_prefixes, power_of_two(min_width, most_blocks))
         shared.append(capacity)
     decodes = tokens.num_decodes
     num_chunk_tokens = len(tokens.token_ids) - decodes

@@ -289,7 +289,7 @@ class RowSlots:
         best = None
         begin = 0
         count = len(rows)
-        most: tuple[int, float] = 0, -math.inf
+        best_rank: tuple[int, float] = 0, -math.inf
         for slot, row in enumerate(self.rows):
             if not row.is_free:
                 begin = slot + 1
@@ -299,9 +299,9 @@ class RowSlots:
                 run = self.rows[start : slot + 1]
                 last_used = max(other.last_used for other in run)
                 rank = (num_saved, -last_used)
-                if rank > most:
+                if rank > best_rank:
                     best = start
-                    most = rank
+                    best_rank = rank
         return best
 
     def _grow(self, num_slots: int) -> bool:

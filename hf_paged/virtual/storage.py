@@ -192,7 +192,7 @@ class LayerRows:
             stale = [slot for slot in stale if versions[slot] != rows[slot].version]
             if not stale:
                 return self.mappings
-        self.settle()
+        self.preserve_views()
         if self.mappings is None or self.mappings.shape != shape:
             self.mappings = RowMappings(self.regions, self._form, *shape)
             stale = placement.slots
@@ -203,7 +203,7 @@ class LayerRows:
 
     def drop(self, slots: Iterable[int]) -> None:
         """Unmaps these slots. The caller holds the slots' lock."""
-        self.settle()
+        self.preserve_views()
         for slot in slots:
             if self.mappings is not None and slot < len(self.mappings.mapped):
                 self.mappings.drop(slot)
@@ -234,7 +234,7 @@ class LayerRows:
             slots = range(placement.slots[0], placement.slots[-1] + 1)
             return mappings.lend(is_value, slots, first, end)
 
-    def settle(self) -> None:
+    def preserve_views(self) -> None:
         """Preserves borrowed views that are still alive (`RowMappings.preserve`). Call before
         mapping over blocks or writing to them."""
         mappings = self.mappings  # read once: another thread may change it
@@ -248,14 +248,14 @@ class LayerRows:
         change."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            self.settle()  # borrowed views of the old regions read these rows, too
+            self.preserve_views()  # borrowed views of the old regions read these rows, too
             self.regions = regions
 
     def close(self) -> None:
         """Returns the pages to the system. No table may hold a block."""
         with self.slots.lock:
             mappings = self.mappings
-            self.settle()
+            self.preserve_views()
             self.mappings = None
             if mappings is not None:
                 mappings.close()
@@ -408,7 +408,7 @@ class MappedStorage(BlockStorage):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for rows in self._mapped:
-            rows.settle()
+            rows.preserve_views()
         super().copy_blocks(copies)
 
     def before_fork(self) -> None:
@@ -417,7 +417,7 @@ class MappedStorage(BlockStorage):
         if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._layer_rows):
-            rows.settle()
+            rows.preserve_views()
         counts = enumerate(self.pool.states())
         ids = [block_id for block_id, count in counts if count]
         for index, layer in list(self.layers.items()):  # other threads may add layers

@@ -164,7 +164,7 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
     step = cache.layers[0].group.view(70, torch.device("cpu"))
     placed = layer.rows.place(step)
     assert placed is not None
-    layer.rows.settle()
+    layer.rows.preserve_views()
     assert layer.rows.mappings is None
     slot, first = placed.placement.slots[0], placed.placement.firsts[0]
     assert torch.equal(placed.keys[slot : slot + 1, :, first : first + 70], expected)

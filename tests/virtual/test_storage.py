@@ -340,7 +340,7 @@ def test_keys_and_values_of_different_forms(
     for view, numbers in zip(placed[1:], expected):
         assert torch.equal(view[slot, :, : len(columns)], numbers[0])
     lent = [layer.rows.lend(step, is_value) for is_value in (False, True)]
-    layer.rows.settle()
+    layer.rows.preserve_views()
     for blocks in (layer.keys, layer.values):
         blocks[table.block_ids] = 7
     for view, numbers in zip(lent, expected):

@@ -936,7 +936,7 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50).to(dtype)
     expected = logits.clone()
     recorders.check_replay(lambda: logits.copy_(expected), logits, {dtype})
-    with pytest.raises(NotCapturable, match="standard deviations from its own"):
+    with pytest.raises(NotCapturable, match="standard deviations from those of its forward"):
         recorders.check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
 
 

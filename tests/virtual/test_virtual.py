@@ -403,7 +403,7 @@ def test_elsewhere_the_error_says_what_to_change(
     ):
         hf_paged.PagedConfig(storage="virtual", kv_dtype="int8")
     with pytest.raises(
-        ValueError, match=r"`page_bytes` is 2,048, and pages of cpu have 4,096 bytes"
+        ValueError, match=r"`page_bytes` is 2,048, and must be a multiple of the 4,096 bytes"
     ):
         PagedEngine(built["llama"], {"storage": VirtualStorage(page_bytes=2048)})
     with pytest.raises(ValueError, match=r'pip install "hf_paged\[cuda\]"'):

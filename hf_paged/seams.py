@@ -292,8 +292,8 @@ class MappedRows(Protocol):
     def stop_lending(self) -> None:
         """Makes `lend` return `None` from now on: the model's code needs contiguous tensors."""
 
-    def settle(self) -> None:
-        """Preserves lent views that are still alive. Call before writing to blocks."""
+    def preserve_views(self) -> None:
+        """Preserves borrowed views that are still alive. Call before writing to blocks."""
 
 
 class PlacedRows(Protocol):

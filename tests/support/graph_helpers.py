@@ -13,7 +13,7 @@ from hf_paged import PagedEngine, RequestResult
 from hf_paged.model.state import read_state
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
+from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row
 from tests.support.fake_device import record_on_a_device
 
@@ -70,12 +70,12 @@ class FakeGraphs:
         self.fail: Callable[[], None] | None = None
         self.has_device = False
 
-    def capture(self, run: Any, kept: Any = None) -> FakeGraph:
+    def capture(self, run: Any, persistent_storages: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
-        first = NothingUnrecorded()
+        first = CaptureGuard()
         with HostFirst(), first:
             run()
-        with HostFirst(), KnownAgain(first.known):
+        with HostFirst(), HostResultReplay(first.host_results):
             run()
         if self.has_device:
             owner, inputs, *_ = run.args

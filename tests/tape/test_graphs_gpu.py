@@ -80,7 +80,7 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = run_ahead._send(tokens)
+    arrived = run_ahead._start_copy(tokens)
     tokens.fill_(9)  # stands for the next step, which must neither be awaited nor overtake the copy
     assert arrived() == [0, 1, 2, 3, 4]
 
@@ -204,9 +204,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        unguarded = type("Unguarded", (contextlib.nullcontext,), {"known": ()})
-        monkeypatch.setattr(cuda_graphs, "NothingUnrecorded", unguarded)
-        monkeypatch.setattr(cuda_graphs, "KnownAgain", contextlib.nullcontext)
+        unguarded = type("Unguarded", (contextlib.nullcontext,), {"host_results": ()})
+        monkeypatch.setattr(cuda_graphs, "CaptureGuard", unguarded)
+        monkeypatch.setattr(cuda_graphs, "HostResultReplay", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

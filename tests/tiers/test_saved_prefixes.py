@@ -31,7 +31,7 @@ from tests.tiers.test_prefix_tiers import (
 )
 
 REFUSED = (
-    "is not a complete saved prefix|is a file of a tier's folder|was computed by another model"
+    "is not a complete saved prefix|is a block of a tier's folder|was computed by another model"
 )
 
 
@@ -171,7 +171,7 @@ def test_a_tier_drops_files_with_other_content(is_quick: bool, tmp_path: Path, c
             assert_drained(engine)
             said = [record.getMessage() for record in caplog.records]
             assert (
-                sum("is dropped, and its tokens are computed" in text for text in said)
+                sum("is dropped, so its tokens are computed" in text for text in said)
                 == 1
                 == len(said)
             ), said

@@ -69,8 +69,8 @@ class EngineCore(EngineLoop):
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        made: Grammars = room("grammar", "`schema`, `regex` or `grammar`").Grammars()
-        return made
+        compiler: Grammars = room("grammar", "`schema`, `regex` or `grammar`").GrammarCompiler()
+        return compiler
 
     def make_id(self) -> str:
         names = (f"request-{number}" for number in self._numbers)

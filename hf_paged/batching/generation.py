@@ -130,17 +130,17 @@ class Generation:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether sampling that was interrupted can be repeated (`take_back`)."""
+        """Whether sampling that was interrupted can be repeated (`rewind`)."""
         if not self.is_single or self.is_closed:
             return False
         return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
 
-    def take_back(self) -> None:
+    def rewind(self) -> None:
         """Takes the decoding back to the tokens that the request has, if it `can_repeat`."""
         assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
-        self.decoding.take_back(num_tokens - request.num_prompt_tokens)
+        self.decoding.rewind(num_tokens - request.num_prompt_tokens)
 
     @property
     def sequence_to_draft(self) -> Sequence | None:

@@ -440,7 +440,7 @@ class StepLoop:
     def _repeat(self, generations: list[Generation]) -> None:
         """Makes the next steps compute and sample these generations as if the last step had not."""
         for generation in generations:
-            generation.take_back()
+            generation.rewind()
         if generations:
             self.recover(generations)
 

@@ -173,7 +173,7 @@ class Generation:
         """Has its only row drafted for, before its request is queued, until `end_drafts`."""
         self.drafter = drafter
         ((request, _),) = self.rows
-        request.drafts_first, request.namespace = drafter.attach(self)
+        request.drafts_first_token, request.namespace = drafter.attach(self)
 
     def end_drafts(self) -> None:
         if self.drafter is not None:
@@ -181,7 +181,7 @@ class Generation:
 
 
 class RequestState(Generation):
-    """A request of an engine, whose outputs go to `outbox`. Raises the errors of
+    """A request of an engine, whose outputs go to `output_queue`. Raises the errors of
     `PagedEngine.add_request`, except those of the prompt, which are raised before."""
 
     def __init__(
@@ -191,8 +191,8 @@ class RequestState(Generation):
         prompt_ids: list[int],
         generation_config: Any,
         options: RequestOptions,
-        outbox: deque[RequestOutput] | list[RequestOutput],
-        tells_tokens: bool = True,
+        output_queue: deque[RequestOutput] | list[RequestOutput],
+        reports_tokens: bool = True,
     ) -> None:
         takes_ids = options.inputs is None and not model.config.is_encoder_decoder
         adapter = resolve_adapter(model, options.adapter, takes_ids)
@@ -242,8 +242,8 @@ class RequestState(Generation):
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
-        self.request_id, self.outbox = options.request_id, outbox
-        self.tells_tokens = tells_tokens  # else its reader wants the result alone
+        self.request_id, self.output_queue = options.request_id, output_queue
+        self.reports_tokens = reports_tokens  # else its reader wants the result alone
         own = options.stopping_criteria or ()
         self.request.clocks = [
             c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own
@@ -254,9 +254,9 @@ class RequestState(Generation):
         self._first_token: float | None = None  # seconds, as in `Timings`
         # raised by the tokenizer: to be raised after the result is output
         self.interrupt: BaseException | None = None
-        self.is_told = False  # whether its reader has its result
+        self.is_reported = False  # whether its reader has its result
         # the length of the open rows whose tokens `outputs` has returned, and what it returned last
-        self._told: tuple[int, list[Output]] = (self._start, [])
+        self._reported: tuple[int, list[Output]] = (self._start, [])
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the inputs again after the weights changed, encoder outputs included."""
@@ -283,12 +283,12 @@ class RequestState(Generation):
         returns the same."""
         if self._first_token is None:
             self._first_token = time.perf_counter() - self._added
-        if not self.tells_tokens:
+        if not self.reports_tokens:
             self.is_quiet = True
             return []
         decoding = self.decoding
-        if self._told[0] == decoding.length:
-            return self._told[1]
+        if self._reported[0] == decoding.length:
+            return self._reported[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
@@ -299,21 +299,21 @@ class RequestState(Generation):
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
-        self._told = decoding.length, outputs
+        self._reported = decoding.length, outputs
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has told, as `outputs` does: a step that
         failed or was cancelled may have accepted some before. The last output has the text that was
         held back."""
-        if not self.tells_tokens:
+        if not self.reports_tokens:
             return []
         rows = (
             []
             if isinstance(self.decoding, BeamDecoding)
             else [each.token_ids for each in result.sequences]
         )
-        num_told = self._told[0] - self._start
+        num_told = self._reported[0] - self._start
         news = [
             {row: tokens[position] for row, tokens in enumerate(rows) if len(tokens) > position}
             for position in range(num_told, max(map(len, rows), default=0))

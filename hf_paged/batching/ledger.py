@@ -37,7 +37,7 @@ class Ledger:
     # parts of generations split since the last step, which may have their logits already
     new_parts: list[Generation] = field(default_factory=list)
     # with rows whose next token has no position in the model's table
-    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque)
+    past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
         """Enters a generation, whose requests are queued."""
@@ -62,7 +62,7 @@ class Ledger:
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.forget_logits()
-                sequence.num_answered_tokens = sequence.num_tokens if generation.is_sampling else 0
+                sequence.logits_length = sequence.num_tokens if generation.is_sampling else 0
 
     def drop_finished(self) -> None:
         self.rows = {
@@ -122,7 +122,7 @@ class Ledger:
         self.num_generated_tokens += 1
         generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
-            self.outgrown.append((generation, request))
+            self.past_positions.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
         """Appends a step's tokens to their sequences, and ends those that they finish."""
@@ -134,7 +134,7 @@ class Ledger:
         draft = generation.decoding.draft
         earlier: list[dict[int, int]] = []
         if draft is not None:
-            self._settle_draft(generation, draft, sampled.earlier)
+            self._commit_draft(generation, draft, sampled.earlier)
             earlier = [{0: token} for token in sampled.earlier]
         new: dict[int, int] = {}
         for row in sampled.rows:
@@ -147,7 +147,7 @@ class Ledger:
             if row in finished:
                 self._end_row(generation, row)
             elif len(token_ids) > request.max_positions:
-                self.outgrown.append((generation, request))
+                self.past_positions.append((generation, request))
         generation.new_tokens = [*earlier, new]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
@@ -172,8 +172,8 @@ class Ledger:
             is_over = all(row in finished for row in rows)
             if is_over and not generation.decoding.is_done:
                 self._finish(request)
-            if request.has_outgrown:
-                self.outgrown.append((generation, request))
+            if request.exceeds_positions:
+                self.past_positions.append((generation, request))
         if generation.decoding.is_done:  # beams are given up without a row that ends
             self._close_rows(generation)
 
@@ -185,14 +185,14 @@ class Ledger:
                     self._end_row(generation, row)
         self.close(generation)
 
-    def _settle_draft(
+    def _commit_draft(
         self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
     ) -> None:
         """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if it was preempted meanwhile
-        sequence.settle_draft(self.blocks, len(accepted))
+        sequence.commit_draft(self.blocks, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):
@@ -251,4 +251,4 @@ class Ledger:
         if request in self.rows:
             self.scheduler.finish(request)
             del self.rows[request]
-        self.scheduler.queue.suspects.exonerate({request})
+        self.scheduler.queue.suspects.discard({request})

@@ -53,11 +53,11 @@ class StepLoop:
     def __post_init__(self) -> None:
         # generations that advanced or failed and are not reported yet; callers remove those that
         # they have reported
-        self.untold: deque[Generation] = deque()
+        self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
         # in a step, while an exception would leave its bookkeeping half done
-        self._is_split = False
+        self._is_mid_update = False
         self._is_recovery_due = False  # `recover` has begun, and not come to its end
 
     def counts(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class StepLoop:
 
     def _add(self, generation: Generation) -> None:
         try:
-            self._end_recovery()
+            self._finish_recovery()
             with self.memory.lock:
                 self.scheduler.add(*generation.requests)
                 self.ledger.add(generation)
@@ -113,7 +113,7 @@ class StepLoop:
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
-    def blamed_for(self, error: Exception) -> list[Generation]:
+    def generations_to_fail(self, error: Exception) -> list[Generation]:
         """The generations to end when steps raise `error` again and again: those of running
         requests; if none runs, or if blocks are short, the one that is to be admitted next."""
         first = self.first_waiting
@@ -124,7 +124,7 @@ class StepLoop:
 
     def drop(self, generation: Generation) -> None:
         try:
-            self._end_recovery()
+            self._finish_recovery()
             self._drop(generation)
         except BaseException:
             self.recover()
@@ -158,33 +158,33 @@ class StepLoop:
             raise
 
     def step(self, window: Window) -> None:
-        """Schedules, computes and samples once, unless `untold` is not empty. An interrupt of the
-        forward undoes the step; an interrupt of a caller's code ends that request. Raises
+        """Schedules, computes and samples once, unless `unreported` is not empty. An interrupt of
+        the forward undoes the step; an interrupt of a caller's code ends that request. Raises
         `OutOfBlocksError` and `EngineStalledError`."""
-        if self.untold:
+        if self.unreported:
             return
         start = time.perf_counter()
-        self._end_recovery()
+        self._finish_recovery()
         self.executor.open(window)
         try:
-            self._is_split = True
+            self._is_mid_update = True
             self.propose()
             with self.executor.attention():
                 ready = self.compute()
                 fetch = self.executor.fetch_while_running_ahead(ready)
                 interrupt = self.sample(ready, window, fetch)
-            self._is_split = False
+            self._is_mid_update = False
             if not self.scheduler.has_unfinished:
                 self.executor.clear_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
             if interrupt is not None:
                 raise interrupt
-            if self.untold or not window.is_call:
+            if self.unreported or not window.is_call:
                 self.executor.settle(window)
         except BaseException:
             try:
-                if self._is_split:
+                if self._is_mid_update:
                     self.recover(self.ledger.generations())
             finally:
                 self.executor.leave(window)
@@ -192,7 +192,7 @@ class StepLoop:
 
     def propose(self) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
-        `executor.attention`. Adds generations whose source fails to `untold`."""
+        `executor.attention`. Adds generations whose source fails to `unreported`."""
         drafter = self.drafter.made
         if drafter is None:
             return
@@ -206,21 +206,21 @@ class StepLoop:
 
     def compute(self) -> Ready:
         """Schedules and computes once, within `executor.attention`. Returns the generations all of
-        whose open rows now have logits. Adds a generation whose forward failed to `untold`; if
+        whose open rows now have logits. Adds a generation whose forward failed to `unreported`; if
         several failed together, the next steps compute them in halves, so that only those end which
         fail alone. Raises as `step`."""
         ready = Ready()
-        self._end_recovery()
-        self._is_split = True
+        self._finish_recovery()
+        self._is_mid_update = True
         try:
             with self.executor.lock:
                 # another thread's call may recover the loop only once the logits are delivered
                 plan, logits = self._compute()
                 self.ledger.deliver(plan, logits, ready)
-            self._progress.note(plan, bool(ready or self.untold), self)
+            self._progress.note(plan, bool(ready or self.unreported), self)
             return ready
         except BaseException:
-            if self._is_split:
+            if self._is_mid_update:
                 self.recover(generation for generation, _ in ready)
             raise
 
@@ -228,21 +228,21 @@ class StepLoop:
         self, ready: Ready, window: Window, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds these to
-        `untold`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code. Generations
-        whose sampling an interrupt ended are computed again, or fail if that cannot be repeated.
-        Another thread may compute other generations meanwhile."""
+        `unreported`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code.
+        Generations whose sampling an interrupt ended are computed again, or fail if that cannot be
+        repeated. Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         repeated: list[Generation] = []
-        applied: Generation | None = None
+        applying: Generation | None = None
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may hand the text to a thread of the caller
-        lets_code_run = runs_callers_code or any(map(_IS_STREAMED, decodings))
+        runs_foreign_code = runs_callers_code or any(map(_IS_STREAMED, decodings))
         try:
             if runs_callers_code:
                 self.executor.settle(window, runs_code=True)
-            if lets_code_run:
+            if runs_foreign_code:
                 self.executor.doubt_model()
             taken = map(_LOGITS, ready)
             results += sample_step(list(zip(decodings, taken)), fetch)
@@ -254,7 +254,7 @@ class StepLoop:
                 for (generation, _), result in zip(ready, results):
                     if checks_ids:
                         result = unknown_token(result, self.executor.num_embeddings) or result
-                    applied = generation
+                    applying = generation
                     if type(result) is int:
                         self.ledger.append(generation, result)
                     elif type(result) is SampledTokens:
@@ -268,15 +268,15 @@ class StepLoop:
                             interrupt = self._fail(generation, result) or interrupt
                         continue
                     if not generation.is_quiet or generation.is_closed:
-                        self.untold.append(generation)
+                        self.unreported.append(generation)
                     generation.is_sampling = False
             self._repeat(repeated)
         except BaseException as cause:
-            self._end_lost(ready, repeated, applied, cause, bool(results))
+            self._fail_interrupted(ready, repeated, applying, cause, bool(results))
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
-            if lets_code_run:
+            if runs_foreign_code:
                 self.executor.doubt_model()
         return interrupt
 
@@ -288,8 +288,8 @@ class StepLoop:
             self.memory.free_abandoned()
             with self.memory.lock:
                 # no other thread changes tables until their pending copies are made
-                if self.ledger.outgrown:
-                    self._end_outgrown()
+                if self.ledger.past_positions:
+                    self._end_past_positions()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFits as error:  # the requests behind it go on
@@ -297,7 +297,7 @@ class StepLoop:
                         self._fail(generation, error)
                     return StepPlan.of([]), None
                 except OutOfBlocksError:
-                    self._is_split = False
+                    self._is_mid_update = False
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_peak()
@@ -330,7 +330,7 @@ class StepLoop:
         except BaseException as error:
             self.undo_step()
             if is_interrupt(error) or isinstance(error, RankLostError):
-                self._is_split = False
+                self._is_mid_update = False
                 raise
             self._end_failed(plan, error, num_unsized)
             return None
@@ -378,12 +378,12 @@ class StepLoop:
         for generation in failed:
             self._fail(generation, cause)
 
-    def _end_outgrown(self) -> None:
+    def _end_past_positions(self) -> None:
         """Ends generations before a forward that would read past the model's table of positions."""
-        outgrown = self.ledger.outgrown
-        while outgrown:
-            generation, request = outgrown.popleft()
-            if request.has_outgrown and not generation.is_closed:
+        past_positions = self.ledger.past_positions
+        while past_positions:
+            generation, request = past_positions.popleft()
+            if request.exceeds_positions and not generation.is_closed:
                 most = request.max_positions
                 error = IndexError(
                     f"request {request.request_id!r} cannot go on: the model's table of positions"
@@ -417,16 +417,16 @@ class StepLoop:
             self.scheduler.recover(self.ledger.rows)
             self.ledger.drop_finished()
             self.executor.forget_model()
-        self._is_split = self._is_recovery_due = False
+        self._is_mid_update = self._is_recovery_due = False
 
-    def _end_recovery(self) -> None:
+    def _finish_recovery(self) -> None:
         """Recovers, if an earlier exception has left that to do."""
         if self._is_recovery_due:
             self.recover()
 
     def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends a generation with an error and adds it to `untold`. Returns `error` for the caller
-        to raise if it is an interrupt."""
+        """Ends a generation with an error and adds it to `unreported`. Returns `error` for the
+        caller to raise if it is an interrupt."""
         interrupt: BaseException | None = None
         if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error
@@ -434,7 +434,7 @@ class StepLoop:
             interrupt = error
             generation.error = RuntimeError(_INTERRUPTED.format(error))
         self.drop(generation)
-        self.untold.append(generation)  # another thread may read the error from now on
+        self.unreported.append(generation)  # another thread may read the error from now on
         return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
@@ -444,31 +444,31 @@ class StepLoop:
         if generations:
             self.recover(generations)
 
-    def _end_lost(
+    def _fail_interrupted(
         self,
         ready: Ready,
         repeated: list[Generation],
-        applied: Generation | None,
+        applying: Generation | None,
         cause: BaseException,
         is_split: bool,
     ) -> None:
         """Ends generations of `ready` whose sampling `cause` interrupted, since their progress is
         unknown; those in `repeated` are sampled again, after an interrupt also all others that can
-        be, but the one whose token was being `applied`. `is_split`: whether tokens were."""
-        for generation in self.untold:  # they have their tokens, whether or not that was noted
+        be, but the one whose token was being `applying`. `is_split`: whether tokens were."""
+        for generation in self.unreported:  # they have their tokens, whether or not that was noted
             generation.is_sampling = False
         lost = [
             generation
             for generation, _ in ready
-            if generation.is_sampling and generation not in self.untold
+            if generation.is_sampling and generation not in self.unreported
         ]
         if is_interrupt(cause):
-            repeated = [g for g in lost if g.can_repeat and g is not applied]
+            repeated = [g for g in lost if g.can_repeat and g is not applying]
         try:
             self._repeat(repeated)
             if is_split:
                 self.recover()
         finally:
             for generation in lost:
-                if generation not in repeated and generation not in self.untold:
+                if generation not in repeated and generation not in self.unreported:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))

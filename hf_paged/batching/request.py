@@ -35,7 +35,7 @@ class Sequence:
     # meanwhile, for models with states: the blocks and the state from before the draft
     before_draft: SequenceBlocks = NO_BLOCKS
     # while preempted: its length when it last had logits; at that length it needs no forward
-    num_answered_tokens: int = 0
+    logits_length: int = 0
     # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
     blocks: SequenceBlocks = NO_BLOCKS
     # the swapper's record, while its blocks are on the host
@@ -61,7 +61,7 @@ class Sequence:
         return keys + prompts.keys_behind(row, self.token_ids[len(keys) :])
 
     @property
-    def is_whole(self) -> bool:
+    def computes_whole_prompt(self) -> bool:
         """Whether its next forward computes all of the prompt that is not cached, because that has
         inputs beside token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
@@ -89,7 +89,7 @@ class Sequence:
         self.draft = []
         return 0
 
-    def settle_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
+    def commit_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
         """Drops the K and V of its draft except for the first `num_accepted` tokens. A state cannot
         be truncated: with states, unless all tokens were accepted, restores the state from before
         the step, whose tokens are then recomputed."""
@@ -105,14 +105,14 @@ class Sequence:
         blocks.free(before)
         self.draft = []
 
-    def become(self, other: Sequence, blocks: BlockManager) -> None:
+    def fork_from(self, other: Sequence, blocks: BlockManager) -> None:
         """Takes over the other's state, with a fork of its blocks."""
         self.blocks = NO_BLOCKS
         if other.blocks is not NO_BLOCKS:
             self.blocks = blocks.fork(other.blocks)
         self.token_ids, self.swapped = list(other.token_ids), other.swapped
         self.num_computed_tokens = other.num_computed_tokens
-        self.num_answered_tokens = other.num_answered_tokens
+        self.logits_length = other.logits_length
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -180,7 +180,7 @@ class Request:
     num_shared_tokens: int = 0
     num_preemptions: int = 0
     # the first new token is drafted, too: a step of its own computes the last prompt token
-    drafts_first: bool = False
+    drafts_first_token: bool = False
     # total length of its sequences when it was last preempted while it ran alone
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
@@ -240,7 +240,7 @@ class Request:
             criterion.initial_timestamp = now
 
     @property
-    def has_outgrown(self) -> bool:
+    def exceeds_positions(self) -> bool:
         """Whether an open sequence has tokens past the table of positions."""
         return any(sequence.num_tokens > self.max_positions for sequence in self.open_sequences)
 
@@ -264,17 +264,16 @@ class Request:
         )
 
     @property
-    def is_answered(self) -> bool:
+    def awaits_tokens(self) -> bool:
         """Whether it was preempted and has nothing to compute until a sequence gets a token."""
         return all(
-            sequence.num_answered_tokens == len(sequence.token_ids)
-            for sequence in self.open_sequences
+            sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
     def fork(self, blocks: BlockManager, count: int) -> None:
         twins = [Sequence([]) for _ in range(count - len(self.sequences))]
         for twin in twins:
-            twin.become(self.sequences[0], blocks)
+            twin.fork_from(self.sequences[0], blocks)
         self.adopt(twins)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
@@ -285,7 +284,7 @@ class Request:
             row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished
         ]
         for row in moved:
-            self.sequences[row].become(old[parents[row]], blocks)
+            self.sequences[row].fork_from(old[parents[row]], blocks)
         for row in moved:
             blocks.free(old[row].blocks)
         for sequence, token in zip(self.sequences, tokens):

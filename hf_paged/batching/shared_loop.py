@@ -60,7 +60,7 @@ class SharedLoop:
         self._callers: dict[Generation, Caller] = {}
         self._stepper: Caller | None = None  # the caller whose thread takes a step now
         # dropped after the current step, which may write to their blocks
-        self._leaving: list[Generation] = []
+        self._to_drop: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
         self._shortage: Shortage | None = None  # while no step can run for lack of blocks
         self._retry_at = 0.0  # earliest time of the next step
@@ -120,14 +120,14 @@ class SharedLoop:
         if interrupt is not None:
             raise interrupt
         with self._lock:
-            self._tell_errors()
+            self._report_errors()
         if caller.error is not None:
             raise caller.error
 
-    def _tell_errors(self) -> None:
+    def _report_errors(self) -> None:
         """Gives callers the errors of generations that advanced or failed."""
-        while self.loop.untold:
-            generation = self.loop.untold.popleft()
+        while self.loop.unreported:
+            generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.whole or generation)
             if caller is not None:  # else it has left meanwhile
                 caller.error = caller.error or generation.error
@@ -236,7 +236,7 @@ class SharedLoop:
             if not self._is_short():
                 ended = self._keeper or first
                 ended.error = error
-                self.loop.untold.append(ended)
+                self.loop.unreported.append(ended)
                 self._shortage = None  # the others wait for its blocks
         finally:
             self._step_seconds = time.perf_counter() - start
@@ -246,11 +246,11 @@ class SharedLoop:
         """Gives callers the errors and logits of a step. If this raises, `_leave` ends the step."""
         now = time.perf_counter()
         with self._lock:
-            while self._leaving:
-                self.loop.drop(self._leaving.pop())
+            while self._to_drop:
+                self.loop.drop(self._to_drop.pop())
             for caller in self._callers.values():
                 caller.is_late |= caller.samples_since is not None
-            self._tell_errors()
+            self._report_errors()
             for generation, logits in ready:
                 owner = self._callers.get(generation.whole or generation)
                 if owner is not None:
@@ -261,13 +261,13 @@ class SharedLoop:
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
             self._stepper = None
-            self._hand_over()
+            self._wake_next_stepper()
 
     def _end_broken_step(self) -> None:
         """After an exception at the beginning or the end of a step: computes the logits again that
         no caller got, and gives callers their errors."""
         self._stepper = None
-        given = {
+        delivered = {
             generation
             for caller in self._callers.values()
             for generation, _ in caller.ready + caller.sampling
@@ -278,10 +278,10 @@ class SharedLoop:
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
-            if generation.is_sampling and generation not in given
+            if generation.is_sampling and generation not in delivered
         )
 
-    def _hand_over(self) -> None:
+    def _wake_next_stepper(self) -> None:
         """Wakes a caller that waits for logits, to take the next step."""
         for caller in self._waiting[:1]:
             caller.wake.notify()
@@ -295,10 +295,10 @@ class SharedLoop:
                 if self._stepper is None or generation.is_done:
                     self.loop.drop(generation)
                 else:
-                    self._leaving.append(generation)
+                    self._to_drop.append(generation)
                 self._callers.pop(generation, None)
             finally:
-                self._hand_over()
+                self._wake_next_stepper()
 
     def end_calls(self) -> None:
         me = threading.get_ident()

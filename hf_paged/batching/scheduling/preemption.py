@@ -194,7 +194,7 @@ class Preemption:
             num_tokens = sequence.num_tokens
             is_prompt = num_tokens == num_prompt_tokens
             skips = not first and request.inputs is not None and is_prompt
-            if first and sequence.is_whole:
+            if first and sequence.computes_whole_prompt:
                 longest = num_prompt_tokens
             step = 1 if skips else longest
             more = manager.num_spanned(first, num_tokens, step, sequence.blocks)
@@ -315,7 +315,7 @@ class Preemption:
         sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
             return
-        if request.drafts_first:  # leaves a token for the step before the last token's
+        if request.drafts_first_token:  # leaves a token for the step before the last token's
             keys = keys[:-1]
         saved = 0 if self.chunks else FORWARD_TOKENS
         least = max(request.num_content, saved)
@@ -371,7 +371,7 @@ class Preemption:
         step, its budget aside."""
         num_computed = sequence.num_computed_tokens
         # a prompt that is computed as a whole ends its step
-        if sequence.is_whole or self.replays_prompt(request):
+        if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
         # others may begin where a prefill stops
         for stop in sequence.blocks.stops:
@@ -383,7 +383,7 @@ class Preemption:
         if is_windowed and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
         # the last prompt token has a step of its own if the first new token is drafted
-        if request.drafts_first and count == sequence.num_to_compute:
+        if request.drafts_first_token and count == sequence.num_to_compute:
             return count - 1
         return count
 

@@ -43,21 +43,21 @@ class Suspects(deque[set[Request]]):
             self.popleft()
         return self[0] if self else None
 
-    def halve(self, parties: Items[list[Request]]) -> None:
-        """Makes the next steps compute these parties, whose forward failed, in two halves, one
-        after the other; the requests of a party remain together."""
-        middle = len(parties) // 2
-        for half in (parties[middle:], parties[:middle]):
-            requests = {request for party in half for request in party if not request.is_finished}
-            self.exonerate(requests)  # the forward was for requests of the first group
+    def halve(self, units: Items[list[Request]]) -> None:
+        """Makes the next steps compute these units, whose forward failed, in two halves, one
+        after the other; the requests of a unit remain together."""
+        middle = len(units) // 2
+        for half in (units[middle:], units[:middle]):
+            requests = {request for unit in half for request in unit if not request.is_finished}
+            self.discard(requests)  # the forward was for requests of the first group
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
         """After a forward that did not fail: takes those of its requests out that have nothing left
         to compute before they get their next tokens."""
-        self.exonerate({request for request in self[0] if _has_logits(request)})
+        self.discard({request for request in self[0] if _has_logits(request)})
 
-    def exonerate(self, requests: set[Request]) -> None:
+    def discard(self, requests: set[Request]) -> None:
         """Takes requests out of their groups."""
         for group in self:
             group -= requests
@@ -88,7 +88,7 @@ class RequestQueue:
 
     def may_begin(self, request: Request) -> bool:
         """Whether a waiting request may be admitted, and has something to compute."""
-        return self.may_run(request) and not request.is_answered
+        return self.may_run(request) and not request.awaits_tokens
 
     def may_run(self, request: Request) -> bool:
         return self.only is None or request in self.only
@@ -180,4 +180,4 @@ class RequestQueue:
 
 
 def _has_logits(request: Request) -> bool:
-    return request.is_finished or request.is_computed or request.is_answered
+    return request.is_finished or request.is_computed or request.awaits_tokens

@@ -236,7 +236,7 @@ class Scheduler:
         """Schedules up to `limit` tokens of `sequence`; returns how many. If blocks are short,
         preempts later requests, then shrinks the chunk, then preempts `request` itself."""
         count = sequence.num_to_compute
-        is_whole = sequence.is_whole
+        is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
             count = min(count, self.preemption.num_until_shared(request, sequence))
         if count > 1:
@@ -384,7 +384,7 @@ class Scheduler:
         request.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
-                sequence.num_answered_tokens = sequence.num_tokens
+                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._send_back(request, keeps)
 
@@ -407,7 +407,7 @@ class Scheduler:
         `Preemption.send_out` keeps."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
-            sequence.settle_draft(self.blocks)
+            sequence.commit_draft(self.blocks)
         try:
             give_up = self.preemption.send_out if keeps else self.preemption.forget
             give_up(request)

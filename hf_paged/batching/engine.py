@@ -31,7 +31,7 @@ from .arguments import (
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
 from .streams import RequestStream, trim_pending
@@ -289,7 +289,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 core.pauses.wait()
                 trim_pending(pending)
                 if core.requests:
-                    core.step(Window())
+                    core.step(StableSpan())
                 outputs = pending.copy()
                 pending.clear()
             return outputs

@@ -31,7 +31,7 @@ from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
 from .arguments import RequestOptions, as_list, asked_new_tokens, checked_options
 from .engine_loop import EngineLoop, check_positions
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
@@ -251,7 +251,7 @@ class EngineCore(EngineLoop):
             self._has_failed = False
             self._shortage = None
             try:
-                self.loop.executor.rest()
+                self.loop.executor.go_idle()
             finally:
                 self._end_use()
 
@@ -307,7 +307,7 @@ class EngineCore(EngineLoop):
                 self.end(state, "error")
 
     @guarded
-    def step(self, window: Window) -> None:
+    def step(self, span: StableSpan) -> None:
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
         and the next step repeats it; if that raises as well, the requests that it would compute end
         with the error instead."""
@@ -323,7 +323,7 @@ class EngineCore(EngineLoop):
             self._end_unsupported()
             try:
                 if self.requests:
-                    loop.step(window)
+                    loop.step(span)
                 self._shortage = None
             except OutOfBlocksError:
                 self._shortage = self._shortage or Shortage(loop.memory)

@@ -52,7 +52,7 @@ class Generation:
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
     assistance: Assistance | None = None  # if its only row, or each part's, asks for drafts
     # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
-    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
+    kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one a row
     # of the last step, by row; no entry for beams; several entries if a draft was accepted
     new_tokens: list[dict[int, int]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Generation:
     # its reader wants the result alone, and the time of the first token is known
     is_quiet: bool = False
     # the generation that this is a part of
-    whole: Generation | None = None
+    parent: Generation | None = None
     # of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
@@ -96,14 +96,14 @@ class Generation:
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
-            part.whole, part.is_closed = self, decoding.is_done
-            if row in self.kept:
-                part.kept[0] = self.kept[row]
+            part.parent, part.is_closed = self, decoding.is_done
+            if row in self.kept_blocks:
+                part.kept_blocks[0] = self.kept_blocks[row]
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
             parts.append(part)
         # at once: another thread may read `is_done`
-        self.kept, self._logits, self.parts = {}, {}, parts
+        self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
     def take_logits(self, logits: Tensor | None, places: dict[int, int]) -> Tensor | None:
         """Takes a step's logits `(n, vocab)`, with row `r` at `places[r]`. Returns the logits of

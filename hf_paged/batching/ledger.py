@@ -181,7 +181,7 @@ class Ledger:
         """Closes a generation that is done, whose rows may be open still."""
         if generation.keep_blocks:
             for row in range(len(generation.rows)):
-                if row not in generation.kept:
+                if row not in generation.kept_blocks:
                     self._end_row(generation, row)
         self.close(generation)
 
@@ -231,8 +231,11 @@ class Ledger:
         sequence = request.sequences[index]
         if generation.keep_blocks:
             if request.is_swapped:
-                self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
-            generation.kept[row] = self.blocks.fork(sequence.blocks), sequence.num_computed_tokens
+                self.scheduler.preemption.reset(request)  # blocks on the host cannot be shared
+            generation.kept_blocks[row] = (
+                self.blocks.fork(sequence.blocks),
+                sequence.num_computed_tokens,
+            )
         self.scheduler.finish_sequence(sequence)
 
     def close(self, generation: Generation) -> None:

@@ -21,7 +21,7 @@ from ..rooms import OnDemand
 from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token
-from .execution.executor import Executor, Window
+from .execution.executor import Executor, StableSpan
 from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
@@ -136,9 +136,9 @@ class StepLoop:
             self._drop(part)
         with self.memory.lock:
             self.ledger.close(generation)
-            for blocks, _ in generation.kept.values():
+            for blocks, _ in generation.kept_blocks.values():
                 self.blocks.free(blocks)
-        generation.kept.clear()
+        generation.kept_blocks.clear()
 
     def change_weights(self, recompute: bool) -> None:
         """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
@@ -157,7 +157,7 @@ class StepLoop:
             self.recover()
             raise
 
-    def step(self, window: Window) -> None:
+    def step(self, span: StableSpan) -> None:
         """Schedules, computes and samples once, unless `unreported` is not empty. An interrupt of
         the forward undoes the step; an interrupt of a caller's code ends that request. Raises
         `OutOfBlocksError` and `EngineStalledError`."""
@@ -165,29 +165,29 @@ class StepLoop:
             return
         start = time.perf_counter()
         self._finish_recovery()
-        self.executor.open(window)
+        self.executor.open(span)
         try:
             self._is_mid_update = True
             self.propose()
             with self.executor.attention():
                 ready = self.compute()
                 fetch = self.executor.fetch_while_running_ahead(ready)
-                interrupt = self.sample(ready, window, fetch)
+                interrupt = self.sample(ready, span, fetch)
             self._is_mid_update = False
             if not self.scheduler.has_unfinished:
-                self.executor.clear_ahead()
+                self.executor.clear_run_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
             if interrupt is not None:
                 raise interrupt
-            if self.unreported or not window.is_call:
-                self.executor.settle(window)
+            if self.unreported or not span.is_call:
+                self.executor.commit(span)
         except BaseException:
             try:
                 if self._is_mid_update:
                     self.recover(self.ledger.generations())
             finally:
-                self.executor.leave(window)
+                self.executor.leave(span)
             raise
 
     def propose(self) -> None:
@@ -225,7 +225,7 @@ class StepLoop:
             raise
 
     def sample(
-        self, ready: Ready, window: Window, fetch: Fetch | None = None
+        self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds these to
         `unreported`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code.
@@ -241,7 +241,7 @@ class StepLoop:
         runs_foreign_code = runs_callers_code or any(map(_IS_STREAMED, decodings))
         try:
             if runs_callers_code:
-                self.executor.settle(window, runs_code=True)
+                self.executor.commit(span, runs_code=True)
             if runs_foreign_code:
                 self.executor.doubt_model()
             taken = map(_LOGITS, ready)
@@ -362,7 +362,7 @@ class StepLoop:
             # the forward showed the blocks' true size, so that fewer fit: the step is repeated
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
-        wholes = list(dict.fromkeys(generation.whole or generation for generation in failed))
+        wholes = list(dict.fromkeys(generation.parent or generation for generation in failed))
         if isinstance(error, RowsError):
             failed = [
                 generation for generation in failed if any(map(error.concerns, generation.requests))

@@ -21,7 +21,7 @@ from ..cache.waits import Shortage, claims_resting
 from ..interrupts import ends_with_calls, restoring
 from ..threads import wait
 from .decoding.base import Fetch
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .generation import Generation
 from .ledger import Ready
 from .loop import StepLoop
@@ -83,8 +83,8 @@ class SharedLoop:
             with shared_loop(self.loop.memory, object(), make) as alone:
                 return alone.run(generation, checks_weights, replays, finish, make)
         executor = self.loop.executor
-        window = Window(
-            is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights
+        span = StableSpan(
+            is_call=True, is_open=not (checks_weights or replays), is_committed=not checks_weights
         )
         try:
             with executor.lock:
@@ -94,7 +94,7 @@ class SharedLoop:
                     replays or executor.replays,
                     generation.decoding.runs_callers_code or executor.runs_code,
                 )
-            executor.open(window)
+            executor.open(span)
             with self._lock:
                 self.loop.add(generation)
                 caller = self._callers[generation] = Caller(
@@ -102,21 +102,21 @@ class SharedLoop:
                 )
             with claims_resting(self.loop.memory):
                 while True:
-                    self._sample(caller, self._wait_for_logits(caller), window)
+                    self._sample(caller, self._wait_for_logits(caller), span)
                     if generation.is_done:
                         return finish(self.loop)
-                    executor.settle(window)
+                    executor.commit(span)
         finally:
             try:
-                executor.leave(window)
+                executor.leave(span)
             finally:
                 self._leave(generation)
 
-    def _sample(self, caller: Caller, ready: Ready, window: Window) -> None:
+    def _sample(self, caller: Caller, ready: Ready, span: StableSpan) -> None:
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
-        interrupt = self.loop.sample(ready, window, fetch)
+        interrupt = self.loop.sample(ready, span, fetch)
         if interrupt is not None:
             raise interrupt
         with self._lock:
@@ -128,7 +128,7 @@ class SharedLoop:
         """Gives callers the errors of generations that advanced or failed."""
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
-            caller = self._callers.get(generation.whole or generation)
+            caller = self._callers.get(generation.parent or generation)
             if caller is not None:  # else it has left meanwhile
                 caller.error = caller.error or generation.error
 
@@ -216,7 +216,7 @@ class SharedLoop:
         """The first generation that waits for logits and keeps blocks of rows that ended."""
         for caller in self._waiting:
             generation = caller.generation
-            if any(part.kept for part in generation.parts or [generation]):
+            if any(part.kept_blocks for part in generation.parts or [generation]):
                 return generation
         return None
 
@@ -252,7 +252,7 @@ class SharedLoop:
                 caller.is_late |= caller.samples_since is not None
             self._report_errors()
             for generation, logits in ready:
-                owner = self._callers.get(generation.whole or generation)
+                owner = self._callers.get(generation.parent or generation)
                 if owner is not None:
                     owner.ready.append((generation, logits))
                     if owner.samples_since is None:

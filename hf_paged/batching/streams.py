@@ -21,7 +21,7 @@ from ..model.sharding import RankLostError
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .prompt_forms import prompt_ids, split_inputs, split_prompts
 from .results import RequestOutput, RequestResult
 
@@ -94,7 +94,7 @@ class RequestStream:
             self._queue.append((prompt, config, request_options))
         # the engine appends the requests' outputs
         self.output_queue: deque[RequestOutput] = deque()
-        self.window = Window()
+        self.span = StableSpan()
         self.request_ids: list[str] = []  # in the order of the prompts
         self.unfinished: set[str] = set()
 
@@ -108,7 +108,7 @@ class RequestStream:
                     config,
                     options,
                     self.output_queue,
-                    reports_tokens=not self.window.is_call,
+                    reports_tokens=not self.span.is_call,
                 )
             except Exception as error:
                 if is_interrupt(error):
@@ -132,12 +132,12 @@ class RequestStream:
                     self.unfinished.discard(output.request_id)
                 yield output
             if self.unfinished:
-                window = self.window
-                if not window.is_call:
-                    window = Window()
-                self._step(window)
+                span = self.span
+                if not span.is_call:
+                    span = StableSpan()
+                self._step(span)
 
-    def _step(self, window: Window) -> None:
+    def _step(self, span: StableSpan) -> None:
         """Takes a step for the requests, unless another thread's step has filled the output queue.
         Warns if the step raises: the next one repeats it, and ends its requests if it raises
         again."""
@@ -156,13 +156,13 @@ class RequestStream:
                     " their ids or freed them"
                 )
             try:
-                engine.step(window)
+                engine.step(span)
             except RankLostError:
                 raise
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                window.is_open = window.is_settled = False  # the failed step has left the window
+                span.is_open = span.is_committed = False  # the failed step has left the span
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,
@@ -174,12 +174,12 @@ class RequestStream:
     @guarded
     def _end(self) -> None:
         """Cancels the requests that report to the output queue, which has no reader any more, and
-        ends the window of their steps."""
+        ends the span of their steps."""
         engine = self.engine
         with engine.lock, contextlib.ExitStack() as stack:
             # an `ExitStack` cancels all of them, even if one raises
             if engine.loop is not None:
-                engine.loop.executor.leave(self.window)
+                engine.loop.executor.leave(self.span)
             for state in reversed(engine.requests.values()):
                 if state.output_queue is self.output_queue:
                     stack.callback(engine.cancel, state)
@@ -201,7 +201,7 @@ class RequestStream:
     def results(self, progress: bool | None) -> list[RequestResult]:
         """Runs the requests to their ends. `progress`: whether to show a bar; `None`: in an
         interactive session, if the call takes long."""
-        self.window.is_call = True
+        self.span.is_call = True
         results: dict[str, RequestResult] = {}
         is_shown = _is_interactive() if progress is None else progress
         delay = SLOW_SECONDS if progress is None else 0.0

@@ -242,7 +242,9 @@ class BatchCall(Candidate):
             return decoding.result()
         # the returned cache is as plain `generate` leaves it: rows that ended early get K/V of the
         # padding that follows
-        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(num_rows)]
+        kept = [part.kept_blocks[0] for part in parts] or [
+            generation.kept_blocks[row] for row in range(num_rows)
+        ]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept):

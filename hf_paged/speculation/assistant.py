@@ -100,7 +100,7 @@ class Assistant:
             self._free(row)
             self.rows.remove(row)
             if not self.rows:
-                self.executor.rest()
+                self.executor.go_idle()
 
     def candidates(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         """Makes transformers' strategy for the number of a row's candidates, and their logits

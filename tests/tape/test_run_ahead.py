@@ -276,7 +276,8 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
         run_all(engine)
         assert engine._core.loop is not None
         assert (
-            engine._core.loop.executor.ahead._launched is None and seen["launched"] > seen["used"]
+            engine._core.loop.executor.run_ahead._launched is None
+            and seen["launched"] > seen["used"]
         )
         assert_drained(engine)
 

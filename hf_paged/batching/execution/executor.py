@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Window:
+class StableSpan:
     """A period in which no other code changes the model (`model.weights.WeightsGuard`): a step or a
     `generate` call."""
 
     is_call: bool = False
     is_open: bool = False
-    is_settled: bool = False
+    is_committed: bool = False
 
 
 class Executor:
@@ -71,9 +71,9 @@ class Executor:
         self.replays = False  # whether graphs are used
         self.adapters = adapters or OnDemand[Adapters]()
         # launches decodes before their tokens are on the host
-        self.ahead: RunAhead | None = None
+        self.run_ahead: RunAhead | None = None
         if runner.recorder is not None:
-            self.ahead = runner.recorder.run_ahead(memory, scheduler)
+            self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
         self._num_forwards = 0  # of the runner, at the last look at the state
         # around each step: compiled layers run without compiled code, and configs name our
         # attention
@@ -108,23 +108,23 @@ class Executor:
         self.runner.pack()
         self.forget_model()
 
-    def open(self, window: Window) -> None:
-        """Before a window's first step, which checks the model, and before an engine's others."""
-        if window.is_open:
+    def open(self, span: StableSpan) -> None:
+        """Before a span's first step, which checks the model, and before an engine's others."""
+        if span.is_open:
             self.doubt_model()  # another thread may not have paused the engine
         else:
             with self.lock:
                 self.guard.open()
                 self.notice_model()
-            window.is_open = self.is_unchecked = True
+            span.is_open = self.is_unchecked = True
 
-    def settle(self, window: Window, runs_code: bool = False) -> None:
+    def commit(self, span: StableSpan, runs_code: bool = False) -> None:
         """Before other code runs (in a call, after its first token): fingerprints the weights of
         computed blocks. If that code may change the model before the next step, as between an
         engine's steps and, with `runs_code`, within a call, reads the state with which
         `check_model` compares it."""
-        is_read = runs_code or not window.is_call
-        is_done = window.is_settled and (not is_read or self.guard.is_watched)
+        is_read = runs_code or not span.is_call
+        is_done = span.is_committed and (not is_read or self.guard.is_watched)
         if self.guard.is_on and not is_done:
             with self.lock:
                 state = None
@@ -132,22 +132,22 @@ class Executor:
                     with self.attention():
                         self._read_model()
                     state = self._state
-                if not window.is_settled:
-                    self.guard.settle(window.is_call, state)
+                if not span.is_committed:
+                    self.guard.settle(span.is_call, state)
                 if is_read and self._state is not None and not self.guard.is_watched:
                     self._state.watch()
                     self.guard.is_watched = True
-        window.is_settled = True
+        span.is_committed = True
 
-    def leave(self, window: Window) -> None:
-        """Ends the window, perhaps after a failure: blocks computed without a `settle` are not
+    def leave(self, span: StableSpan) -> None:
+        """Ends the span, perhaps after a failure: blocks computed without a `settle` are not
         reused."""
-        if window.is_open and not window.is_settled:
+        if span.is_open and not span.is_committed:
             self.guard.abandon()
 
-    def rest(self) -> None:
-        self.clear_ahead()
-        self.runner.rest()
+    def go_idle(self) -> None:
+        self.clear_run_ahead()
+        self.runner.go_idle()
         with self.lock:
             self.guard.rest()
         self._state = None  # it holds the weights
@@ -165,15 +165,15 @@ class Executor:
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
-        self.clear_ahead()
+        self.clear_run_ahead()
         if self.adapters.made is not None:
             self.adapters.made.forget_model()
         self.runner.begin(None)
 
-    def clear_ahead(self) -> None:
+    def clear_run_ahead(self) -> None:
         """Forgets the step launched ahead."""
-        if self.ahead is not None:
-            self.ahead.clear()
+        if self.run_ahead is not None:
+            self.run_ahead.clear()
 
     def notice_model(self) -> None:
         """If the guard has found the model changed, drops graphs and the step launched ahead."""
@@ -251,22 +251,22 @@ class Executor:
         """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
-        ahead, num_ahead = None, 0
-        if self.ahead is not None:
-            ahead, num_ahead = self.ahead.take(plan)
+        launched, num_launched = None, 0
+        if self.run_ahead is not None:
+            launched, num_launched = self.run_ahead.take(plan)
         rest = plan
-        if ahead is not None:
-            if num_ahead == len(plan):
-                return ahead
-            rest = plan.select(range(num_ahead, len(plan)))
+        if launched is not None:
+            if num_launched == len(plan):
+                return launched
+            rest = plan.select(range(num_launched, len(plan)))
         logits = self.run_rows(rest)
         if self._state is not None and self._num_forwards != self.runner.num_forwards:
             if self.runs_code:
                 self._state.accept()
             self._num_forwards = self.runner.num_forwards
-        if ahead is None:
+        if launched is None:
             return logits
-        return torch.cat([ahead, logits])
+        return torch.cat([launched, logits])
 
     def run_rows(self, plan: StepPlan) -> Tensor:
         """As `run`, with nothing launched ahead. If a packed forward turns out to be impossible,
@@ -302,16 +302,16 @@ class Executor:
     def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Runs a forward, `work`: one of the runner's methods."""
         # which other processes may compute as well
-        window = NOTHING if self._processes is None else self._processes.forward()
-        with self._cast(), window:
+        span = NOTHING if self._processes is None else self._processes.forward()
+        with self._cast(), span:
             return work(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        if self.ahead is None or not self.runner.is_packed:
+        if self.run_ahead is None or not self.runner.is_packed:
             return None
-        return self.ahead.fetch(ready, self._run_ahead)
+        return self.run_ahead.fetch(ready, self._launch_next)
 
-    def _run_ahead(
+    def _launch_next(
         self,
         sequences: list[Sequence],
         token_ids: Tensor,

@@ -116,7 +116,7 @@ class PackedRunner(Runner):
         if state is not None and self.recorder is not None:
             self.recorder.begin(state)
 
-    def rest(self) -> None:
+    def go_idle(self) -> None:
         self._state = None  # it holds the weights
 
     def run(

@@ -67,7 +67,7 @@ class RectangleRunner(Runner):
         self.takes_drafts = layout.reason_against_drafts is None
         self._holders: set[Any] = set()  # rectangles whose states are in use
 
-    def rest(self) -> None:
+    def go_idle(self) -> None:
         self._copy_kept_states()
         self._holders = set()
 

@@ -97,7 +97,7 @@ class Runner:
         """Around a step: orders its device work after the previous step's, also across streams."""
         return NOTHING if self.recorder is None else self.recorder.in_order()
 
-    def rest(self) -> None:
+    def go_idle(self) -> None:
         """Releases what is held for steps; nothing is in flight any more."""
         return None
 

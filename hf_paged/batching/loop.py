@@ -1,4 +1,5 @@
-"""The loop that `PagedEngine` and `generate` share: schedule, compute, sample, update."""
+"""The loop that `PagedEngine` and `generate` share: schedule, compute, sample, update. Which tokens
+are computed and chosen is up to the scheduler and the decodings."""
 
 from __future__ import annotations
 
@@ -39,29 +40,29 @@ _INTERRUPTED = "interrupted by {!r} while its token was chosen"
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model. An exception that splits a step's bookkeeping, such as an
-    interrupt, makes the loop `recover`."""
+    """Runs generations on one model. An exception that leaves a step's bookkeeping half done, such
+    as an interrupt, makes the loop `recover`."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the block tables
-    blocks: BlockManager  # owner of the block tables that the runner reads
+    blocks: BlockManager  # allocates the block tables that the runner reads
     scheduler: Scheduler
     drafter: OnDemand[Drafter]
     num_steps: int = 0
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or failed and are not reported yet; callers remove those that
-        # they have reported
+        # generations that advanced or failed and are not reported yet; callers remove the ones that
+        # they report
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
-        # in a step, while an exception would leave its bookkeeping half done
+        # whether an exception would leave the step's bookkeeping half done
         self._is_mid_update = False
-        self._is_recovery_due = False  # `recover` has begun, and not come to its end
+        self._is_recovery_due = False  # whether `recover` has begun and not ended
 
     def counts(self) -> dict[str, float]:
-        """What the loop has done so far: the fields of [`EngineStats`] that only grow."""
+        """Returns the loop's counters: the fields of [`EngineStats`] that only grow."""
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
             "num_preemptions": self.ledger.num_preemptions,
@@ -85,8 +86,8 @@ class StepLoop:
         never fit."""
         try:
             for part in generation.parts or [generation]:
-                asks = part.assistance is not None and part.is_single and not part.is_done
-                if asks and self.executor.runner.takes_drafts:
+                is_assisted = part.assistance is not None and part.is_single and not part.is_done
+                if is_assisted and self.executor.runner.takes_drafts:
                     part.draft_by(self.drafter())
             self._add(generation)
         except BaseException:
@@ -109,13 +110,13 @@ class StepLoop:
 
     @property
     def first_waiting(self) -> Generation | None:
-        """The generation whose request is to be admitted next."""
+        """The generation whose request will be admitted next."""
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """The generations to end when steps raise `error` again and again: those of running
-        requests; if none runs, or if blocks are short, the one that is to be admitted next."""
+        """Returns the generations to end when steps raise `error` again and again: those of running
+        requests; if none runs, or if blocks are short, the one that would be admitted next."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -123,6 +124,7 @@ class StepLoop:
         return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
+        """Ends a generation and frees its blocks."""
         try:
             self._finish_recovery()
             self._drop(generation)
@@ -141,8 +143,8 @@ class StepLoop:
         generation.kept_blocks.clear()
 
     def change_weights(self, recompute: bool) -> None:
-        """Between steps: notes that the weights changed; `recompute` drops the K/V of unfinished
-        requests."""
+        """Between steps: invalidates what was computed with the old weights; `recompute` also drops
+        the K/V of unfinished requests."""
         try:
             if self.drafter.made is not None:
                 self.drafter.made.change_weights()
@@ -150,7 +152,7 @@ class StepLoop:
                 self.executor.change_weights()
                 if recompute:
                     for generation in self.ledger.generations():
-                        generation.forget_logits()
+                        generation.drop_logits()
                     with self.memory.lock:
                         self.ledger.split_preempted(self.scheduler.recompute())
         except BaseException:
@@ -158,9 +160,9 @@ class StepLoop:
             raise
 
     def step(self, span: StableSpan) -> None:
-        """Schedules, computes and samples once, unless `unreported` is not empty. An interrupt of
-        the forward undoes the step; an interrupt of a caller's code ends that request. Raises
-        `OutOfBlocksError` and `EngineStalledError`."""
+        """Schedules, computes and samples once; does nothing while `unreported` is not empty. An
+        interrupt of the forward undoes the step; an interrupt of a caller's code ends that request.
+        Raises `OutOfBlocksError` and `EngineStalledError`."""
         if self.unreported:
             return
         start = time.perf_counter()
@@ -197,7 +199,8 @@ class StepLoop:
         if drafter is None:
             return
         num_rows = self.scheduler.queue.num_rows
-        # a drafter locks only the model that it runs: two models may be each other's assistants
+        # outside of the model's lock, since two models may be each other's assistants: a drafter
+        # locks only the model that it runs
         for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
             if isinstance(draft, Exception):
                 self._fail(generation, draft)
@@ -205,10 +208,10 @@ class StepLoop:
                 generation.take_draft(draft)
 
     def compute(self) -> Ready:
-        """Schedules and computes once, within `executor.attention`. Returns the generations all of
-        whose open rows now have logits. Adds a generation whose forward failed to `unreported`; if
-        several failed together, the next steps compute them in halves, so that only those end which
-        fail alone. Raises as `step`."""
+        """Schedules and computes once, within `executor.attention`. Returns the generations whose
+        open rows all have logits now. Adds a generation whose forward failed to `unreported`; if
+        several failed together, the next steps compute them in halves, so that only generations end
+        which fail alone. Raises as `step`."""
         ready = Ready()
         self._finish_recovery()
         self._is_mid_update = True
@@ -229,12 +232,12 @@ class StepLoop:
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds these to
         `unreported`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code.
-        Generations whose sampling an interrupt ended are computed again, or fail if that cannot be
+        Generations whose sampling was interrupted are computed again, or fail if sampling cannot be
         repeated. Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         repeated: list[Generation] = []
-        applying: Generation | None = None
+        applying: Generation | None = None  # whose result is being applied
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may hand the text to a thread of the caller
@@ -244,9 +247,10 @@ class StepLoop:
                 self.executor.commit(span, runs_code=True)
             if runs_foreign_code:
                 self.executor.doubt_model()
-            taken = map(_LOGITS, ready)
-            results += sample_step(list(zip(decodings, taken)), fetch)
-            # a caller's code may choose any id, the model one past its embedding's
+            logits = map(_LOGITS, ready)
+            results += sample_step(list(zip(decodings, logits)), fetch)
+            # a caller's code may choose any id, and the model's head may be wider than its
+            # embedding
             checks_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings
             )
@@ -287,12 +291,12 @@ class StepLoop:
             self.executor.check_model()
             self.memory.free_abandoned()
             with self.memory.lock:
-                # no other thread changes tables until their pending copies are made
+                # under the lock, no other thread changes tables before their copies are made
                 if self.ledger.past_positions:
                     self._end_past_positions()
                 try:
                     plan = self.scheduler.schedule()
-                except NeverFits as error:  # the requests behind it go on
+                except NeverFits as error:  # later requests go on
                     for generation in self.ledger.generations_of([error.request]):
                         self._fail(generation, error)
                     return StepPlan.of([]), None
@@ -353,25 +357,26 @@ class StepLoop:
         error: BaseException,
         num_unsized: int,
     ) -> None:
-        """Ends the generations to which a forward's error belongs; of several together, the next
-        steps find out which. `num_unsized`: groups whose blocks had no known size before it."""
+        """Ends the generations that a forward's error concerns; if several shared the forward, the
+        next steps isolate the failing ones. `num_unsized`: number of groups whose block size was
+        unknown before it."""
         cause: BaseException = error
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-            # the forward showed the blocks' true size, so that fewer fit: the step is repeated
+            # the forward showed the blocks' true size, and fewer fit: the step is repeated
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
-        wholes = list(dict.fromkeys(generation.parent or generation for generation in failed))
+        units = list(dict.fromkeys(generation.parent or generation for generation in failed))
         if isinstance(error, RowsError):
             failed = [
                 generation for generation in failed if any(map(error.concerns, generation.requests))
             ]
-        elif len(wholes) > 1:
-            self.scheduler.queue.suspects.halve([whole.requests for whole in wholes])
+        elif len(units) > 1:
+            self.scheduler.queue.suspects.halve([unit.requests for unit in units])
             logger.debug(
-                "a forward for %d requests failed, its halves are computed: %s",
-                len(wholes),
+                "a forward for %d requests failed and is repeated in halves: %s",
+                len(units),
                 error,
             )
             return
@@ -393,20 +398,20 @@ class StepLoop:
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
-        """Undoes the scheduled step: blocks are already named for tokens not computed, and states
-        may have advanced."""
+        """Undoes the scheduled step: the prefix index already names blocks for tokens that were not
+        computed, and states may have advanced."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                # blocks are not short: no need to split rows
+                # no `split_preempted`: blocks are not short
                 self.ledger.num_preemptions += len(self.scheduler.recompute())
             self.executor.forget_model()
 
     def recover(self, lost: Iterable[Generation] = ()) -> None:
         """After an exception that may have left bookkeeping half done: makes pools and queues agree
-        with the unfinished requests, which are computed again from their tokens. `lost`: those
-        whose logits no one will sample. If this raises, the next change of the loop begins with
-        it."""
+        with the unfinished requests, which are computed again from their tokens. `lost`: the
+        generations whose logits will not be sampled. If this raises, the next change of the loop
+        repeats it first."""
         self._is_recovery_due = True
         for generation in lost:
             generation.is_sampling = False
@@ -420,7 +425,7 @@ class StepLoop:
         self._is_mid_update = self._is_recovery_due = False
 
     def _finish_recovery(self) -> None:
-        """Recovers, if an earlier exception has left that to do."""
+        """Repeats a `recover` that raised."""
         if self._is_recovery_due:
             self.recover()
 
@@ -438,7 +443,7 @@ class StepLoop:
         return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
-        """Makes the next steps compute and sample these generations as if the last step had not."""
+        """Undoes these generations' last step; the next steps compute and sample it again."""
         for generation in generations:
             generation.rewind()
         if generations:
@@ -450,12 +455,13 @@ class StepLoop:
         repeated: list[Generation],
         applying: Generation | None,
         cause: BaseException,
-        is_split: bool,
+        is_mid_update: bool,
     ) -> None:
         """Ends generations of `ready` whose sampling `cause` interrupted, since their progress is
-        unknown; those in `repeated` are sampled again, after an interrupt also all others that can
-        be, but the one whose token was being `applying`. `is_split`: whether tokens were."""
-        for generation in self.unreported:  # they have their tokens, whether or not that was noted
+        unknown. Those in `repeated` are sampled again; after an interrupt, so are all others that
+        can be repeated, except `applying`, whose token was being appended. `is_mid_update`: whether
+        results were being applied."""
+        for generation in self.unreported:  # they have their tokens, even if `is_sampling` is set
             generation.is_sampling = False
         lost = [
             generation
@@ -463,10 +469,10 @@ class StepLoop:
             if generation.is_sampling and generation not in self.unreported
         ]
         if is_interrupt(cause):
-            repeated = [g for g in lost if g.can_repeat and g is not applying]
+            repeated = [part for part in lost if part.can_repeat and part is not applying]
         try:
             self._repeat(repeated)
-            if is_split:
+            if is_mid_update:
                 self.recover()
         finally:
             for generation in lost:

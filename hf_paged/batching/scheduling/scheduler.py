@@ -32,10 +32,10 @@ class Scheduler:
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step
-    # limit of running sequences, which a large request exceeds alone, and others while running
-    # requests wait for them
+    # limit of running sequences; exceeded only by a single large request, or to admit requests that
+    # running ones wait for
     max_num_seqs: int
-    # prefill tokens in a step with decodes; `None`: as many as fit into the step
+    # limit of prefill tokens in a step with decodes; `None`: as many as fit into the step
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission leaves to running requests
     aging: float = AGING
@@ -405,8 +405,8 @@ class Scheduler:
         return self._scheduled.preempted
 
     def _requeue(self, request: Request, keeps_kv: bool = False) -> None:
-        """Returns a running request to the queue: with nothing computed, or with what
-        `Preemption.swap_out_or_free` keeps_kv."""
+        """Moves a running request back to the waiting ones: with nothing computed or, with
+        `keeps_kv`, with the K/V that `Preemption.swap_out_or_free` keeps."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
             sequence.commit_draft(self.blocks)

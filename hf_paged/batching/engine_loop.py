@@ -233,7 +233,8 @@ class EngineLoop:
             self._take_packed(state, prompts)
             return
         self._take_rows(state, prompts)
-        if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
+        # known only from a request
+        if prompts.join_key is not None and not self.layout.side_by_side:
             self.layout = self.layout._replace(side_by_side=True)
         self.note_route()
 
@@ -243,12 +244,12 @@ class EngineLoop:
         reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.merges = self._capability.how_prompts_merge(prompts)
+        prompts.merge_key = self._capability.how_prompts_merge(prompts)
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
-        prompts.give(state.request, 0, keys, begins_behind_text)
+        prompts.assign(state.request, 0, keys, begins_behind_text)
 
     def _take_rows(self, state: RequestState, prompts: Prompts) -> None:
         model = self.model
@@ -257,10 +258,10 @@ class EngineLoop:
         reason = self._capability.reason_against_rows(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.set_joins(self._capability.how_rows_join(prompts))
+        prompts.set_join_keys(self._capability.how_rows_join(prompts))
         count = self._capability.max_positions(prompts)
         state.request.limit_positions(count, prompts.shift(0))
-        prompts.give(state.request, 0, None, False)
+        prompts.assign(state.request, 0, None, False)
 
     def _not_served(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(

@@ -59,7 +59,7 @@ class Sequence:
         if keys is None or inputs is None:
             return self.token_ids
         prompts, row = inputs
-        return keys + prompts.keys_behind(row, self.token_ids[len(keys) :])
+        return keys + prompts.keys_after(row, self.token_ids[len(keys) :])
 
     @property
     def computes_whole_prompt(self) -> bool:

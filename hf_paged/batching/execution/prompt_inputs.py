@@ -223,7 +223,7 @@ class PromptInputs:
             rows.append(Keys(keys, num_content, num_text))
         return rows
 
-    def keys_behind(self, row: int, token_ids: list[int]) -> list[Hashable]:
+    def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:
         """Prefix-cache keys of tokens that follow a row's prompt: as if they were more of its
         text."""
         axes = self.axes[row]

@@ -42,8 +42,8 @@ class PromptsError(RowsError):
         return request.inputs is not None and request.inputs[0] is self.prompts
 
 
-class Joins(NamedTuple):
-    """Rows of prompts with equal `Joins` may continue in one rectangle."""
+class JoinKey(NamedTuple):
+    """Rows of prompts with equal `JoinKey` may continue in one rectangle."""
 
     equal_lengths: bool  # whether only rows of equal length may
     shapes: Hashable  # of the inputs, without the dimensions that can be padded
@@ -55,11 +55,11 @@ class Prompts(PromptInputs):
     model's `prepare_inputs_for_generation`. That forward runs over all rows at once, since images
     and sound cannot be assigned to rows."""
 
-    joins: Joins | None = None  # in rectangles; `None`: they join no others
+    join_key: JoinKey | None = None  # in rectangles; `None`: they join no others
     # prompts with equal values share one forward; `None`: they share none
-    merges: Hashable | None = None
+    merge_key: Hashable | None = None
 
-    def set_joins(self, verdict: tuple[bool, bool] | None) -> None:
+    def set_join_keys(self, verdict: tuple[bool, bool] | None) -> None:
         """Sets `joins` and `merges`. `verdict`: whether joined rows must have equal lengths, and
         equal encoder lengths; `None`: they cannot join."""
         shapes: list[Hashable] = []
@@ -83,12 +83,12 @@ class Prompts(PromptInputs):
                 shapes.append((name, str(x.dtype), *shape))
         equal_lengths, equal_widths = verdict
         encoder_width = equal_widths and self.num_encoder_tokens
-        self.joins = Joins(equal_lengths, (*shapes, encoder_width))
+        self.join_key = JoinKey(equal_lengths, (*shapes, encoder_width))
         is_plain = all(is_flag(value) for _, value in flags)
         if is_plain and not has_media and not any(self.paddings):
-            self.merges = (self.joins, self.length, *flags)
+            self.merge_key = (self.join_key, self.length, *flags)
 
-    def likeness(self, config: PreTrainedConfig) -> Hashable | None:
+    def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
         """A key: prompts with equal keys differ only in text, length and floats, which
         `merge_check` varies. `None` for prompts that must not be merged."""
         content = self.content(config)
@@ -241,7 +241,7 @@ class Prompts(PromptInputs):
             return logits, None
         return logits, looks.positions()
 
-    def give(
+    def assign(
         self,
         request: Request,
         row: int,

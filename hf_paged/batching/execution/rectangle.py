@@ -139,7 +139,7 @@ class Rectangle:
         return joined
 
     def _mask_encoder(self) -> None:
-        """Adds the mask of encoder tokens, all ones, if the model does without one."""
+        """Adds an attention mask of ones over the encoder tokens if the inputs have none."""
         if self.inputs.get(_ENCODER_MASK) is None:
             self.inputs[_ENCODER_MASK] = torch.ones(
                 (len(self.blocks), self.encoder_width),

@@ -332,15 +332,15 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     "another mask": (
         {"input_ids": [[5, 6, 7], [5]], "attention_mask": [[1, 1, 1]]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
+            " returned them"
         ),
     ),
     "a flat mask": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [1, 1, 1]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
+            " returned them"
         ),
     ),
     "one text": (

@@ -29,7 +29,7 @@ from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
-from .arguments import RequestOptions, as_list, asked_new_tokens, checked_options
+from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
 from .engine_loop import EngineLoop, check_positions
 from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
@@ -95,7 +95,7 @@ class EngineCore(EngineLoop):
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
-            self.check_length(ids, options.request_id, asked_new_tokens(generation_config))
+            self.check_length(ids, options.request_id, requested_new_tokens(generation_config))
         if (options.schema, options.regex, options.grammar) != (None, None, None):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)

@@ -82,8 +82,8 @@ class SharedLoop:
         in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread == threading.get_ident():
-            with shared_loop(self.loop.memory, object(), make) as alone:
-                return alone.run(generation, checks_weights, replays, finish, make)
+            with shared_loop(self.loop.memory, object(), make) as nested:
+                return nested.run(generation, checks_weights, replays, finish, make)
         executor = self.loop.executor
         span = StableSpan(
             is_call=True, is_open=not (checks_weights or replays), is_committed=not checks_weights

@@ -266,6 +266,6 @@ class Decoding:
         if len(values) == self.num_rows:
             return values
         vocab = values.shape[-1]
-        every = torch.ones((self.num_rows, vocab), device=values.device)
-        every[numbers_on(values.device, self.open_rows)] = values
-        return every
+        all_values = torch.ones((self.num_rows, vocab), device=values.device)
+        all_values[numbers_on(values.device, self.open_rows)] = values
+        return all_values

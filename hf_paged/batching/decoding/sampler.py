@@ -94,13 +94,13 @@ def sample_step(
             num_tokens = rows.end - rows.start
             results[index] = decoding.accept_run(list(itertools.islice(tokens, num_tokens)))
     indices = range(len(ready))
-    rest = [index for index in indices if index not in results]
-    while rest:
-        members = [ready[index] for index in rest]
+    pending = [index for index in indices if index not in results]
+    while pending:
+        members = [ready[index] for index in pending]
         parts = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
-        for index, result in zip(rest, sample_position(parts)):
+        for index, result in zip(pending, sample_position(parts)):
             results[index] = _with_earlier(results.get(index), result)
-        rest = [index for index in rest if _is_draft_token(ready[index][0], results[index])]
+        pending = [index for index in pending if _is_draft_token(ready[index][0], results[index])]
     return [results[index] for index in indices]
 
 

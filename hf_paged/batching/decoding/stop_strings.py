@@ -55,8 +55,8 @@ class StopStrings(StoppingCriteria):
         earlier = map(self._text, reversed(tokens[-self.maximum_token_len : -1]))
         parts = [last, *itertools.takewhile(lambda text: text is not None, earlier)]
         tail = last[:0].join(reversed(parts))
-        before = len(tail) - len(last)
-        return any(tail.find(string, max(0, before - len(string) + 1)) >= 0 for string in strings)
+        start = len(tail) - len(last)
+        return any(tail.find(string, max(0, start - len(string) + 1)) >= 0 for string in strings)
 
     def _text(self, token: int) -> _Text | None:
         """Returns the text of a token; `None` for ids without one, across which no string

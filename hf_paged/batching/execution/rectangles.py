@@ -218,9 +218,9 @@ class RectangleRunner(Runner):
         """Returns these rows of a rectangle, which other sequences continue from as well if it
         `is_shared`; the cache must borrow the tables again."""
         if not self._has_cache:  # the model's own cache is among the inputs
-            alone = copy.copy(rectangle)
-            alone.inputs = copy.deepcopy(rectangle.inputs)
-            return alone
+            copied = copy.copy(rectangle)
+            copied.inputs = copy.deepcopy(rectangle.inputs)
+            return copied
         cache = rectangle.cache
         if is_shared:
             cache = rectangle.fork_cache(self._new_cache())

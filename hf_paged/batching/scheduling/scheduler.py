@@ -369,11 +369,11 @@ class Scheduler:
                     self._refused = request
                     return
             self.queue.run(request)
-            before = left
+            num_left = left
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
                     left -= self._catch_up(request, sequence, left, may_preempt=False)
-            if left == before:  # a single layer group is short of blocks
+            if left == num_left:  # a single layer group is short of blocks
                 self._requeue(request, keeps_kv=True)
                 return
             self._scheduled.admitted.append(request)

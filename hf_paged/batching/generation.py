@@ -211,7 +211,7 @@ class RequestState(Generation):
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # a grammar has it
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # only grammars have it
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")

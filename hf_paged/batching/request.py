@@ -171,7 +171,7 @@ class Request:
     num_content: int = 0
     num_text: int = 0
     status: Status = Status.WAITING
-    # the scheduler's sort key: arrival number with priority, then arrival number
+    # the scheduler's sort key: number of earlier arrivals plus weighted priority, that number
     key: tuple[float, int] = (0, 0)
     # when it was first in a batch, in seconds of `time.perf_counter`
     admitted_at: float | None = None

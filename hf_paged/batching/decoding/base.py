@@ -99,7 +99,8 @@ class StopChecker:
         self._positions: Any = None
         self._times: list[Any] = []
         self.stop_strings: list[Any] = []
-        self.others: list[Any] = []  # a caller's criteria, which get the ids of the whole batch
+        # a caller's criteria, which get the ids of the whole batch
+        self.callers_criteria: list[Any] = []
         # up to this length only an EOS token can end a row
         self.free_length = sys.maxsize
         listed: Any = criteria
@@ -125,11 +126,11 @@ class StopChecker:
             elif kind in (stock.StopStringCriteria, StopStrings):
                 self.stop_strings.append(criterion)
             else:
-                self.others.append(criterion)
+                self.callers_criteria.append(criterion)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
         """Returns why a row of `length` tokens ends with `token`, `None` if it does not. The
-        caller evaluates `others`."""
+        caller evaluates `callers_criteria`."""
         if token in self.eos_ids:
             return "eos"
         for limit in self._times:
@@ -200,8 +201,8 @@ class Decoding:
     has_ended_streamer = False
     is_streamed = False
     draft: Draft | None = None  # the draft computed together with the last token of its only row
-    takes_maximum = False  # whether the next token is simply the argmax of the logits
-    takes_runs = False  # whether the tokens of a draft can be chosen and accepted at once
+    chooses_argmax = False  # whether the next token is simply the argmax of the logits
+    accepts_runs = False  # whether the tokens of a draft can be chosen and accepted at once
     # whether it has one row, of which only `stop_checker` reads new tokens: their ids and the
     # length
     is_simple = False

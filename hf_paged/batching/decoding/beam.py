@@ -86,7 +86,7 @@ class BeamDecoding(Decoding):
             num_eos = len(eos)
         self.beams_to_keep = max(2, 1 + num_eos) * beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
-        self._runs_stock_code = is_row_wise and not self.stop_checker.others
+        self._runs_stock_code = is_row_wise and not self.stop_checker.callers_criteria
         # other search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
         self.runs_callers_code = not (self._runs_stock_code and is_stock_search)

@@ -110,39 +110,39 @@ class SampleDecoding(Decoding):
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)
-        self._ends = [0] * self.num_rows  # length at which the row ended; 0: it has not
+        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: it has not
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_stock_code = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
         is_streamed = streamer is not None and package != "transformers"
-        runs_others = bool(checker.others) or is_streamed
-        self.runs_callers_code = not self._runs_stock_code or runs_others
+        runs_callers = bool(checker.callers_criteria) or is_streamed
+        self.runs_callers_code = not self._runs_stock_code or runs_callers
         # no caller's code sees the rows that ended, so the processors run on open rows alone
-        self._narrows = self._runs_stock_code and not self._keeps_scores
-        self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
+        self._selects_rows = self._runs_stock_code and not self._keeps_scores
+        self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         reads_scores = self.do_sample or self.record_logprobs or processors
-        self.takes_maximum = self._narrows and not reads_scores
-        has_readers = bool(checker.others or checker.stop_strings)
-        looks = has_readers or streamer is not None
+        self.chooses_argmax = self._selects_rows and not reads_scores
+        has_readers = bool(checker.callers_criteria or checker.stop_strings)
+        is_read = has_readers or streamer is not None
         is_alone = self.num_rows == 1
-        self.is_simple = is_alone and not looks and not self.record_logprobs
-        self.takes_runs = self.takes_maximum and self.is_simple
+        self.is_simple = is_alone and not is_read and not self.record_logprobs
+        self.accepts_runs = self.chooses_argmax and self.is_simple
         self.batchable: BatchableProcessors | None = None
-        if is_alone and not self._keeps_scores and not checker.others:
+        if is_alone and not self._keeps_scores and not checker.callers_criteria:
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.bound:
             self.constant_key = (self.batchable.key, self.do_sample)
         # no caller's code sees the batch, and no row depends on when others end. (Sampled rows
         # share one stream of random numbers, which they consume in another order once split.)
         streams_rows = streamer is None or isinstance(streamer, RowStreamers)
-        sees_batch = checker.others or not streams_rows
+        sees_batch = checker.callers_criteria or not streams_rows
         ends_alone = checker.has_eos or not checker.stop_strings
-        self.can_split = self._narrows and not sees_batch and ends_alone
+        self.can_split = self._selects_rows and not sees_batch and ends_alone
 
     @property
     def lengths(self) -> list[int]:
         """Length of every row up to its last token, prompt and padding included."""
-        return [end or self.length for end in self._ends]
+        return [end or self.length for end in self._end_lengths]
 
     def result(self, cache: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
@@ -170,7 +170,7 @@ class SampleDecoding(Decoding):
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        if not self._narrows:
+        if not self._selects_rows:
             logits = self._of_all_rows(logits)
         raw = logits
         if self.record_logprobs:
@@ -178,12 +178,12 @@ class SampleDecoding(Decoding):
         scores = logits
         if self.logits_processor or not self._runs_stock_code:
             ids = self.input_ids
-            if self._narrows:
+            if self._selects_rows:
                 ids = pick(ids, rows)
-                if self._narrowed[0] != rows:
+                if self._open_processors[0] != rows:
                     narrowed = for_rows(self.logits_processor, rows, self.num_rows)
-                    self._narrowed = (rows, narrowed)
-            _, processors = self._narrowed
+                    self._open_processors = (rows, narrowed)
+            _, processors = self._open_processors
             scores = processors(ids, logits)
             if scores.dim() != 2 or len(scores) != len(ids):
                 raise RuntimeError(
@@ -222,7 +222,7 @@ class SampleDecoding(Decoding):
         """Appends a token to every open row."""
         rows = self.open_rows
         checker = self.stop_checker
-        running = [(index, row) for index, row in enumerate(rows) if not self._ends[row]]
+        running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
         stopped = self._at_stop_strings(running, chosen) if checker.stop_strings else ()
         if records:
             for index, row in running:
@@ -238,8 +238,10 @@ class SampleDecoding(Decoding):
             self.batchable.pending_tokens.append(tokens_by_row[0])
         tokens = tokens_by_row
         are_hits: list[list[bool]] = []
-        if checker.others:
-            are_hits = [hits(other, self.input_ids, self.scores) for other in checker.others]
+        if checker.callers_criteria:
+            are_hits = [
+                hits(other, self.input_ids, self.scores) for other in checker.callers_criteria
+            ]
             # some criteria force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         ended = []
@@ -248,7 +250,7 @@ class SampleDecoding(Decoding):
             if reason in (None, "length") and any(by_row[row] for by_row in are_hits):
                 reason = "criteria"
             if reason is not None:
-                self.finish_reasons[row], self._ends[row] = reason, self.length
+                self.finish_reasons[row], self._end_lengths[row] = reason, self.length
                 ended.append(row)
         finished = self._close_rows(ended)
         if self.streamer is not None:
@@ -270,9 +272,9 @@ class SampleDecoding(Decoding):
         """Returns the rows that need no more forwards once the rows `ended` have ended."""
         rows = self.open_rows
         if ended and self.stop_checker.has_eos and not self._keeps_scores:
-            self.open_rows = [row for row in rows if not self._ends[row]]
+            self.open_rows = [row for row in rows if not self._end_lengths[row]]
             return ended
-        if ended and all(self._ends):
+        if ended and all(self._end_lengths):
             self.open_rows = []
             return rows
         return []
@@ -316,13 +318,13 @@ class SampleDecoding(Decoding):
             return False
         if self.do_sample and self.generator is not None:
             return False
-        return self.takes_maximum or self.batchable is not None
+        return self.chooses_argmax or self.batchable is not None
 
     def rewind(self, num_new: int) -> None:
         """Drops all tokens after the prompt and `num_new` new ones, if it `can_repeat`."""
         self.length = self.inputs.input_ids.shape[1] + num_new
         self._ids, self._new = self.input_ids[:, : self.length].contiguous(), []
-        self.finish_reasons, self._ends = [None], [0]
+        self.finish_reasons, self._end_lengths = [None], [0]
         self.open_rows = [0]
         if self.batchable is not None:  # its tensor of penalized tokens may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
@@ -346,7 +348,7 @@ class SampleDecoding(Decoding):
         finished = []
         if reason is not None:
             self.finish_reasons = [reason]
-            self._ends = [self.length]
+            self._end_lengths = [self.length]
             self.open_rows = []
             finished = [0]
         return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
@@ -371,7 +373,7 @@ class SampleDecoding(Decoding):
                 streamer = RowStreamers([self.streamer.streamers[row]])
             part = SampleDecoding(inputs, streamer)
             part.finish_reasons = [self.finish_reasons[row]]
-            part._ends = [self._ends[row]]
+            part._end_lengths = [self._end_lengths[row]]
             part.open_rows = [0] if row in self.open_rows else []
             part.records = [self.records[row]]  # the same list
             parts.append(part)
@@ -384,6 +386,6 @@ class SampleDecoding(Decoding):
         self._ids = pad(rows, batch_first=True, padding_value=self._pad_token_id)
         self._new, self.length = [], self._ids.shape[1]
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
-        self._ends = [part._ends[0] for part in parts]
+        self._end_lengths = [part._end_lengths[0] for part in parts]
         self.open_rows = [row for row, part in enumerate(parts) if part.open_rows]
         return self

@@ -30,7 +30,7 @@ Fetched = tuple["SampledBatch", list[int], list[list[Any]]]
 """A batch, with its tokens and its log-probabilities on the host."""
 
 _NO_TOKEN = -1  # for a row whose scores allow no token
-_TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
+_CHOOSES_ARGMAX = operator.attrgetter("chooses_argmax")
 _IS_SIMPLE = operator.attrgetter("is_simple")
 
 
@@ -84,7 +84,7 @@ def sample_step(
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [index for index in drafted if ready[index][0].takes_runs]
+    greedy = [index for index in drafted if ready[index][0].accepts_runs]
     if greedy:
         logits = join_rows([ready[index][1] for index in greedy])
         tokens = iter(argmax(logits).tolist())  # with one argmax for all
@@ -216,7 +216,7 @@ def _choose(
     logits: Tensor,
 ) -> SampledBatch:
     """Chooses tokens from the `(n, vocab)` logits of all open rows of these decodings."""
-    if all(map(_TAKES_MAXIMUM, decodings)):
+    if all(map(_CHOOSES_ARGMAX, decodings)):
         return SampledBatch(indices, decodings, argmax(logits), [])
     if len(decodings) == 1:
         raw, scores = decodings[0].process(logits)

@@ -105,7 +105,7 @@ class Rectangle:
         sources: Items[tuple[Rectangle, list[int]]],
         cache: Any,
     ) -> Rectangle:
-        """JoinKey rows of several rectangles, aligned on the right, on an empty `cache`."""
+        """Joins rows of several rectangles, aligned on the right, on an empty `cache`."""
         parts = [source.select(rows, cache) for source, rows in sources]
         for part in parts:
             part.inputs.pop(_MASK, None)

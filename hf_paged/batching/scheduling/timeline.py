@@ -91,7 +91,7 @@ class Timeline:
                 if request not in chunked and is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # without a chunk in this step, it waits for its next one
+                else:  # even without a chunk in this step: its next chunk is still to come
                     was_preempted = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     activity = Activity.RECOMPUTE if was_preempted else Activity.PREFILL
                     self._change(request, activity)

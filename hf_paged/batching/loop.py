@@ -306,7 +306,7 @@ class StepLoop:
                 self.blocks.flush_copies()
                 self.memory.note_peak()
             # a prefix cache hit may have taken the model's fingerprint
-            self.executor.notice_model()
+            self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
                     request.start_clocks(time.time())

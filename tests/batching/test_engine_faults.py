@@ -1166,7 +1166,7 @@ OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
     "copies": lambda loop: (loop.blocks, "flush_copies"),
     "adapters are checked": lambda loop: (engine_core, "adapters_for"),
-    "the model is noticed": lambda loop: (loop.executor, "notice_model"),
+    "a model change is handled": lambda loop: (loop.executor, "handle_model_change"),
     "logits are given to requests": lambda loop: (loop.ledger, "deliver"),
     "tokens are applied": lambda loop: (loop.ledger, "apply"),
     "a token is appended": lambda loop: (loop.ledger, "append"),

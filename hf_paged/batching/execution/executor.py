@@ -79,7 +79,7 @@ class Executor:
         # contexts around each step: compiled layers run without compiled code, and configs name
         # our attention
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
+        self._num_changes = -1  # `guard.num_changes` at the last `handle_model_change`
         self._is_state_due = False  # whether the model's state must be read for the runner
         self._state: ModelState | None = None
         self.runs_code = False  # whether other code runs between steps (`begin`)
@@ -117,7 +117,7 @@ class Executor:
         else:
             with self.lock:
                 self.guard.open()
-                self.notice_model()
+                self.handle_model_change()
             span.is_open = self.is_unchecked = True
 
     def commit(self, span: StableSpan, runs_code: bool = False) -> None:
@@ -177,7 +177,7 @@ class Executor:
         if self.run_ahead is not None:
             self.run_ahead.clear()
 
-    def notice_model(self) -> None:
+    def handle_model_change(self) -> None:
         """If the guard has detected a change of the model, drops graphs and the step launched
         ahead."""
         if self.guard.num_changes != self._num_changes:

@@ -165,7 +165,7 @@ class Assistant:
             return [None] * len(wanted)
         try:
             with self.executor.lock, self.executor.attention():
-                self.executor.notice_model()
+                self.executor.handle_model_change()
                 self.executor.is_unchecked = True
                 self.executor.check_model()
                 for row, target, _ in wanted:

@@ -272,7 +272,7 @@ def as_list(name: str, value: Any) -> list[Any]:
         raise ValueError(f"`{name}` is {shown(value)}: pass a list")
     for index, item in enumerate(value):
         if not callable(item):
-            raise ValueError(f"`{name}` holds {shown(item)} at place {index}: it must be callable")
+            raise ValueError(f"`{name}` holds {shown(item)} at index {index}: it must be callable")
     return list(value)
 
 

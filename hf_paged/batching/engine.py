@@ -318,7 +318,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D
                 tensor are used as they are, padding included, unless a mask is given. A mapping is
                 a tokenizer's output for several texts: `input_ids`, whose padding `attention_mask`
-                removes. With images or sound pass a list of mappings, one a prompt.
+                removes. With images or sound pass a list of mappings, one per prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
                 all, or one each.
             attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same

@@ -135,8 +135,8 @@ class EngineLoop:
         dtype = autocast_dtype(compute_device(self.model))
         if dtype != loop_dtype:
             raise ValueError(
-                f"autocast is to {dtype} here and to {loop_dtype} in unfinished requests: add this"
-                " one when they have ended"
+                f"autocast uses {dtype} here, and {loop_dtype} in unfinished requests: add this"
+                " request when they have ended"
             )
         if _config_text(self.model) == self._config_text:
             return  # the usual case, checked quickly

@@ -196,8 +196,8 @@ def split_prompts(
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise ValueError(
                 "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose"
-                " rows are unknown: pass a list of such mappings, one a prompt, with `input_ids` of"
-                " shape (1, length)"
+                " rows are unknown: pass a list of such mappings, one per prompt, with `input_ids`"
+                " of shape (1, length)"
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):

@@ -41,10 +41,11 @@ class RowStreamers(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises
-        `ValueError` unless there is one streamer a row."""
+        `ValueError` unless there is one streamer per row."""
         if len(value) != len(self.streamers):
             raise ValueError(
-                f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one a row"
+                f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one per"
+                " row"
             )
         for row, streamer in enumerate(self.streamers):
             if row in self._ended:
@@ -106,7 +107,7 @@ class SampleDecoding(Decoding):
             self.max_length = checker.max_length
         pad = compat.special_token(self.config, "pad")
         if pad is None and checker.has_eos:
-            raise ValueError("rows may end at an EOS token: set `pad_token_id` to fill them up")
+            raise ValueError("rows may end at an EOS token: set `pad_token_id` as padding")
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)

@@ -173,10 +173,9 @@ class RequestQueue:
             )
         return NeverFits(
             request,
-            shortage
-            + "No other holds blocks: raise `num_blocks`, `memory_fraction` or `hf_paged.budget`,"
-            " free memory, or lower `max_new_tokens`, the prompt length or the number of"
-            " sequences",
+            shortage + "No other request holds blocks: raise `num_blocks`, `memory_fraction` or"
+            " `hf_paged.budget`, free memory, or lower `max_new_tokens`, the prompt length or the"
+            " number of sequences",
         )
 
 

@@ -26,7 +26,7 @@ def test_adopted_sequences_know_their_place() -> None:
     assert all(sequence.request is request for sequence in request.sequences)
 
 
-def test_is_answered_until_an_open_sequence_gets_a_token() -> None:
+def test_awaits_tokens_until_an_open_sequence_gets_one() -> None:
     request = Request("a", [Sequence([1]), Sequence([1])], max_num_tokens=9)
     assert not request.awaits_tokens
     for sequence in request.sequences:

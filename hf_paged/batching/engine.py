@@ -55,10 +55,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     Args:
         model ([`PreTrainedModel`] or a wrapper of one): A decoder-only model. Of wrappers (PEFT,
             `torch.compile`, `DataParallel`, `DistributedDataParallel`) the model inside runs.
-        config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption. tokenizer
-        (*optional*): Needed for text prompts, stop strings, and text in the results. parts
-        ([`hf_paged.seams.EngineParts`], *optional*): Your own parts in place of those that the
-            config selects.
+        config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
+        tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
+        parts ([`hf_paged.seams.EngineParts`], *optional*): Your own parts in place of those that
+            the config selects.
 
     Raises:
         ValueError: for a model that cannot generate; for models that only `generate` serves:

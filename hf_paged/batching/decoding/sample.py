@@ -107,7 +107,7 @@ class SampleDecoding(Decoding):
             self.max_length = checker.max_length
         pad = compat.special_token(self.config, "pad")
         if pad is None and checker.has_eos:
-            raise ValueError("rows may end at an EOS token: set `pad_token_id` as padding")
+            raise ValueError("rows may end at an EOS token: set `pad_token_id` to pad them")
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)

@@ -30,7 +30,7 @@ class NoTokenError(RuntimeError):
     """No token may follow under a request's `schema`, `regex` or `grammar`."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles and caches the grammars of an engine's requests. For use by several threads."""
 
     def __init__(self) -> None:

@@ -191,7 +191,7 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except the one whose token is just being counted."""
-    owner: Any = {"append": Ledger, "accept": sampler.Choice}.get(place, sampler)
+    owner: Any = {"append": Ledger, "accept": sampler.SampledBatch}.get(place, sampler)
     original, results = getattr(owner, place), dict[str, Any]()
     prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
     options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
@@ -389,7 +389,7 @@ def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
         assert not interrupts._contexts.open
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(is_free, lock).result()
-    assert not engine._core._num_keeping
+    assert not engine._core._num_keepers
 
 
 class Nowhere(Exception):

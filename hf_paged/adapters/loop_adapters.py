@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.executor import Executor
-from ..batching.execution.runner import Part, in_order
+from ..batching.execution.runner import LogitsPart, in_order
 from ..batching.request import Request
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
@@ -148,7 +148,7 @@ class LoopAdapters:
         names = dict.fromkeys(adapters)
         if len(names) == 1:
             return self._run_alone(adapters[0], plan, executor)
-        parts: list[Part] = []
+        parts: list[LogitsPart] = []
         alone = list(range(len(plan)))
         if executor.runner.is_packed:
             mixable = self._mixable(names, executor.slowed_by)

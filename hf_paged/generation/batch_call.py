@@ -210,7 +210,7 @@ class BatchCall(Candidate):
                 shift = prompts.shift(prompt, layout.replays)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                prompts.give(request, prompt, keys, self.verdict.begins_behind_text)
+                prompts.assign(request, prompt, keys, self.verdict.begins_behind_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
@@ -242,7 +242,9 @@ class BatchCall(Candidate):
             return decoding.result()
         # the returned cache is as plain `generate` leaves it: rows that ended early get K/V of the
         # padding that follows
-        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(num_rows)]
+        kept = [part.kept_blocks[0] for part in parts] or [
+            generation.kept_blocks[row] for row in range(num_rows)
+        ]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept):

@@ -308,7 +308,7 @@ class Candidate:
             why = capability.reason_against_rows(prompts)
         if why:
             yield why if why in reason else f"{reason}, and {why}"
-        prompts.set_joins(capability.how_rows_join(prompts))
+        prompts.set_join_keys(capability.how_rows_join(prompts))
         count = capability.max_positions(prompts)
         self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

@@ -117,7 +117,7 @@ class Capability:
     def how_prompts_merge(self, prompts: Any) -> Hashable | None:
         """A key: prompts of several requests with equal keys may be prefilled in one forward;
         `None`: only alone."""
-        likeness = prompts.likeness(self._model.config)
+        likeness = prompts.similarity_key(self._model.config)
         if likeness is None:
             return None
         kind = prompts.names, prompts.axis_counts

@@ -284,8 +284,8 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         """Logits of both rows, which begin together; then one gets a token more unless lengths must
         be equal."""
         for single in (first, second):
-            single.joins = None
-            single.set_joins(verdict if joins else None)
+            single.join_key = None
+            single.set_join_keys(verdict if joins else None)
         runner = TrialRunner(trial, TOGETHER)
         (a,) = runner.add_prompts(first, new)
         (b,) = runner.add_prompts(second, new.flip(1))
@@ -302,7 +302,7 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         with contextlib.suppress(ForwardFailedError):
             alone = compute(second, verdict, joins=False)
             joined = compute(second, verdict, joins=True)
-            if first.joins is not None and trial.difference(alone, joined) is None:
+            if first.join_key is not None and trial.difference(alone, joined) is None:
                 return verdict
     return None
 

@@ -345,7 +345,7 @@ class ManagerThread:
         kept = set[Hashable]()
         if not frees:
             with core.lock:
-                kept = {*core.requests, *(output.request_id for output in core.unread)}
+                kept = {*core.requests, *(output.request_id for output in core.pending_outputs)}
         with self.lock:
             kept |= {request.names[-1] for request in self.inbox}
             requests = dict.fromkeys(self.pending.values())

@@ -76,7 +76,7 @@ class TableHistory:
         return tables
 
 
-class Leader:
+class RankLeader:
     """Process 0's side: makes the other processes repeat its operations on blocks and models, in
     the same order (`seams.Leader`). Operations that need no answer are queued until the next
     message; each step sends one."""
@@ -242,7 +242,7 @@ class Leader:
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
+def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
     """As `model.sharding.lead`, for a model in shards."""
     ranks = processes_of(model)
     if ranks.rank:
@@ -251,13 +251,13 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
             " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
             " returns when that engine is closed"
         )
-    leader = Leader(model, config, ranks)
+    leader = RankLeader(model, config, ranks)
     weakref.finalize(owner, leader.close)
     return leader
 
 
 class Follower:
-    """The other processes' side. A [`Leader`] calls its methods by name."""
+    """The other processes' side. A [`RankLeader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks

@@ -101,7 +101,7 @@ class Assistant:
             self._free(row)
             self.rows.remove(row)
             if not self.rows:
-                self.executor.rest()
+                self.executor.go_idle()
 
     def candidates(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy for the number of a row's candidates, and the candidates'
@@ -166,7 +166,7 @@ class Assistant:
             return [None] * len(requests)
         try:
             with self.executor.lock, self.executor.attention():
-                self.executor.notice_model()
+                self.executor.handle_model_change()
                 self.executor.is_unchecked = True
                 self.executor.check_model()
                 for row, target, _ in requests:

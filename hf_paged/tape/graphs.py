@@ -48,7 +48,7 @@ from .recorders import (
     reason_of,
     recording_alone,
 )
-from .run_ahead import RunAhead
+from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
 
@@ -154,9 +154,9 @@ class StepGraphs:
             self._persistent_storages = _storages(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
 
-    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
-        """Returns an object that launches steps ahead; `None` if the host computes replays."""
-        return RunAhead(memory, scheduler) if self._backend.on_device else None
+    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
+        """Launches steps ahead; `None` if the host computes replays itself."""
+        return GraphRunAhead(memory, scheduler) if self._backend.on_device else None
 
     def clear(self) -> None:
         """Drops all graphs."""

@@ -37,7 +37,7 @@ class Launched(NamedTuple):
     rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
 
 
-class RunAhead:
+class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host. This
     assumes that every row continues and none joins. If that turns out wrong, the step is computed
     as usual: the launched one only wrote K/V past the sequences' ends."""

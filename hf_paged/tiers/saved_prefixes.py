@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batching.engine_core import EngineCore
-from ..batching.execution.executor import Window
+from ..batching.execution.executor import StableSpan
 from ..batching.loop import StepLoop
 from ..batching.prompt_forms import Prompt, prompt_ids, split_inputs
 from ..cache.block_pool import OutOfBlocksError
@@ -38,11 +38,11 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             )
         executor = loop.executor
         is_idle = not core.requests
-        window = Window()
+        span = StableSpan()
         if is_idle:
             executor.begin()
         try:
-            executor.open(window)
+            executor.open(span)
             with executor.lock:
                 executor.guard.vouch()
             if core.memory.fingerprint is None:
@@ -54,11 +54,11 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             with core.memory.lock:
                 blocks, layout = loop.blocks, core.layout
                 yield loop, PrefixStore(core.model, core.memory, blocks, PrefixTiers(), layout)
-            executor.settle(window)
+            executor.commit(span)
         finally:
-            executor.leave(window)
+            executor.leave(span)
             if is_idle:
-                executor.rest()
+                executor.go_idle()
 
 
 def _saved_to(path: Any) -> Path:

@@ -446,7 +446,7 @@ def test_outputs_of_a_step_that_cannot_return_them_are_returned_once(has_cleared
 
     model = models.get("llama")
     with PagedEngine(model) as engine:
-        engine._core.unread = FailsOnce()
+        engine._core.pending_outputs = FailsOnce()
         engine.add_request(
             [5, 6, 7], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1}, request_id="a"
         )

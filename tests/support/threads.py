@@ -155,7 +155,7 @@ class Observer:
         end_step, memory_for, run = SharedLoop._end_step, install.memory_for, SharedLoop.run
 
         def counted_end(loop: SharedLoop, ready: Any) -> None:
-            owners = {generation.whole or generation for generation, _ in ready}
+            owners = {generation.parent or generation for generation, _ in ready}
             self.counts["steps"] += 1
             self.counts["shared steps"] += len(owners) > 1
             self.counts["late callers"] += any(
@@ -175,7 +175,8 @@ class Observer:
             self.memories.add(memory)
             return memory
 
-        SharedLoop._end_step, SharedLoop.run = counted_end, counted_run  # type: ignore[method-assign, assignment]
+        # type: ignore[method-assign, assignment]
+        SharedLoop._end_step, SharedLoop.run = counted_end, counted_run
         install.memory_for = noted_memory
         try:
             yield

@@ -64,17 +64,17 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
     """The next step runs while the host waits for the previous step's tokens, which a separate copy
     transfers."""
     model, taken = models.build(name).to("cuda"), []
-    take = run_ahead.RunAhead.take
+    take = run_ahead.GraphRunAhead.take
 
-    def counted(self: run_ahead.RunAhead, plan: Any) -> Any:
+    def counted(self: run_ahead.GraphRunAhead, plan: Any) -> Any:
         found = take(self, plan)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
+    monkeypatch.setattr(run_ahead.GraphRunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(run_ahead.GraphRunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 

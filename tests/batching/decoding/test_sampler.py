@@ -30,7 +30,7 @@ from hf_paged.batching.decoding.scores import (
     are_row_wise,
     argmax,
     for_rows,
-    together,
+    process_together,
 )
 from tests.support import models
 from tests.support.driver import drive, generate_by_decoding, logits_of, take_step, tokens_of
@@ -508,8 +508,8 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(
     batches: list[int] = []
     monkeypatch.setattr(
         sampler,
-        "together",
-        lambda scores, members: batches.append(len(members)) or together(scores, members),
+        "process_together",
+        lambda scores, members: batches.append(len(members)) or process_together(scores, members),
     )
 
     def made() -> list[Any]:
@@ -691,7 +691,7 @@ def test_one_number_a_row_is_transformers_formula(
     members = [shareable for shareable in shareables if shareable is not None]
     assert len({member.key for member in members}) == 1
     expected = torch.cat([own(None, row) for own, row in zip(processors, scores.split(1))])
-    assert torch.equal(together(scores, members), expected)
+    assert torch.equal(process_together(scores, members), expected)
 
 
 def test_processors_that_hold_a_value_for_each_row() -> None:

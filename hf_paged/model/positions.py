@@ -20,7 +20,7 @@ _NUM_PROBED = 4
 _NUM_STEPS = 3
 
 
-class Table(NamedTuple):
+class PositionTable(NamedTuple):
     """An axis of which a forward reads place `offset + position`."""
 
     size: int
@@ -37,7 +37,7 @@ class PositionReads(TorchDispatchMode):
     def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
         self.position = position
-        self.tables = set[Table]()
+        self.tables = set[PositionTable]()
         self._addresses = addresses_of(kept_tensors(model))
 
     def __torch_dispatch__(
@@ -52,7 +52,9 @@ class PositionReads(TorchDispatchMode):
                 raise IndexError(f"place {max(places)} is read of {size}")
             if len(places) == 1:
                 self.tables.add(
-                    Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter))
+                    PositionTable(
+                        size, min(places) - self.position, isinstance(args[0], nn.Parameter)
+                    )
                 )
         return func(*args, **(kwargs or {}))
 
@@ -127,7 +129,7 @@ def num_positions(
     return min(ending, default=None), min(growing, default=None)
 
 
-def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
+def _grows(trial: Trial, given: dict[str, Any] | None, table: PositionTable) -> bool:
     """Whether forwards make a table longer that is cut to one place less than they need."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
@@ -138,7 +140,7 @@ def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
 
 def _tables(
     trial: Trial, given: dict[str, Any] | None, size: int = 0, length: int = 0
-) -> set[Table]:
+) -> set[PositionTable]:
     """The tables that decode steps read, with buffers of `size` cut to `length`."""
     model = trial.model
     with trial.forwards():
@@ -151,7 +153,7 @@ def _tables(
         if given:
             del inputs["attention_mask"]  # it would be the encoder's
             inputs |= given
-        tables_by_step: list[set[Table]] = []
+        tables_by_step: list[set[PositionTable]] = []
 
         def reading(length: int) -> PositionReads:
             reads = PositionReads(length - 1, model)

@@ -55,7 +55,7 @@ class Row:
         return self.block_ids[index] == block_id
 
 
-class Table(NamedTuple):
+class BlockSpan(NamedTuple):
     """A row of a step: its blocks, the position of the first, in blocks, and that behind its last
     token."""
 
@@ -150,7 +150,7 @@ class RowSlots:
         origins = step.origins or (0,) * num_rows
         # a row begins at the block position of its origin in the sequence or the columns
         rows = [
-            Table(at // size, ids[: -(-length // size)], at + length)
+            BlockSpan(at // size, ids[: -(-length // size)], at + length)
             for at, ids, length in zip(origins, tables, step.seq_lens)
         ]
         with self.lock:
@@ -184,7 +184,7 @@ class RowSlots:
 
     def _choose(
         self,
-        rows: list[Table],
+        rows: list[BlockSpan],
         together: bool,
         hides: bool,
     ) -> list[int] | None:
@@ -221,7 +221,7 @@ class RowSlots:
             slots.append(slot)
         return slots
 
-    def _num_saved(self, row: Table, slot: int) -> int:
+    def _num_saved(self, row: BlockSpan, slot: int) -> int:
         """Returns how many blocks of a row are still mapped in a slot; 0 if not most of them, since
         another row may need what the slot has."""
         ids = row.ids
@@ -233,7 +233,7 @@ class RowSlots:
 
     def _find(
         self,
-        wanted: Table,
+        wanted: BlockSpan,
         taken: set[int],
         hides: bool,
     ) -> int | None:
@@ -254,7 +254,7 @@ class RowSlots:
     def _only_grows(
         self,
         row: Row,
-        wanted: Table,
+        wanted: BlockSpan,
         hides: bool,
     ) -> bool:
         """Whether the wanted blocks may follow in the slot while other steps read it: nothing that
@@ -266,7 +266,7 @@ class RowSlots:
         num_shared = len(row.block_ids) - shift
         return row.block_ids[shift:] == wanted.ids[:num_shared]
 
-    def _neighbours(self, rows: list[Table], are_new: bool) -> list[int] | None:
+    def _neighbours(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
         count = len(rows)
         begin = self._runs.get(count)
         is_free = False
@@ -283,7 +283,7 @@ class RowSlots:
             self._runs[count] = begin
         return list(range(begin, begin + count))
 
-    def _free_run(self, rows: list[Table]) -> int | None:
+    def _free_run(self, rows: list[BlockSpan]) -> int | None:
         """Returns the first slot of the run of free slots that saves most mappings of these rows;
         of equals, of the one least recently used."""
         best = None

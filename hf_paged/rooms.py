@@ -81,13 +81,13 @@ class OnDemand(Generic[Part]):
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
-        self.made: Part | None = None
+        self.instance: Part | None = None
 
     def __call__(self) -> Part:
-        if self.made is None:
+        if self.instance is None:
             assert self._make is not None
-            self.made = self._make()
-        return self.made
+            self.instance = self._make()
+        return self.instance
 
 
 # What the core asks of the rooms' modules

@@ -166,8 +166,8 @@ class Executor:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.clear_ahead()
-        if self.adapters.made is not None:
-            self.adapters.made.forget_model()
+        if self.adapters.instance is not None:
+            self.adapters.instance.forget_model()
         self.runner.begin(None)
 
     def clear_ahead(self) -> None:

@@ -390,7 +390,7 @@ class Scheduler:
 
     def reclaim(self) -> bool:
         """As [`Drafter`]'s `reclaim`."""
-        return self.drafter.made is not None and self.drafter.made.reclaim()
+        return self.drafter.instance is not None and self.drafter.instance.reclaim()
 
     def recompute(self) -> list[Request]:
         """Between steps: drops the K/V of unfinished requests. Returns those that were running, now

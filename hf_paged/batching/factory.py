@@ -81,7 +81,7 @@ def make_loop(
         blocks,
         config.preemption,
         swapper,
-        guard.vouch,
+        guard.verify,
         chunks=is_packed,
         replays=layout.replays,
         encoder_blocks=runner.encoder_blocks,

@@ -14,8 +14,8 @@ from .state import ModelState, carries_state, fingerprint
 class WeightsGuard:
     """Lets the prefix cache serve only blocks that the model computed in its current state. User
     code may change the model between *windows* (a call, or one step of an engine). Blocks of
-    earlier windows are served once the window's fingerprint (`vouch`) equals that of `memory`,
-    whose lock guards `blocks`. Before a window ends (`settle`), its blocks get a fingerprint, or
+    earlier windows are served once the window's fingerprint (`verify`) equals that of `memory`,
+    whose lock guards `blocks`. Before a window ends (`commit`), its blocks get a fingerprint, or
     the executor watches the model (`is_watched`); else they are forgotten."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
@@ -62,12 +62,12 @@ class WeightsGuard:
             with self._memory.lock:
                 self._epochs.begin_window()
 
-    def vouch(self) -> bool:
+    def verify(self) -> bool:
         """Whether blocks of earlier windows may be served in this one, by one fingerprint per
         window; if not, they are dropped."""
         return self._epochs.are_vouched_for or self._compare()
 
-    def settle(self, is_call: bool, state: ModelState | None = None) -> None:
+    def commit(self, is_call: bool, state: ModelState | None = None) -> None:
         """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
         caching is on. `state`: the model's, if it has just been read."""
         try:
@@ -83,7 +83,7 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a window without `settle`: forgets its blocks unless something else vouches for
+        """Ends a window without `commit`: forgets its blocks unless something else vouches for
         them."""
         if self.is_on and not self.is_watched and not self._epochs.are_vouched_for:
             self._memory.fingerprint = None

@@ -133,7 +133,7 @@ class Executor:
                         self._read_model()
                     state = self._state
                 if not window.is_settled:
-                    self.guard.settle(window.is_call, state)
+                    self.guard.commit(window.is_call, state)
                 if is_read and self._state is not None and not self.guard.is_watched:
                     self._state.watch()
                     self.guard.is_watched = True

@@ -44,7 +44,7 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def meant(names: Iterable[str], known: Iterable[str]) -> str:
+def suggest(names: Iterable[str], known: Iterable[str]) -> str:
     """Returns a question that ends a message about unknown names, if some are close to known ones;
     else an empty string."""
     names = sorted(names)
@@ -74,7 +74,7 @@ def _check_known(
 
     quoted = ", ".join(f"`{name}`" for name in unknown)
     of_generate = set(unknown) & set(vars(GenerationConfig()))
-    hint = meant(unknown, known) or "."
+    hint = suggest(unknown, known) or "."
     if of_generate:
         hint = f": `{min(of_generate)}` is an argument of `generate`."
     raise error_class(f"{what} has no option {quoted}{hint} The options are {', '.join(known)}")

@@ -14,7 +14,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ..batching.request import Request, RowsError
-from ..config import meant
+from ..config import suggest
 from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
@@ -191,7 +191,7 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
         loaded = ", ".join(sorted(names)) or "none"
         message = (
             f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
-            f" folder{meant([name], names)}"
+            f" folder{suggest([name], names)}"
         )
         if os.path.isdir(name):
             message = (

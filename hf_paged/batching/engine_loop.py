@@ -84,7 +84,7 @@ class EngineLoop:
         config = self.config
         empty = empty_cache(model, PagedMemory(config))  # holds no blocks
         # checks of prompts with inputs run once while the model stays as it is
-        self._capability = Capability(model, empty, make_runner, known={})
+        self._capability = Capability(model, empty, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         if state is not None:

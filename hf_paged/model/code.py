@@ -28,7 +28,7 @@ _PARTS = (
 )
 
 
-def home_of(function: Any) -> str:
+def globals_module(function: Any) -> str:
     """The name of the Python module whose globals a function reads; `__module__` may be that of a
     wrapped one."""
     return str(function.__globals__.get("__name__"))

@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import compat
 from ..compiled import replaced_forward
-from .code import code_hash, home_of, names_of
+from .code import code_hash, globals_module, names_of
 from .forwards import is_idle_hook
 from .values import (
     ABSENT,
@@ -78,7 +78,7 @@ _DICTS = (dict, types.MappingProxyType)
 _ARRAYS = (np.ndarray, bytearray, array.array)
 # Values that differ between threads, and modules of the standard library whose functions give
 # changing values.
-_UNSEEN = (ContextVar, threading.local)
+_UNDETECTABLE = (ContextVar, threading.local)
 _CHANGING = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT = {"environ", "getenv"}  # of `os`
 _REPRESENTED = (bool, int, float, str, np.generic, *_TORCH_SCALARS)
@@ -91,7 +91,7 @@ _DATA: tuple[type, ...] = (
     enum.Enum,
     *_REPRESENTED,
     *_SHOWN,
-    *_UNSEEN,
+    *_UNDETECTABLE,
 )
 # methods that no forward calls
 _SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
@@ -104,7 +104,7 @@ class Reading:
     """What a model consists of, as `structure`, and what holds it, to be read again."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.unseen: str | None = None  # what user code reads whose changes cannot be seen
+        self.undetectable: str | None = None  # what user code reads whose changes cannot be seen
         self.tensors = list[Tensor]()  # the distinct ones, which `structure` names by number
         self._all_tensors = list[Tensor]()  # including several views of the same memory
         self._objects = list[Any]()  # modules, configs and plain objects, in the order met
@@ -130,7 +130,7 @@ class Reading:
         self._iterated = list[Iterable[Any]]()  # dicts whose keys count, values behind proxies
         self._globals = list[tuple[dict[str, Any], str]]()  # with the name that code reads there
         self._arrays = list[Any]()
-        self._unread = notes_of(model).unread
+        self._write_only = notes_of(model).write_only
         self._number(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
@@ -200,12 +200,12 @@ class Reading:
         return described
 
     def _module(self, module: nn.Module) -> list[Any]:
-        unread = self._unread.get(module, {})
+        write_only = self._write_only.get(module, {})
         described: list[Any] = []
         for name, value in vars(module).items():
             if name in _IGNORED:
                 continue
-            value = unread.get(name, value)
+            value = write_only.get(name, value)
             if name == "forward":
                 replaced = replaced_forward(module)
                 value = ABSENT if replaced is None else replaced
@@ -219,7 +219,7 @@ class Reading:
             if not held:
                 self._owners.append(held)
             else:
-                described += self._table(held, unread)
+                described += self._table(held, write_only)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
@@ -227,17 +227,17 @@ class Reading:
                     described.append(("hook", self._value(hook)))
         return described
 
-    def _table(self, held: dict[str, Any], unread: dict[str, Any]) -> list[tuple[str, Any]]:
+    def _table(self, held: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
         """The parameters, buffers or modules that a module has."""
         if not isinstance(held, dict):  # in traced modules
             self._owners.append(held)
-        elif unread.keys().isdisjoint(held):
+        elif write_only.keys().isdisjoint(held):
             self._tables.append(held)
         else:
-            self._partly_read.append((held, unread))
+            self._partly_read.append((held, write_only))
         described = []
         for name, part in held.items():
-            part = unread.get(name, part)
+            part = write_only.get(name, part)
             if part is not ABSENT:
                 described.append((name, self._value(part)))
         return described
@@ -310,8 +310,10 @@ class Reading:
     def _other(self, value: Any, depth: int) -> Any:
         """An object that is neither data nor code."""
         kind = type(value)
-        if isinstance(value, _UNSEEN):
-            self.unseen = f"its code reads a {kind.__qualname__}, which may change between steps"
+        if isinstance(value, _UNDETECTABLE):
+            self.undetectable = (
+                f"its code reads a {kind.__qualname__}, which may change between steps"
+            )
             return "object", kind.__qualname__
         if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
@@ -356,7 +358,7 @@ class Reading:
 
     def _function(self, function: Any, depth: int) -> Any:
         attributes = None
-        if is_users(home_of(function)):
+        if is_users(globals_module(function)):
             self._owners.append(function)
             attributes = self._value(vars(function), depth + 1)
         defaults = (function.__defaults__, function.__kwdefaults__)
@@ -369,7 +371,7 @@ class Reading:
         """Notes a function of a class, to be followed once code names it."""
         if name in _SETUP:
             return
-        if not is_users(home_of(function)):
+        if not is_users(globals_module(function)):
             # library code calls what user classes override
             self._name(names_of(function.__code__))
         elif name in self._names:
@@ -384,7 +386,7 @@ class Reading:
 
     def _follow(self, function: Any) -> Any:
         """Describes what a function of user code reads by name from its Python module."""
-        home = home_of(function)
+        home = globals_module(function)
         if function in self._followed or not is_users(home):
             return None
         self._followed.add(function)
@@ -410,7 +412,7 @@ class Reading:
         reads_environment = home == "os" and bool(names & _ENVIRONMENT)
         is_changing = home in _CHANGING or reads_environment
         if is_changing and (is_module or callable(value)):
-            self.unseen = f"its code reads {name!r}, whose values change"
+            self.undetectable = f"its code reads {name!r}, whose values change"
         is_followed = package_of(home) in self._packages
         if is_module:
             is_other = is_followed and vars(value) is not space
@@ -426,7 +428,9 @@ class Reading:
         is_described = is_data or callable(value) or is_followed or is_of_library
         is_large = isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS
         if not is_described or is_large:
-            self.unseen = f"its code reads the global {name!r}, changes of which cannot be seen"
+            self.undetectable = (
+                f"its code reads the global {name!r}, changes of which cannot be seen"
+            )
         elif is_data or is_followed or not callable(value):
             return self._value(value)
         return kind.__qualname__
@@ -438,7 +442,7 @@ class Reading:
             return "empty"
         self._owners.append(cell)
         kind = type(value)
-        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNSEEN))
+        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNDETECTABLE))
         if is_read or kind in SCALARS:
             return self._value(value, depth)
         # other objects may be what a hook collects; these do not change what is cached

@@ -94,7 +94,7 @@ class ModelState(Reading):
     library; functions and scalars of modules' classes; functions that replace or hook `forward`,
     with their closures; what user code reads by name: helper functions, globals of its modules,
     train or eval mode. Not covered: files, attributes of library objects, what each forward writes
-    and none reads (`writes.note_write`), and what `unseen` names. Equal models have equal
+    and none reads (`writes.note_write`), and what `undetectable` names. Equal models have equal
     fingerprints in every process with the same library versions and kind of device. Tensor
     subclasses are read by `__tensor_flatten__`; those without it, sparse tensors and meta tensors
     raise `ValueError`; user code may raise other errors."""
@@ -105,9 +105,9 @@ class ModelState(Reading):
 
     def fingerprint(self) -> bytes:
         """32 bytes that change with the covered state or the content of any tensor. Raises
-        `ValueError` if something is `unseen`."""
-        if self.unseen is not None:
-            raise ValueError(self.unseen)
+        `ValueError` if something is `undetectable`."""
+        if self.undetectable is not None:
+            raise ValueError(self.undetectable)
         with torch.no_grad():
             hashes = hash_tensors(self.tensors)
             return self._digest(hashes)
@@ -191,8 +191,8 @@ class ModelState(Reading):
 
     def _read_parts(self) -> tuple[Any, ...]:
         parts = gc.get_referents(*self._tables)
-        for table, unread in self._partly_read:
-            parts += [part for name, part in table.items() if name not in unread]
+        for table, write_only in self._partly_read:
+            parts += [part for name, part in table.items() if name not in write_only]
         return tuple(parts)
 
     def _read_values(self) -> _Values | None:

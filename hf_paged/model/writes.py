@@ -43,8 +43,8 @@ class Notes:
         self.carried: str | None = None
         # by module, attributes that each forward writes and none reads, so that they are not part
         # of the model's state, and what a `ModelState` reads in their place
-        self.unread: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
-        self.unread = weakref.WeakKeyDictionary()
+        self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
+        self.write_only = weakref.WeakKeyDictionary()
 
 
 _NONE = Notes()
@@ -71,7 +71,7 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
     told = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
         told = write.before  # from before the first forward, it is the same in every process
-    notes.unread.setdefault(write.module, {}).setdefault(write.name, told)
+    notes.write_only.setdefault(write.module, {}).setdefault(write.name, told)
 
 
 class Snapshot:

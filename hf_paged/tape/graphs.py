@@ -144,7 +144,7 @@ class StepGraphs:
             model_attention(text_config),
             os.environ.get(VARIABLE),
         )
-        self._unseen = state.unseen
+        self._unseen = state.undetectable
         if signature != self._signature:
             self.clear()
             self._uses.clear()  # a model that changes again and again is not recorded each time

@@ -71,7 +71,7 @@ class Capability:
         self._model = model
         self._cache = cache
         self._make = make
-        self._verdicts = verdicts
+        self._caller_verdicts = verdicts
 
     def choose_layout(self) -> Layout:
         """The best layout in which each sequence gets the results that it gets alone."""
@@ -165,7 +165,7 @@ class Capability:
     ) -> Any:
         """The caller's verdict, the first of `structure.reasons`, or the result of `check`, which
         runs several short forwards once for each state of the model and `kind` of call."""
-        verdicts = self._verdicts
+        verdicts = self._caller_verdicts
         if verdicts is None:
             return self._checked(check, layout, prompts, kind)
         quick_key = _quick_key(self._model)

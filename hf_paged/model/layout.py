@@ -1,4 +1,4 @@
-"""Results of a model's checks: how its rows may go through forwards."""
+"""Verdicts of a model's checks: how its rows may go through forwards."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class Layout(NamedTuple):
     set."""
 
     unsupported_reason: str | None = None
-    # padding changes no result: prompts of different lengths may share a forward; else only those
-    # of equal length
+    # prompts of different lengths may share a forward, since padding changes no result; else only
+    # prompts of equal length
     mixed_lengths: bool = True
-    # rows of any requests may share a forward; else rows stay with the batch that they began in,
-    # and with all that the model's own loop carries (`TOGETHER`)
+    # rows of any requests may share a forward; else rows stay in the batch that they began in, with
+    # everything that the model's own loop carries (`TOGETHER`)
     side_by_side: bool = True
     continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
-    # prefill and token-by-token decode give different logits: a recompute splits the tokens as the
-    # first run did
+    # prefill and token-by-token decode give different logits, so a recompute must split the tokens
+    # as the first run did
     replays: bool = False
-    # tokens of a sequence that a table of positions allows; `None`: any number
+    # most tokens of a sequence that the model's tables of positions allow; `None`: no limit
     max_positions: int | None = None
-    # whether forwards that are not packed make that table longer when they need it
+    # whether forwards that are not packed grow that table when they need it
     grows_unpacked: bool = False
-    # what the layers of its cache store, if rows may join and leave
+    # the K/V that the cache's layers store, if rows may join and leave
     layers: tuple[LayerKV, ...] = ()
 
     @property
@@ -53,8 +53,8 @@ class PromptsVerdict(NamedTuple):
     than token ids."""
 
     unsupported_reason: str | None = None
-    can_reuse: bool = False  # whether other prompts may use a prompt's cached prefix
-    begins_behind_text: bool = False  # whether the model's own forward may begin behind cached text
+    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
+    begins_behind_text: bool = False  # the model's own forward may begin behind cached text
 
 
 TOGETHER = Layout("rows stay together", mixed_lengths=False, side_by_side=False, replays=True)

@@ -118,8 +118,8 @@ def _count_leading(counts: Items[int], num_logits: Items[int]) -> int:
     """Counts the decodes in front; the model computes logits for every token of a row with a
     draft."""
     number = 0
-    for count, num in zip(counts, num_logits):
-        if count != 1 and count != num:
+    for num_tokens, num_row_logits in zip(counts, num_logits):
+        if num_tokens != 1 and num_tokens != num_row_logits:
             break
         number += 1
     return number

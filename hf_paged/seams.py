@@ -295,7 +295,7 @@ class MappedRows(Protocol):
         """Makes `lend` return `None` from now on: the model's code needs contiguous tensors."""
 
     def settle(self) -> None:
-        """Preserves lent views that are still alive. Call before writing to blocks."""
+        """Preserves the content of views that are still alive. Call before writing to blocks."""
 
 
 class PlacedRows(Protocol):
@@ -326,8 +326,8 @@ class Tier(Protocol):
     are called with the memory's lock held."""
 
     def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
-        for, it is served only after `confirm`."""
+        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). Unless the
+        weights that computed it are verified, the tier serves it only after `confirm`."""
 
     def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
         """Returns how many tokens of a sequence `BlockManager.match` would find after
@@ -335,18 +335,18 @@ class Tier(Protocol):
 
     def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
         """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
-        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
-        they cannot be copied. The current weights have been vouched for."""
+        than the sequence has. `False`, with nothing changed, if there are no such blocks or too few
+        free ones, or if they cannot be copied. The caller has verified the current weights."""
 
     @property
     def wants_confirmation(self) -> bool:
-        """Whether many kept bytes are not vouched for."""
+        """Whether many kept bytes are not verified."""
 
     def confirm(self) -> None:
         """Marks all kept blocks as computed with the last fingerprinted weights."""
 
     def discard(self) -> None:
-        """Drops kept blocks that are not vouched for."""
+        """Drops kept blocks that are not verified."""
 
     def counts(self) -> TierCounts: ...
 

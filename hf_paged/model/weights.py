@@ -13,10 +13,10 @@ from .state import ModelState, carries_state, fingerprint
 
 class WeightsGuard:
     """Lets the prefix cache serve only blocks that the model computed in its current state. User
-    code may change the model between *windows* (a call, or one step of an engine). The cache serves
-    blocks of earlier windows once `verify` has found the window's fingerprint equal to that of
-    `memory`, whose lock guards `blocks`. Before a window ends, `commit` fingerprints its blocks,
-    unless the executor watches the model (`is_watched`); a window without either forgets them."""
+    code may change the model between *periods* (a call, or one step of an engine). The cache serves
+    blocks of earlier periods once `verify` has found the period's fingerprint equal to that of
+    `memory`, whose lock guards `blocks`. Before a period ends, `commit` fingerprints its blocks,
+    unless the executor watches the model (`is_watched`); a period without either forgets them."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -57,18 +57,18 @@ class WeightsGuard:
         self.is_watched = False
 
     def open(self) -> None:
-        """Begins a window: user code may have run since the last one."""
+        """Begins a period: user code may have run since the last one."""
         if self.is_on:
             with self._memory.lock:
                 self._epochs.begin_window()
 
     def verify(self) -> bool:
-        """Fingerprints the weights, once per window, and returns whether the cache may serve blocks
-        of earlier windows; if not, drops them."""
+        """Fingerprints the weights, once per period, and returns whether the cache may serve blocks
+        of earlier periods; if not, drops them."""
         return self._epochs.are_vouched_for or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Before the end of a window (a step or call): fingerprints the weights that computed its
+        """Before the end of a period (a step or call): fingerprints the weights that computed its
         blocks, if caching is on. `state`: the model's, if it has just been read."""
         try:
             tier = self._blocks.tier
@@ -83,7 +83,7 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a window without `commit`: forgets its blocks, unless they are verified or the model
+        """Ends a period without `commit`: forgets its blocks, unless they are verified or the model
         is watched."""
         if self.is_on and not self.is_watched and not self._epochs.are_vouched_for:
             self._memory.fingerprint = None

@@ -57,7 +57,7 @@ def deferring(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     until its end. Calls of other models pass through it, too, also without the room."""
     if not is_sharded(model) or not is_installed("ranks"):
         return NOTHING
-    return _ranks().held()
+    return _ranks().deferring_signals()
 
 
 def serve_rank(model: Any) -> None:

@@ -2,10 +2,11 @@
 message and the end of its forward, would leave the others waiting for it.
 
 Python runs signal handlers between any two bytecodes of the main thread. Within
-[`deferring_signals`] signals are only noted, and their handlers are called on leaving. Not
-deferred: exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals
-other than `SIGNALS`, since each of these costs every `deferring_signals` a look at its handler. A
-model in one process needs none of this (`interrupts`)."""
+[`deferring_signals`] signals are only noted; at its end their handlers are called. Not deferred are
+exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than
+`SIGNALS`, since every `deferring_signals` looks up the handler of each of these. A model in one
+process needs no deferral (`interrupts`).
+"""
 
 from __future__ import annotations
 

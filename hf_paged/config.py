@@ -60,7 +60,10 @@ def suggest(names: Iterable[str], valid: Iterable[str]) -> str:
 
 
 def _check_names(
-    what: str, names: Iterable[Any], valid: Iterable[str], error_class: type[Exception] = ValueError
+    owner: str,
+    names: Iterable[Any],
+    valid: Iterable[str],
+    error_class: type[Exception] = ValueError,
 ) -> None:
     """Raises an error that lists the `names` that are not `valid`."""
     valid = list(valid)
@@ -69,7 +72,7 @@ def _check_names(
         return
     for option in unknown:
         if option in REMOVED:
-            raise error_class(f"{what} has no option `{option}` any more: {REMOVED[option]}")
+            raise error_class(f"{owner} has no option `{option}` any more: {REMOVED[option]}")
     # imported here, since the command starts other programs without transformers
     from transformers import GenerationConfig
 
@@ -78,7 +81,7 @@ def _check_names(
     hint = suggest(unknown, valid) or "."
     if of_generate:
         hint = f": `{min(of_generate)}` is an argument of `generate`."
-    raise error_class(f"{what} has no option {quoted}{hint} The options are {', '.join(valid)}")
+    raise error_class(f"{owner} has no option {quoted}{hint} The options are {', '.join(valid)}")
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
@@ -299,7 +302,7 @@ class PagedConfig:
             Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows
             it is given.
         preemption (`str`, defaults to `"auto"`):
-            What happens to a request whose blocks another one needs: `"recompute"` drops its keys
+            How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
             measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Those from before a
             change of the model are always copied.
@@ -332,12 +335,12 @@ class PagedConfig:
             when training follows each rollout. `None`: only with `hf_paged.free(model)` or
             `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: where a row's last tokens occurred before, in its text or in what other
-            requests of its `cache_salt` generated, drafts the tokens that followed and verifies
+            `"ngram"`: where a row's last tokens occurred before, in its text or in the output of
+            other requests with its `cache_salt`, drafts the tokens that followed and verifies
             them in one forward (prompt lookup decoding). The generated tokens do not change; a row
             whose drafts are rejected pauses, longer each time. Several sampled rows of one
-            `generate` call do not draft, since they draw from one random stream. `None`: only what
-            a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+            `generate` call do not draft, since they draw from one random stream. `None`: only as
+            a call or request asks (`prompt_lookup_num_tokens`, `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
             folder. Needs `prefix_caching`. `None`: evicted blocks are dropped.

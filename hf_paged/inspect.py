@@ -278,10 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--block-size",
         type=lambda text: text if text == AUTO else int(text),
         default=PagedConfig.block_size,
-        help="tokens, or auto: what suits sequences of --length (%(default)s)",
+        help="tokens, or auto: the best size for sequences of --length (%(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=dtypes, default="auto", help="auto: what the configuration says"
+        "--dtype", choices=dtypes, default="auto", help="auto: the dtype of the configuration"
     )
     parser.add_argument(
         "--device", type=device, default=devices[-1], help="whose memory (%(default)s)"

@@ -142,7 +142,8 @@ def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[
 
 
 def _random_source(module: nn.Module) -> str | None:
-    """Names what a module in training mode draws random numbers for; `None` if it draws none."""
+    """Names the reason why a module in training mode draws random numbers; `None` if it draws
+    none."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():

@@ -187,7 +187,7 @@ class Trial:
             return torch.cat(logits)
 
     def difference(
-        self, plain: Tensor, computed: Tensor, what: str = "logits", how: str = "packed"
+        self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
     ) -> str | None:
         """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`.
         NaN and infinities must have the same positions."""
@@ -195,7 +195,9 @@ class Trial:
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
             return None
-        return Topic.SELF_CHECK(f"{how}, its {what} are {excess} from those of a sequence alone")
+        return Topic.SELF_CHECK(
+            f"{how}, its {quantity} are {excess} from those of a sequence alone"
+        )
 
 
 @dataclasses.dataclass(eq=False)

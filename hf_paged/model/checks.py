@@ -183,7 +183,7 @@ def _together_and_alone(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_check(trial: Trial) -> Layout:
-    """Compares rows that run side by side, join and leave with plain forwards. Raises as
+    """Compares rows that run side by side, join and leave, with plain forwards. Raises as
     `self_check`."""
     model = trial.model
     prompts = _FIRST, _SECOND, _THIRD

@@ -77,8 +77,8 @@ class PositionReads(TorchDispatchMode):
         size = args[0].shape[axis]
         takes_start = not start or start < 0  # `x[:end]`
         takes_end = not takes_start and (end is None or end >= size)
-        # Code slices the tensors that it computes for many reasons. Only slices of the model's own
-        # tensors count, and slices up to an end, as MPT's of its table.
+        # Code slices intermediate tensors for many reasons. So only slices of the model's own
+        # tensors count, and slices `x[start:]` (MPT reads its table from the end).
         if not takes_end and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
         if takes_start:

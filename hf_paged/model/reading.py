@@ -93,10 +93,10 @@ _DATA: tuple[type, ...] = (
     *_SHOWN,
     *_UNDETECTABLE,
 )
-# methods that no forward calls
+# methods that forwards do not call
 _SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-_MAX_PLAIN_OBJECTS = 1000  # most objects whose attributes are read
-_MAX_ITEMS = 1000  # most items of a container that a closure or a Python module holds
+_MAX_PLAIN_OBJECTS = 1000  # maximum number of objects whose attributes are read
+_MAX_ITEMS = 1000  # maximum number of items of a container in a closure or a Python module
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
 
@@ -344,7 +344,8 @@ class Reading:
         return self._called(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """The scalars in a container, or among an object's attributes; of other values the type."""
+        """The scalars in a container, or among an object's attributes; other values by their
+        type."""
         container = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]

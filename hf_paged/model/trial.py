@@ -52,8 +52,8 @@ CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
 scratch_memory = functools.partial(PagedMemory, CONFIG, is_bounded=False)
 
 LENGTH = 22
-"""Tokens of each of the three sequences: above the block size, and the windows of a test's
-model."""
+"""Tokens of each of the three sequences: more than the block size and than the sliding windows of
+the tests' models."""
 
 
 class ForwardFailedError(Exception):

@@ -84,7 +84,7 @@ class Snapshot:
             (module, table, dict(table))
             for module in model.modules()
             for table in (vars(module), module._buffers)
-            # attributes of a traced or scripted module are no dicts, and its code sets none
+            # the attributes of a traced or scripted module are not in dicts, and its code sets none
             if isinstance(table, dict)
         ]
         self._containers: dict[int, tuple[Any, list[Any]]] = {}

@@ -202,11 +202,11 @@ class VirtualStorage:
     under Linux, and on CUDA devices with `cuda.bindings`; elsewhere a call raises `ValueError`
     before it allocates memory.
 
-    A batch is read as one tensor if its rows begin alike, up to whole blocks; a model's own code
-    gets a copy otherwise. A tensor that such code keeps beyond its step keeps its values. Rows take
-    at most half of the mappings that the system allows a process (`vm.max_map_count`): idle rows
-    lose theirs first, then rows are gathered, and the log says so. A child process (`os.fork`) gets
-    its own copy of the pages.
+    A model's own code reads a batch as one tensor if the paddings of its rows differ by whole
+    blocks only, else as a copy. A tensor that such code keeps beyond its step keeps its values.
+    Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
+    beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
+    process (`os.fork`) gets its own copy of the pages.
 
     Args:
         page_bytes (`int`, *optional*):

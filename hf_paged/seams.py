@@ -94,10 +94,10 @@ class ForwardContext(Protocol):
     takes_chunks: bool = True  # whether recorded steps may have chunks
     tensors: Sequence[Tensor] = ()  # tensors that forwards read beside the model's
 
-    def begin(self, num_tokens: int, kept: list[int] | None) -> None:
-        """Called before the model's forward of `num_tokens` tokens. `kept`: the tokens whose logits
-        the head computes, unless it computes all; in a recorded step, where only the device knows
-        them, `None`."""
+    def begin(self, num_tokens: int, head_tokens: list[int] | None) -> None:
+        """Called before the model's forward of `num_tokens` tokens. `head_tokens`: those whose
+        logits the head computes, if not all; in a recorded step, where only the device knows them,
+        an empty list."""
         return None
 
     def ranges(
@@ -325,7 +325,7 @@ class Tier(Protocol):
     """Keeps the content of blocks that the prefix cache of one block manager evicts. Its methods
     are called with the memory's lock held."""
 
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+    def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
         """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). Unless the
         weights that computed it are verified, the tier serves it only after `confirm`."""
 

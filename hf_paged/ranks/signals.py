@@ -103,7 +103,7 @@ def _raise_pending() -> None:
 
 
 class deferring_signals:
-    """Context in which signals are deferred until the outermost `deferring_signals` exits."""
+    """A context that defers signals until the outermost `deferring_signals` ends."""
 
     __slots__ = ("_is_outermost",)
 

@@ -97,10 +97,10 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
         try:
             result = function(*args, **kwargs)
             if _contexts.is_ending_due and _contexts.num_calls == 1:
-                surely(_end_calls)
+                ensure_done(_end_calls)
             return result
         except BaseException as error:
-            surely(lambda: _restore_state(depth, restore_torch))
+            ensure_done(lambda: _restore_state(depth, restore_torch))
             if is_interrupt(error):
                 _clear_frames(error)
             raise
@@ -188,7 +188,7 @@ def _clear_frames(error: BaseException) -> None:
         trace = trace.tb_next
 
 
-def surely(undo: Callable[[], object]) -> None:
+def ensure_done(undo: Callable[[], object]) -> None:
     """Calls `undo`, which must be idempotent, and calls it again if an interrupt ends it."""
     try:
         undo()

@@ -219,7 +219,7 @@ class StepMetadata:
         return latest > self.columns.start
 
     @property
-    def begins(self) -> bool:
+    def is_first_prefill(self) -> bool:
         """Whether every row is a first prefill of the same length (at least 2), so that plain
         causal attention over the new K/V suffices."""
         query_len = self.query_len

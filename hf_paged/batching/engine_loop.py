@@ -189,7 +189,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
         kind = "engine"
-        if not self.layout.side_by_side:
+        if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
             kind = "rows"
         return route_of(
@@ -233,8 +233,10 @@ class EngineLoop:
             self._take_packed(state, prompts)
             return
         self._take_rows(state, prompts)
-        if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
-            self.layout = self.layout._replace(side_by_side=True)
+        if (
+            prompts.joins is not None and not self.layout.is_side_by_side
+        ):  # known only from a request
+            self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
     def _take_packed(self, state: RequestState, prompts: Prompts) -> None:

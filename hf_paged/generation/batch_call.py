@@ -208,7 +208,7 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
-                shift = prompts.shift(prompt, layout.replays)
+                shift = prompts.shift(prompt, layout.depends_on_splits)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
                 prompts.give(request, prompt, keys, self.verdict.begins_behind_text)

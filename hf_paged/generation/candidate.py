@@ -159,7 +159,7 @@ class Candidate:
                 reason = self.verdict.unsupported_reason
             if reason is not None:
                 yield f"{others}, and {reason}"
-        is_padded = not layout.mixed_lengths and any(self.paddings)
+        is_padded = not layout.can_mix_lengths and any(self.paddings)
         if reason is None:
             yield from _applying(
                 {
@@ -172,7 +172,7 @@ class Candidate:
                     ),
                 }
             )
-        elif not layout.side_by_side or self.config.return_dict_in_generate:
+        elif not layout.is_side_by_side or self.config.return_dict_in_generate:
             yield reason
         elif is_padded:
             yield Topic.PADDING(f"padding changes the rows' results, and {reason}")

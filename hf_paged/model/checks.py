@@ -99,13 +99,13 @@ def self_check(trial: Trial) -> Layout | str:
         return reason
     # the model may count padding as positions
     unpadded = decoded[:2].flatten(0, 1)
-    mixed_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
+    can_mix_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
     fixed, growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
         run_kernels(trial)
     grows = growing is not None and (fixed is None or growing < fixed)
     return Layout(
-        mixed_lengths=mixed_lengths,
+        can_mix_lengths=can_mix_lengths,
         max_positions=growing if grows else fixed,
         grows_unpacked=grows,
         layers=memory.layers(),
@@ -195,24 +195,24 @@ def side_check(trial: Trial) -> Layout:
             in_steps.append(trial.plain(row[:, :end], prompt)[:, 0])
             at_once.append(trial.plain(row[:, :end], end)[0, 0])
     decoded = torch.stack([logits[-1] for logits in in_steps])
-    replays = trial.difference(decoded, torch.stack(at_once)) is not None
+    depends_on_splits = trial.difference(decoded, torch.stack(at_once)) is not None
     logits_of_row = list(map(iter, in_steps))
     expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
-    for mixed_lengths in (True, False):
-        layout = Layout("not packed", mixed_lengths, replays=replays)
+    for can_mix_lengths in (True, False):
+        layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
             computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
-                    continues=not replays and _continues(trial, layout, rows, at_once),
+                    can_chunk=not depends_on_splits and _can_chunk(trial, layout, rows, at_once),
                     max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )
     return TOGETHER
 
 
-def _continues(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
+def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
     """Whether prompts computed in chunks have the logits of `at_once`, the same prompts computed
     whole."""
     short, middle, long = at_once

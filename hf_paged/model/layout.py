@@ -14,14 +14,14 @@ class Layout(NamedTuple):
     unsupported_reason: str | None = None
     # prompts of different lengths may share a forward, since padding changes no result; else only
     # prompts of equal length
-    mixed_lengths: bool = True
+    can_mix_lengths: bool = True
     # rows of any requests may share a forward; else rows stay in the batch that they began in, with
     # everything that the model's own loop carries (`TOGETHER`)
-    side_by_side: bool = True
-    continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
+    is_side_by_side: bool = True
+    can_chunk: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
     # prefill and token-by-token decode give different logits, so a recompute must split the tokens
-    # as the first run did
-    replays: bool = False
+    # into the steps of the first run
+    depends_on_splits: bool = False
     # most tokens of a sequence that the model's tables of positions allow; `None`: no limit
     max_positions: int | None = None
     # whether forwards that are not packed grow that table when they need it
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     def reason_against_drafts(self) -> str | None:
         """Why a row cannot verify several draft tokens in one forward and roll back rejected
         ones."""
-        if self.side_by_side and self.continues:
+        if self.is_side_by_side and self.can_chunk:
             return None
         return self.unsupported_reason
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
         how = "rows stay in their original batch under the engine's scheduler"
-        if self.side_by_side:
+        if self.is_side_by_side:
             how = "rows side by side under the engine's scheduler, not packed"
         return f"{how}: {self.unsupported_reason}"
 
@@ -57,4 +57,6 @@ class PromptsVerdict(NamedTuple):
     begins_behind_text: bool = False  # the model's own forward may begin behind cached text
 
 
-TOGETHER = Layout("rows stay together", mixed_lengths=False, side_by_side=False, replays=True)
+TOGETHER = Layout(
+    "rows stay together", can_mix_lengths=False, is_side_by_side=False, depends_on_splits=True
+)

@@ -24,7 +24,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 from ..compiled import running_eagerly
 from ..config import PagedConfig
-from ..interrupts import is_interrupt, restoring, surely
+from ..interrupts import ensure_done, is_interrupt, restoring
 from ..plan import StepPlan
 from ..switches import NOTHING
 from ..topics import Topic
@@ -124,7 +124,7 @@ class Trial:
                     raise
                 raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
             finally:
-                surely(functools.partial(snapshot.restore, by_engine, self.writes))
+                ensure_done(functools.partial(snapshot.restore, by_engine, self.writes))
             num_bytes = snapshot.num_lost_bytes
             if num_bytes:
                 raise WritesLostError(

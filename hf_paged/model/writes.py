@@ -191,7 +191,7 @@ def restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 @restoring
-def taken_back(model: nn.Module) -> Iterator[None]:
+def undoing_writes(model: nn.Module) -> Iterator[None]:
     """A context that undoes all writes into the model within it."""
     snapshot = Snapshot(model)
     try:

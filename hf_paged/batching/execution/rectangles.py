@@ -101,8 +101,8 @@ class RectangleRunner(Runner):
         count = plan.counts[place]
         begins = _begins(plan, place)
         prompts, _ = sequence.request.inputs or (None, 0)
-        if prompts is None and self.layout.side_by_side:
-            is_any_length = begins and self.layout.mixed_lengths
+        if prompts is None and self.layout.is_side_by_side:
+            is_any_length = begins and self.layout.can_mix_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
         if begins or not self._has_cache:  # each row runs alone with a copy of the model's
             return place
@@ -230,7 +230,7 @@ class RectangleRunner(Runner):
         """Whether the next column is past the model's positions, which its code may count with the
         padding, and no row needs it: a longer one has left."""
         most = self.layout.max_positions
-        if most is None or not self.layout.side_by_side or rectangle.width < most:
+        if most is None or not self.layout.is_side_by_side or rectangle.width < most:
             return False
         return all(rectangle.paddings[row] for row in rows)
 

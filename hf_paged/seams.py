@@ -295,7 +295,7 @@ class MappedRows(Protocol):
         """Makes `lend` return `None` from now on: the model's code needs contiguous tensors."""
 
     def settle(self) -> None:
-        """Preserves the content of views that are still alive. Call before writing to blocks."""
+        """Preserves lent views that are still alive. Call before writing to blocks."""
 
 
 class PlacedRows(Protocol):

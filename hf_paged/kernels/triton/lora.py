@@ -27,7 +27,7 @@ ROWS, WIDTH = 16, 64  # tile sizes: an estimate, not a measurement
 DEPTH = 32  # depth of a tile; larger ones spill registers
 
 
-class LoraTable(NamedTuple):
+class Table(NamedTuple):
     """The kernels' description of the parts of one layer."""
 
     parts: Tensor  # (parts, FIELDS) int64
@@ -122,7 +122,7 @@ def _expand_kernel(
     tl.store(place, (before.to(tl.float32) + delta.to(tl.float32)).to(before.dtype), mask=mask)
 
 
-def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
+def make_table(parts: Sequence[Part], device: torch.device) -> Table | None:
     """The table of `parts`; `None` if the kernels do not support their weights
     (`takes_weights`)."""
     if not takes_weights([lora for *_, lora in parts], device):
@@ -134,7 +134,7 @@ def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
     return table_over(bounds, most, [(number, lora) for number, (*_, lora) in enumerate(parts)])
 
 
-def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> LoraTable:
+def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeights]]) -> Table:
     """The table of weights, each with the index of its range in `ranges` `(n, 2)` int64 on the
     device, of at most `most` rows each."""
     device = ranges.device
@@ -148,7 +148,7 @@ def table_over(ranges: Tensor, most: int, weights: Sequence[tuple[int, LoraWeigh
         [lora.scaling for _, lora in weights], dtype=torch.float32, device=device
     )
     rank = max(16, triton.next_power_of_2(max(len(lora.a) for _, lora in weights)))
-    return LoraTable(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
+    return Table(parts, ranges, scaling, first.a.dtype, rank, most, first.group)
 
 
 def takes_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
@@ -170,7 +170,7 @@ def takes(out: Tensor, x: Tensor) -> bool:
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 
-def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
+def add_deltas(out: Tensor, x: Tensor, table: Table) -> None:
     """Runs `kernels.lora.Deltas.add` without waiting for the device."""
     kind = TYPES[table.dtype]
     middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)

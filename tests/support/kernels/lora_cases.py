@@ -12,7 +12,7 @@ def _call(dtype: torch.dtype, rank: int) -> None:
     x, out = (torch.empty(32, 4096, dtype=dtype, device="meta") for _ in range(2))
     numbers, ranges = (torch.empty(8, width, dtype=torch.int64, device="meta") for width in (5, 2))
     lora.add_deltas(
-        out, x, lora.LoraTable(numbers, ranges, torch.empty(8, device="meta"), dtype, rank, most=4)
+        out, x, lora.Table(numbers, ranges, torch.empty(8, device="meta"), dtype, rank, most=4)
     )
 
 

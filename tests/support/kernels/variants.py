@@ -94,7 +94,7 @@ def run(step: StepMetadata, blocks: Tensor, heads: int = HEADS) -> None:
     )
     parts = _ints(0, 1, 5, dtype=torch.int64, device=device)
     ranges = _ints(tokens % 2, 1, 2, dtype=torch.int64, device=device)
-    table = lora.LoraTable(
+    table = lora.Table(
         parts, ranges, torch.empty(1, device=device), torch.bfloat16, rank=16, most=tokens
     )
     lora.add_deltas(query[:, 0], query[:, 1], table)

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ..batching.request import Request, RowsError
-from ..config import meant
+from ..config import suggest
 from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
@@ -189,8 +189,8 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
                 names.update(getattr(layer, key, {}))
         loaded = ", ".join(sorted(names)) or "none"
         message = (
-            f"adapter {name!r} does not exist: the model has {loaded}, and no folder has this"
-            f" name{meant([name], names)}"
+            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
+            f" folder{suggest([name], names)}"
         )
         if os.path.isdir(name):
             message = (

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
 from .. import compat
-from ..config import PagedConfig, is_whole, meant, shown
+from ..config import PagedConfig, is_whole, shown, suggest
 from ..model.forwards import compute_device
 from ..model.structure import is_stock
 from ..model.wrappers import base_model
@@ -102,7 +102,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         return
     fields = PagedConfig.__annotations__
     request_options = options.keys() & generation_options()
-    hint = meant(options, [*fields, *request_options, "config", "tokenizer"])
+    hint = suggest(options, [*fields, *request_options, "config", "tokenizer"])
     arguments = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
         "Options of the memory go into the config, PagedEngine(model,"
@@ -119,7 +119,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 def refuse_arguments(names: Iterable[str]) -> None:
     """Raises `TypeError` for keyword arguments that a request does not have."""
     if unknown := list(names):
-        hint = meant(unknown, [*RequestOptions.__annotations__, *generation_options()])
+        hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
             f"there is no argument {quoted(unknown)}{hint or '.'} Generation options go into"
             ' `generation_config`, such as {"max_new_tokens": 64}'
@@ -379,7 +379,7 @@ def check_generation_config(value: Any) -> None:
     defaults = vars(GenerationConfig())
     unknown = [str(name) for name in value if name not in defaults]
     if unknown:  # transformers would keep them as unused attributes
-        hint = meant(unknown, generation_options())
+        hint = suggest(unknown, generation_options())
         if memory_options := PagedConfig.__annotations__.keys() & unknown:
             hint = (
                 ": options of the memory go into the engine's config, such as"

@@ -84,8 +84,8 @@ class EngineLoop:
         model = self.model
         config = self.config
         empty = empty_cache(model, PagedMemory(config))  # holds no blocks
-        # `known` keeps the verdicts of prompts' checks while the model is unchanged
-        self._capability = Capability(model, empty, make_runner, known={})
+        # `verdicts` keeps the verdicts of prompts' checks while the model is unchanged
+        self._capability = Capability(model, empty, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         if state is not None:
@@ -190,7 +190,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
         kind = "engine"
-        if not self.layout.side_by_side:
+        if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
             kind = "rows"
         return route_of(
@@ -235,8 +235,8 @@ class EngineLoop:
             return
         self._prepare_rows(state, prompts)
         # only a request's prompts show whether rows can run side by side
-        if prompts.join_key is not None and not self.layout.side_by_side:
-            self.layout = self.layout._replace(side_by_side=True)
+        if prompts.join_key is not None and not self.layout.is_side_by_side:
+            self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:

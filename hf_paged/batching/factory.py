@@ -67,7 +67,7 @@ def make_loop(
     )
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
-    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
+    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
         make_tier = room("tiers", "`prefix_tiers`").make_tier
@@ -81,9 +81,9 @@ def make_loop(
         blocks,
         config.preemption,
         swapper,
-        guard.vouch,
+        guard.verify,
         chunks=is_packed,
-        replays=layout.replays,
+        replays=layout.depends_on_splits,
         encoder_blocks=runner.encoder_blocks,
         cost=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
@@ -174,7 +174,9 @@ def make_runner(
     steps together; the forwards of a check need none."""
     if layout.unsupported_reason is None:
         recorder = None if make_recorder is None else make_recorder(model, cache)
-        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant, processes)
+        runner = PackedRunner(
+            model, cache, layout.can_mix_lengths, recorder, is_invariant, processes
+        )
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])

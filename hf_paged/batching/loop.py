@@ -72,7 +72,7 @@ class StepLoop:
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }
-        adapters = self.executor.adapters.made
+        adapters = self.executor.adapters.instance
         if adapters is not None:
             counts |= adapters.counts()
         return counts
@@ -146,8 +146,8 @@ class StepLoop:
         """Between steps: invalidates what was computed with the old weights; `recompute` also drops
         the K/V of unfinished requests."""
         try:
-            if self.drafter.made is not None:
-                self.drafter.made.change_weights()
+            if self.drafter.instance is not None:
+                self.drafter.instance.change_weights()
             with self.executor.lock:
                 self.executor.change_weights()
                 if recompute:
@@ -195,7 +195,7 @@ class StepLoop:
     def propose(self) -> None:
         """Drafts tokens for the rows that speculate, before `compute` and outside of
         `executor.attention`. Adds generations whose source fails to `unreported`."""
-        drafter = self.drafter.made
+        drafter = self.drafter.instance
         if drafter is None:
             return
         num_rows = self.scheduler.queue.num_rows
@@ -312,7 +312,7 @@ class StepLoop:
                     request.start_clocks(time.time())
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
-            adapters = self.executor.adapters.made
+            adapters = self.executor.adapters.instance
             if adapters is not None:
                 adapters.prefetch(self.scheduler.queue.waiting)
             logits = None
@@ -345,8 +345,8 @@ class StepLoop:
                 self.scheduler.queue.suspects.clear_computed()
         cost = self.scheduler.preemption.cost
         if not plan.has_chunks:
-            if self.drafter.made is not None:
-                self.drafter.made.computed(plan.num_tokens, seconds)
+            if self.drafter.instance is not None:
+                self.drafter.instance.computed(plan.num_tokens, seconds)
         elif cost is not None:
             cost.observe_prefill(plan.num_tokens, seconds)
         return logits

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..config import is_whole
-from ..interrupts import guarded, is_interrupt, surely
+from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
@@ -188,7 +188,7 @@ class RequestStream:
         try:
             yield from self._run()
         finally:
-            surely(self._end)  # even if an interrupt kept it from beginning
+            ensure_done(self._end)  # even if an interrupt kept it from beginning
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""

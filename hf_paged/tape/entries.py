@@ -67,7 +67,7 @@ class Linear:
 
 
 @dataclass(eq=False)
-class Call:
+class TorchOp:
     """A PyTorch operation, with [`Ref`]s as tensors."""
 
     function: Any  # torch._ops.OpOverload
@@ -77,7 +77,7 @@ class Call:
     writes: set[int]
 
 
-Entry = Rows | Kernel | Linear | Call
+Entry = Rows | Kernel | Linear | TorchOp
 
 
 def spans(entries: list[Entry]) -> dict[int, tuple[int, int]]:

@@ -31,7 +31,7 @@ from ..interrupts import is_interrupt
 from ..kernels import VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
-from ..model.writes import taken_back
+from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
 from ..step import StepMetadata
 from ..switches import NOTHING
@@ -147,7 +147,7 @@ class StepGraphs:
             model_attention(text_config),
             os.environ.get(VARIABLE),
         )
-        self._untracked_reason = state.unseen
+        self._untracked_reason = state.undetectable
         if signature != self._signature:
             self.clear()
             self._uses.clear()  # so that a model that changes often is not recorded each time
@@ -363,7 +363,7 @@ class StepGraphs:
         model = self._model()
         with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
-            with uncached, taken_back(model):
+            with uncached, undoing_writes(model):
                 graph = self._backend.capture(run, storages)
                 if not self._backend.on_device:
                     # a tape uses other kernels than the modules

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
-from .entries import Call, Kernel, Linear
+from .entries import Kernel, Linear, TorchOp
 from .exact import is_exact
 from .lower import Lowering
 from .products import ProductsOfRows
@@ -213,7 +213,7 @@ def _program(
         entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    packable = [entry for entry in entries if not isinstance(entry, Call)]
+    packable = [entry for entry in entries if not isinstance(entry, TorchOp)]
     # in a fixed order, the lowering refuses operations that are neither exact nor kernels
     assert entries and len(packable) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]

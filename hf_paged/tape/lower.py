@@ -17,7 +17,7 @@ from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
-from .entries import Call, Entry, Kernel, Linear
+from .entries import Entry, Kernel, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
@@ -370,7 +370,7 @@ class Lowering:
         if function._schema.is_mutable:
             writes |= reads
             outputs = []
-        self.entries.append(Call(function, arguments, outputs, reads, writes))
+        self.entries.append(TorchOp(function, arguments, outputs, reads, writes))
 
 
 _Method = Callable[[Lowering, Operation], bool]

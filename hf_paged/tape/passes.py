@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..kernels.cpp.linear import MAX_PIECES
-from .entries import Call, Entry, Linear
+from .entries import Entry, Linear, TorchOp
 from .rows import Rows
 from .values import Values
 
@@ -110,6 +110,6 @@ def _place_result(entries: list[Entry], values: Values) -> None:
     if not are_alike or source.is_narrow or not is_whole or len(users) != 1:
         return
     (producer,) = users
-    if value not in producer.reads and not isinstance(producer, Call):
+    if value not in producer.reads and not isinstance(producer, TorchOp):
         values.fixed[value] = target.ref.start
         entries.pop()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
-from .entries import Call, Entry, spans
+from .entries import Entry, TorchOp, spans
 from .lower import Lowering
 from .record import recording
 from .values import Arena, Packed, Ref, Values
@@ -44,7 +44,7 @@ class Tape:
         self._parts: list[Callable[[], None]] = []
         batch: list[Packed] = []
         for entry in entries:
-            if isinstance(entry, Call):
+            if isinstance(entry, TorchOp):
                 self._close(batch)
                 batch = []
                 self._parts.append(self._call(entry))
@@ -98,7 +98,7 @@ class Tape:
 
         self._parts.append(run)
 
-    def _call(self, entry: Call) -> Callable[[], None]:
+    def _call(self, entry: TorchOp) -> Callable[[], None]:
         tensor_of = self._arena.tensor
         args, kwargs = tree_map_only(Ref, tensor_of, entry.arguments)
         targets = [tensor_of(x) if isinstance(x, Ref) else None for x in entry.results]

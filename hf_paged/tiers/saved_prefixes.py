@@ -44,7 +44,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
         try:
             executor.open(span)
             with executor.lock:
-                executor.guard.vouch()
+                executor.guard.verify()
             if core.memory.fingerprint is None:
                 raise ValueError(
                     Topic.PREFIX_CACHE(

@@ -54,7 +54,7 @@ class Row:
         return self.block_ids[index] == block_id
 
 
-class Table(NamedTuple):
+class BlockSpan(NamedTuple):
     """A row of a step: its blocks, the position of the first, in blocks, and the position after its
     last token."""
 
@@ -149,7 +149,7 @@ class RowSlots:
         origins = step.origins or (0,) * num_rows
         # a row begins at the block of its origin in the sequence or the columns
         rows = [
-            Table(origin // size, ids[: -(-length // size)], origin + length)
+            BlockSpan(origin // size, ids[: -(-length // size)], origin + length)
             for origin, ids, length in zip(origins, tables, step.seq_lens)
         ]
         with self.lock:
@@ -183,7 +183,7 @@ class RowSlots:
 
     def _choose(
         self,
-        rows: list[Table],
+        rows: list[BlockSpan],
         are_consecutive: bool,
         has_padding: bool,
     ) -> list[int] | None:
@@ -220,7 +220,7 @@ class RowSlots:
             slots.append(slot)
         return slots
 
-    def _num_saved(self, row: Table, slot: int) -> int:
+    def _num_saved(self, row: BlockSpan, slot: int) -> int:
         """Returns how many blocks of a row are still mapped in a slot; 0 unless most of them are,
         since another row may need the slot's mappings."""
         ids = row.ids
@@ -232,7 +232,7 @@ class RowSlots:
 
     def _find(
         self,
-        span: Table,
+        span: BlockSpan,
         assigned: set[int],
         has_padding: bool,
     ) -> int | None:
@@ -253,7 +253,7 @@ class RowSlots:
     def _only_grows(
         self,
         row: Row,
-        span: Table,
+        span: BlockSpan,
         has_padding: bool,
     ) -> bool:
         """Whether `span` only adds blocks to the row, so that it may take the slot while other
@@ -266,7 +266,7 @@ class RowSlots:
         num_shared = len(row.block_ids) - shift
         return row.block_ids[shift:] == span.ids[:num_shared]
 
-    def _consecutive_slots(self, rows: list[Table], are_new: bool) -> list[int] | None:
+    def _consecutive_slots(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
         count = len(rows)
         begin = self._runs.get(count)
         is_free = False
@@ -283,7 +283,7 @@ class RowSlots:
             self._runs[count] = begin
         return list(range(begin, begin + count))
 
-    def _free_run(self, rows: list[Table]) -> int | None:
+    def _free_run(self, rows: list[BlockSpan]) -> int | None:
         """Returns the first slot of the run of free slots that saves most mappings of these rows;
         among equals, of the least recently used run."""
         best = None

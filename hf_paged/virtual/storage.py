@@ -422,7 +422,7 @@ class MappedStorage(BlockStorage):
         ids = [block_id for block_id, count in counts if count]
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:
-                self._child_contents[index] = ids, layer.at(ids)
+                self._child_contents[index] = ids, layer.select(ids)
 
     def after_in_parent(self) -> None:
         self._child_contents = {}

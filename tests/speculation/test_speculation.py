@@ -96,8 +96,8 @@ def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> 
 
 def drafted_rows(engine: PagedEngine) -> dict[Generation, Source]:
     loop = engine._core.loop
-    assert loop is not None and isinstance(loop.drafter.made, Speculator)
-    return loop.drafter.made.rows
+    assert loop is not None and isinstance(loop.drafter.instance, Speculator)
+    return loop.drafter.instance.rows
 
 
 # --------------------------------------------------------------------------------------- generate

@@ -135,7 +135,7 @@ class Executor:
                         self._read_model()
                     state = self._state
                 if not span.is_committed:
-                    self.guard.settle(span.is_call, state)
+                    self.guard.commit(span.is_call, state)
                 if is_read and self._state is not None and not self.guard.is_watched:
                     self._state.watch()
                     self.guard.is_watched = True
@@ -168,8 +168,8 @@ class Executor:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
         self.clear_run_ahead()
-        if self.adapters.made is not None:
-            self.adapters.made.forget_model()
+        if self.adapters.instance is not None:
+            self.adapters.instance.forget_model()
         self.runner.begin(None)
 
     def clear_run_ahead(self) -> None:

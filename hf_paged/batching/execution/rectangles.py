@@ -102,8 +102,8 @@ class RectangleRunner(Runner):
         count = plan.counts[index]
         begins = _begins(plan, index)
         prompts, _ = sequence.request.inputs or (None, 0)
-        if prompts is None and self.layout.side_by_side:
-            is_any_length = begins and self.layout.mixed_lengths
+        if prompts is None and self.layout.is_side_by_side:
+            is_any_length = begins and self.layout.can_mix_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
         if begins or not self._has_cache:  # the row runs alone, with its own copy of the cache
             return index
@@ -231,7 +231,7 @@ class RectangleRunner(Runner):
         """Whether the next column is past the model's positions, which its code may count with the
         padding, although no row needs that column, since a longer row has left."""
         most = self.layout.max_positions
-        if most is None or not self.layout.side_by_side or rectangle.width < most:
+        if most is None or not self.layout.is_side_by_side or rectangle.width < most:
             return False
         return all(rectangle.paddings[row] for row in rows)
 

@@ -92,8 +92,8 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
-    # returns whether cached blocks from before this span are still valid (`Epochs.needs_verification`);
-    # if not, it has dropped them
+    # returns whether cached blocks from before this span are still valid
+    # (`Epochs.needs_verification`); if not, it has dropped them
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, as a whole and then token by token
     chunks: bool = True

@@ -392,7 +392,7 @@ class Scheduler:
 
     def reclaim(self) -> bool:
         """Frees the drafter's blocks; returns whether there were any (`Drafter.reclaim`)."""
-        return self.drafter.made is not None and self.drafter.made.reclaim()
+        return self.drafter.instance is not None and self.drafter.instance.reclaim()
 
     def recompute(self) -> list[Request]:
         """Between steps: drops the K/V of unfinished requests. Returns the requests that were

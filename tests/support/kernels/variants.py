@@ -8,22 +8,22 @@ CPU tensors, whose addresses are real, and only the keys are computed: nothing i
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from benchmarks.aot import only_compile
+from benchmarks.aot import Launch, only_compile
 from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import attention_kernel, lora, merge, store
 from hf_paged.step import Lengths, StepMetadata
+from tests.support import tools
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 32, 8, 128, 16, 64
 STEPS = 200
@@ -109,13 +109,22 @@ def count(steps: Iterator[StepMetadata], chip: str) -> dict[str, int]:
     with only_compile(CHIPS[chip], is_compiling=False) as launches:
         for step in steps:
             run(step, blocks)
-    found: dict[str, set[str]] = {}
+    return variants(launches, kind)
+
+
+def kind(launch: Launch) -> str:
+    """A launch's kernel, of attention with the rows that it is for."""
+    if not launch.options.get("BY_LENGTH"):
+        return launch.kernel
+    return launch.kernel + (" of one query" if launch.options["ONE_QUERY"] else " of few")
+
+
+def variants(launches: Iterable[Launch], name: Callable[[Launch], str]) -> dict[str, int]:
+    """Number of different keys by the names of launches."""
+    keys: dict[str, set[str]] = {}
     for launch in launches:
-        kind = ""
-        if launch.options.get("BY_LENGTH"):
-            kind = " of one query" if launch.options["ONE_QUERY"] else " of few"
-        found.setdefault(launch.kernel + kind, set()).add(launch.key)
-    return {name: len(keys) for name, keys in sorted(found.items())}
+        keys.setdefault(name(launch), set()).add(launch.key)
+    return {name: len(found) for name, found in sorted(keys.items())}
 
 
 def specialize_on_all() -> None:
@@ -128,13 +137,9 @@ def specialize_on_all() -> None:
 
 def main() -> None:
     """Prints the counts as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = tools.parser(__doc__)
     parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
-    parser.add_argument(
-        "--specialize",
-        action="store_true",
-        help="on all arguments: what happens without exceptions",
-    )
+    parser.add_argument("--specialize", action="store_true", help="on all arguments")
     options = parser.parse_args()
     if options.specialize:
         specialize_on_all()

@@ -10,14 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 
+def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
+    """The attention implementation of each module with a config."""
+    return {
+        name: module.config._attn_implementation
+        for name, module in model.named_modules()
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+    }
+
+
 def model_state(model: PreTrainedModel) -> dict[str, Any]:
     """State of a model that a call must not change."""
     return {
-        "attention": {
-            name: module.config._attn_implementation
-            for name, module in model.named_modules()
-            if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
-        },
+        "attention": attention_of(model),
         "training": [module.training for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "hooks": [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+import hf_paged
 
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
@@ -32,6 +35,15 @@ def model_state(model: PreTrainedModel) -> dict[str, Any]:
         "generation_config": model.generation_config.to_dict(),
         "grad": torch.is_grad_enabled(),
     }
+
+
+def assert_pool_empty(model: PreTrainedModel, where: str = "the call") -> None:
+    """Asserts that the model's pools are intact, and that no call holds a block."""
+    hf_paged.check_integrity(model)
+    if hf_paged.memory_stats(model).used_blocks:
+        gc.collect()  # a returned cache may be in a reference cycle
+    used = hf_paged.memory_stats(model).used_blocks
+    assert used == 0, f"{used} blocks are still in use after {where}"
 
 
 def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:

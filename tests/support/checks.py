@@ -46,10 +46,12 @@ def assert_pool_empty(model: PreTrainedModel, where: str = "the call") -> None:
     assert used == 0, f"{used} blocks are still in use after {where}"
 
 
+def assert_equal(expected: Any, actual: Any, what: str) -> None:
+    assert expected == actual, f"{what}: {expected} became {actual}"
+
+
 def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
-    assert expected.shape == actual.shape, (
-        f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
-    )
+    assert_equal(expected.shape, actual.shape, f"{what}: shape")
     if not torch.equal(expected, actual):
         first = (expected != actual).nonzero()[0].tolist()
         raise AssertionError(

@@ -52,7 +52,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "MemoryError": functools.partial(_raise, MemoryError, "on purpose"),
     "SIGINT": functools.partial(signal.raise_signal, signal.SIGINT),
     "SIGUSR1": functools.partial(signal.raise_signal, signal.SIGUSR1),
-    "out of memory": functools.partial(_raise, torch.OutOfMemoryError, "CUDA out of memory, on purpose"),
+    "out of memory": functools.partial(
+        _raise, torch.OutOfMemoryError, "CUDA out of memory, on purpose"
+    ),
     "OSError": functools.partial(_raise, OSError, 5, "on purpose"),
 }
 SIGNALS = ("SIGINT", "SIGUSR1")

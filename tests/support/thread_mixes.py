@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.engine_helpers import build_diff_llama
 
 NUM_THREADS = 4
 BLOCK_SIZE = 8
@@ -58,12 +58,8 @@ class Embedding(nn.Embedding):
 
 @functools.cache
 def get_model(name: str) -> PreTrainedModel:
-    if name in models.CONFIGS:
-        model: Any = models.build(name)
-    else:
-        model = (
-            build_diff_llama() if name == "diff_llama" else tiny_model(getattr(transformers, name))
-        )
+    is_ours = name in models.CONFIGS
+    model: Any = models.build(name) if is_ours else tiny_model(getattr(transformers, name))
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.eos_token_id = None
     plain = model.get_input_embeddings()
@@ -137,15 +133,15 @@ def draw(seed: int, number: int) -> Mix:
         if sampler is not None:
             # the check of how the model can run, repeated for another dtype, restores torch's
             # random state, even if another thread has drawn meanwhile
-            own = [dataclasses.replace(call, is_autocast=False) for call in own]
+            own = [replace(call, is_autocast=False) for call in own]
         if thread == poisoned:
-            own[0] = dataclasses.replace(own[0], is_poisoned=True)
+            own[0] = replace(own[0], is_poisoned=True)
         calls.append(own)
     if has_budget:
         needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
-        budget = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
+        common = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
         calls = [
-            [dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own]
+            [replace(call, cache_config=call.cache_config | common) for call in own]
             for own in calls
         ]
     in_main = rng.random() < 0.5
@@ -282,16 +278,13 @@ def play(
     model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None
 ) -> Outcome:
     """Runs a call. `around` runs a function, and may interrupt it."""
-    width = max(length for _, length in call.texts)
     rows = [
-        models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts
+        models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99).tolist()
+        for text, length in call.texts
     ]
     if call.is_poisoned:
         rows[0][-1] = POISON
-    ids = torch.stack(
-        [torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows]
-    )
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    inputs = models.left_padded(rows)
     arguments: dict[str, Any] = dict(call.options)
     outcome = Outcome()
     processor = streamer = None
@@ -313,7 +306,7 @@ def play(
         arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
 
     def generate() -> None:
-        found = model.generate(ids, attention_mask=mask, **arguments)
+        found = model.generate(**inputs, **arguments)
         outcome.tokens = found if isinstance(found, Tensor) else found.sequences
 
     def run() -> None:
@@ -334,8 +327,8 @@ def play(
         outcome.error, outcome.tokens = error, None
     outcome.seconds = time.perf_counter() - start
     outcome.shown = [] if processor is None else processor.shown
-    if streamer is not None:
-        outcome.told = (
-            [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
-        )
+    if isinstance(streamer, list):
+        outcome.told = [each.told for each in streamer]
+    elif streamer is not None:
+        outcome.told = streamer.told
     return outcome

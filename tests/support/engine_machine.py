@@ -11,18 +11,15 @@ block. A finished request has all of plain's tokens.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import copy
 import functools
-import logging
 import os
 import sys
 import tempfile
 import threading
 import time
-import warnings
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,18 +40,11 @@ from hypothesis.stateful import (
 )
 
 import hf_paged
-from hf_paged import (
-    OutOfBlocksError,
-    PagedConfig,
-    PagedEngine,
-    PrefixTiers,
-    RequestOutput,
-    RequestResult,
-)
-from tests.support import load_cases, models
-from tests.support.checks import model_state
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, PrefixTiers
+from tests.support import load_cases, models, tools
+from tests.support.checks import assert_pool_empty, model_state
 from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, prompts
-from tests.support.load_cases import KINDS, Wanted
+from tests.support.load_cases import KINDS, Requests, Wanted
 from tests.support.peft_models import ADAPTERS, peft_state
 from tests.support.prices import fix_prices
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose, failing_allocation
@@ -64,20 +54,16 @@ MODELS = [("llama", False), ("llama", True), ("gemma3", False), ("gemma3", True)
 STEPS = 25  # rules of an example
 MAX_STEPS_TO_DRAIN = 2000
 
+_GREEDY, _ENDING = {"do_sample": False}, {"eos_token_id": MANY_ENDS}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": 12},
-    "greedy_eos": {"do_sample": False, "max_new_tokens": 12, "eos_token_id": MANY_ENDS},
+    "greedy": {**_GREEDY, "max_new_tokens": 12},
+    "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 12},
     "sample": {"do_sample": True, "max_new_tokens": 9},
-    "samples": {
-        "do_sample": True,
-        "max_new_tokens": 7,
-        "num_return_sequences": 3,
-        "eos_token_id": MANY_ENDS,
-    },
-    "beams": {"do_sample": False, "max_new_tokens": 8, "num_beams": 3},
+    "samples": {"do_sample": True, "max_new_tokens": 7, "num_return_sequences": 3, **_ENDING},
+    "beams": {**_GREEDY, "max_new_tokens": 8, "num_beams": 3},
     "beams_eos": {
-        **{"do_sample": False, "max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
-        **{"eos_token_id": MANY_ENDS, "early_stopping": True},
+        **dict(**_GREEDY, max_new_tokens=9, num_beams=3, num_return_sequences=2),
+        **dict(**_ENDING, early_stopping=True),
     },
 }
 _FRONT, _TAIL = prompts(16, 9, seed=7)
@@ -161,10 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine: Any = None  # `PagedEngine` once an example has started
         self.folder = contextlib.ExitStack()
         self.changes: set[str] = set()
-        self.open: dict[str, Wanted] = {}  # unfinished requests
-        self.streamed: dict[str, dict[int, list[int]]] = {}
-        self.cancelled: set[str] = set()
-        self.faulty: set[str] = set()  # requests with a processor that may raise
+        self.requests = Requests(self.seen)
         self.num_requests = 0
         self.last: tuple[Any, ...] | None = None  # arguments of the last `add`
         self.seen["examples"] += 1
@@ -178,14 +161,8 @@ class EngineMachine(RuleBasedStateMachine):
         if is_turn:
             (row,) = self.plain_rows(prompt, "greedy", seed, adapter)
             prompt = [*prompt, *row[:10], 5, 6]
-        return Wanted(
-            prompt,
-            OPTIONS[name],
-            adapter,
-            seed,
-            False,
-            self.plain_rows(prompt, name, seed, adapter),
-        )
+        rows = self.plain_rows(prompt, name, seed, adapter)
+        return Wanted(prompt, OPTIONS[name], adapter, seed, False, rows)
 
     def plain_rows(
         self, prompt: list[int], name: str, seed: int, adapter: str | None
@@ -193,9 +170,8 @@ class EngineMachine(RuleBasedStateMachine):
         key = (self.name, self.has_lora, frozenset(self.changes), tuple(prompt), name, adapter)
         key = (*key, seed if OPTIONS[name]["do_sample"] else None)
         if key not in _rows:
-            _rows[key] = load_cases.plain(
-                self.twin, Wanted(prompt, OPTIONS[name], adapter, seed, False, [])
-            )
+            wanted = Wanted(prompt, OPTIONS[name], adapter, seed, False, [])
+            _rows[key] = load_cases.plain(self.twin, wanted)
         return _rows[key]
 
     def add_request(
@@ -217,10 +193,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.seen["too large"] += 1
             return
         self.num_requests += 1
-        self.open[request_id] = wanted
-        self.streamed[request_id] = {}
+        self.requests.add(request_id, wanted)
         if countdown is not None:
-            self.faulty.add(request_id)
+            self.requests.faulty[request_id] = OnPurpose
 
     @rule(
         text=TEXTS,
@@ -245,22 +220,24 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(text=TEXTS, name=NAMES, adapter=ADAPTER, call=st.integers(1, 6))
     def add_faulty(self, text: int, name: str, adapter: str | None, call: int) -> None:
         """A request whose processor raises at one of its calls."""
-        self.add_request(
-            self.wanted(text, name, 0, adapter, False), countdown=Countdown(call, OnPurpose)
-        )
+        wanted = self.wanted(text, name, 0, adapter, False)
+        self.add_request(wanted, countdown=Countdown(call, OnPurpose))
 
-    @precondition(lambda self: set(self.open) - self.cancelled)
+    @property
+    def running(self) -> list[str]:
+        return sorted(set(self.requests.open) - self.requests.cancelled)
+
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
-        request_id = data.draw(st.sampled_from(sorted(set(self.open) - self.cancelled)))
+        request_id = data.draw(st.sampled_from(self.running))
         try:
             self.engine.cancel(request_id)
         except ValueError:  # it ended in a step of `engine.generate`
             self.step_once()
-            assert request_id not in self.open, f"{request_id} cannot be cancelled"
+            assert request_id not in self.requests.open, f"{request_id} cannot be cancelled"
             return
-        self.cancelled.add(request_id)
-        self.seen["cancelled"] += 1
+        self.requests.cancelled.add(request_id)
 
     @rule(text=TEXTS, name=NAMES, adapter=ADAPTER, is_turn=st.booleans())
     def generate_with_engine(
@@ -294,7 +271,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def step_once(self) -> None:
         for output in self.engine.step():
-            self.read(output)
+            self.requests.read(output)
         self.seen["steps"] += 1
 
     @rule()
@@ -303,42 +280,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_unfinished:
                 break
             self.step_once()
-        assert not self.open, f"no result of {sorted(self.open)}"
-
-    def read(self, output: RequestOutput) -> None:
-        """Compares new tokens with plain's."""
-        request_id, result = output.request_id, output.result
-        wanted, streamed = self.open[request_id], self.streamed[request_id]
-        for row, token in output.new_tokens.items():
-            streamed.setdefault(row, []).append(token)
-        for row, tokens in streamed.items():
-            assert tokens == wanted.rows[row][: len(tokens)], (
-                f"{request_id}: streamed {tokens} of {wanted}"
-            )
-        if result is not None:
-            del self.open[request_id], self.streamed[request_id]
-            self.check_result(request_id, wanted, streamed, result)
-
-    def check_result(
-        self, request_id: str, wanted: Wanted, streamed: dict[int, list[int]], result: RequestResult
-    ) -> None:
-        self.seen["results"] += 1
-        self.seen["preemptions"] += result.num_preemptions
-        self.seen["prefix-hit tokens"] += result.num_prefix_hit_tokens
-        self.seen["accepted tokens"] += result.num_accepted_tokens
-        if not wanted.is_beams:
-            tokens = {
-                row: sequence.token_ids
-                for row, sequence in enumerate(result.sequences)
-                if sequence.token_ids
-            }
-            assert streamed == tokens, f"{request_id}: streamed {streamed}, result {tokens}"
-        if request_id in self.faulty and isinstance(result.error, OnPurpose):
-            self.seen["own code raised"] += 1
-        elif request_id in self.cancelled:
-            assert result.error is None, f"{request_id}: {result.error!r}"
-        else:
-            assert_same_as_lone(wanted.rows, result, wanted.options, request_id)
+        assert not self.requests.open, f"no result of {sorted(self.requests.open)}"
 
     @rule(call=st.integers(1, 4), count=st.integers(1, 5))
     def step_with_fault(self, call: int, count: int) -> None:
@@ -418,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
     def free_engine(self) -> None:
         self.note_tier()
         self.engine.free()
-        self.cancelled |= set(self.open)
+        self.requests.cancelled |= set(self.requests.open)
         self.seen["engines freed"] += 1
 
     # -- invariants -------------------------------------------------------------------------------
@@ -428,9 +370,9 @@ class EngineMachine(RuleBasedStateMachine):
         if self.engine is None:  # before `start`
             return
         self.engine.check_integrity()
-        hf_paged.check_integrity(self.model)
-        assert hf_paged.memory_stats(self.model).used_blocks == 0, "a call left blocks in use"
-        assert self.engine.has_unfinished or not self.open, f"{sorted(self.open)} are lost"
+        assert_pool_empty(self.model)
+        left = sorted(self.requests.open)
+        assert self.engine.has_unfinished or not left, f"{left} are lost"
         state = self.get_state()
         changed = [name for name in state if state[name] != self.state[name]]
         assert not changed, f"the model is not as it was: {changed}"
@@ -486,15 +428,10 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0)
     parser.add_argument("--examples", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    tools.quieten()
     fix_prices()
     start = time.perf_counter()
     seen = run(args.examples, seed=args.seed)

@@ -1,8 +1,10 @@
-"""Random inputs of the load test: engine configurations, and a bounded catalogue of requests with
-plain's tokens."""
+"""Random users of an engine: its configurations, a bounded catalogue of requests with plain's
+tokens, and what must come back."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import random
@@ -11,9 +13,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from hf_paged import PagedConfig
+from hf_paged import PagedConfig, RequestOutput, RequestResult
 from tests.support import models
-from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
+from tests.support.engine_helpers import MANY_ENDS, assert_same_as_lone, lone_run, prompts
 from tests.support.peft_models import ADAPTERS, active, lora_model
 
 
@@ -47,7 +49,7 @@ class Kind:
 # else rounding to codes would depend on the batch
 _INVARIANT_INT8 = {"kv_dtype": "int8", "batch_invariant": True}
 _WIDE = {"num_hidden_layers": 1, "head_dim": 128}  # 16 tokens of a head fill a page
-_ONE_EACH = {"encoder_layers": 1, "decoder_layers": 1}
+_NO_DRAFTS = {"has_adapters": False, "has_drafts": False, "is_packed": False}
 KINDS: dict[str, Kind] = {
     "llama": Kind("llama", {"num_hidden_layers": 1}, (10, 30)),
     "gemma3": Kind(
@@ -57,21 +59,13 @@ KINDS: dict[str, Kind] = {
     ),
     "mistral": Kind("mistral", {"num_hidden_layers": 1}, (7, 16)),
     "int8": Kind(
-        "llama",
-        {"num_hidden_layers": 1},
-        (10, 30),
-        _INVARIANT_INT8,
-        is_exact=False,
-        has_adapters=False,
+        *("llama", {"num_hidden_layers": 1}, (10, 30), _INVARIANT_INT8),
+        **dict(is_exact=False, has_adapters=False),
     ),
     "virtual": Kind("llama", _WIDE, (10, 30), {"storage": "virtual"}),
     "hybrid": Kind("qwen3_next", {}, (14, 36), has_adapters=False, is_packed=False),
-    "t5": Kind(
-        "t5", {"num_layers": 1}, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
-    ),
-    "bart": Kind(
-        "bart", _ONE_EACH, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
-    ),
+    "t5": Kind("t5", {"num_layers": 1}, (16, 36), **_NO_DRAFTS),
+    "bart": Kind("bart", {"encoder_layers": 1, "decoder_layers": 1}, (16, 36), **_NO_DRAFTS),
 }
 MAX_PROMPT = 40  # tokens
 TIER_BYTES = 400_000  # of files: fewer than a run evicts
@@ -190,19 +184,8 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         "do_sample": False,
         "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
     }
-    kind = draw.choice(
-        [
-            "greedy",
-            "greedy",
-            "sample",
-            "sample",
-            "samples",
-            "samples",
-            "beams",
-            "beams",
-            "beam_sample",
-        ]
-    )
+    kinds = ("greedy", "sample", "samples", "beams")
+    kind = draw.choice([*(kind for kind in kinds for _ in range(2)), "beam_sample"])
     if kind in ("sample", "samples", "beam_sample"):
         options["do_sample"] = True
         options |= draw.choice(
@@ -245,9 +228,8 @@ def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
     if kind < 0.9 or not known:
         return (prompts(16, 24, seed=7)[draw.randrange(2)] + tail)[:MAX_PROMPT]
     first = draw.choice(known)
-    return ([token for token in first.prompt + first.rows[0] if token != models.PAD] + tail)[
-        :MAX_PROMPT
-    ]
+    turn = [token for token in first.prompt + first.rows[0] if token != models.PAD]
+    return (turn + tail)[:MAX_PROMPT]
 
 
 @functools.cache
@@ -264,9 +246,8 @@ def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[
         adapters = draw.sample(names, draw.randint(1, 3)) if lora else [None]
         for adapter in adapters:
             wanted = Wanted(prompt, options, adapter, seed, has_processor, [])
-            wanted.rows.extend(
-                plain(model, wanted, **({} if KINDS[name].is_exact else paged(name)))
-            )
+            arguments = {} if KINDS[name].is_exact else paged(name)
+            wanted.rows.extend(plain(model, wanted, **arguments))
             found.append(wanted)
     return found
 
@@ -293,7 +274,75 @@ def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:
     """New tokens of `generate` on this request alone."""
     arguments |= {"tokenizer": models.tokenizer()} if "stop_strings" in wanted.options else {}
     arguments |= {"logits_processor": wanted.processors} if wanted.has_processor else {}
-    if wanted.adapter is None:
+    with active(model, wanted.adapter) if wanted.adapter else contextlib.nullcontext():
         return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)
-    with active(model, wanted.adapter):
-        return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)
+
+
+# ------------------------------------------------------------------------------ what must come back
+
+
+class Difference(AssertionError):
+    """A request did not get plain's tokens."""
+
+
+class Requests:
+    """The unfinished requests of an engine's user, who compares what they are told."""
+
+    def __init__(self, seen: collections.Counter[str]) -> None:
+        self.seen = seen  # counts of events
+        self.open: dict[str, Wanted] = {}
+        self.streamed: dict[str, dict[int, list[int]]] = {}
+        self.cancelled: set[str] = set()
+        # errors that requests with failing processors may end with
+        self.faulty: dict[str, type[BaseException]] = {}
+
+    def add(self, request_id: str, wanted: Wanted) -> None:
+        self.open[request_id], self.streamed[request_id] = wanted, {}
+
+    def read(self, output: RequestOutput) -> None:
+        """Compares new tokens with plain's, and the result once it is complete."""
+        request_id, result = output.request_id, output.result
+        wanted, streamed = self.open[request_id], self.streamed[request_id]
+        for row, token in output.new_tokens.items():
+            streamed.setdefault(row, []).append(token)
+        for row, tokens in streamed.items():
+            if tokens != wanted.rows[row][: len(tokens)]:
+                raise Difference(f"request {request_id}: streamed {tokens} of {wanted}")
+        if result is not None:
+            del self.open[request_id], self.streamed[request_id]
+            self._note(wanted, result)
+            try:
+                self._check(request_id, wanted, streamed, result)
+            except AssertionError as error:
+                raise Difference(str(error)) from result.error
+
+    def _check(
+        self, request_id: str, wanted: Wanted, streamed: dict[int, list[int]], result: RequestResult
+    ) -> None:
+        what, rows = f"request {request_id}, {wanted}", [x.token_ids for x in result.sequences]
+        if not wanted.is_beams:
+            tokens = {row: row_tokens for row, row_tokens in enumerate(rows) if row_tokens}
+            assert streamed == tokens, f"{what}: streamed {streamed}, result {tokens}"
+        if isinstance(result.error, self.faulty.pop(request_id, ())):
+            self.seen["own code raised"] += 1
+        elif request_id in self.cancelled:
+            self.cancelled.remove(request_id)
+            self.seen["cancelled"] += 1
+            self.seen["cancelled after a preemption"] += bool(result.num_preemptions)
+            assert result.error is None, f"{what}: {result.error!r}"
+            starts = [row[: len(tokens)] for row, tokens in zip(wanted.rows, rows)]
+            assert starts == rows, f"cancelled {what}: {rows}"
+        else:
+            assert_same_as_lone(wanted.rows, result, wanted.options, what)
+            self.seen["finished"] += 1
+
+    def _note(self, wanted: Wanted, result: RequestResult) -> None:
+        seen, reasons = self.seen, {sequence.finish_reason for sequence in result.sequences}
+        seen["results"] += 1
+        seen["beams"] += wanted.is_beams
+        seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
+        seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
+        seen["stop strings"] += "stop_string" in reasons
+        seen["preemptions"] += result.num_preemptions
+        seen["prefix-hit tokens"] += result.num_prefix_hit_tokens
+        seen["drafts accepted"] += result.num_accepted_tokens

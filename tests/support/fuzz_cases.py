@@ -312,16 +312,15 @@ def prompts(case: Case) -> list[list[int]]:
 
 def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`rows` left-padded, as keyword arguments of `generate`."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[models.PAD] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    inputs = models.left_padded(rows)
     if case.mask == "absent":
-        return {"input_ids": ids}
-    if case.mask == "hole" and len(rows[0]) > 2:
-        mask[0, -2] = 0
-    if case.mask == "embeds":
-        return {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
-    return {"input_ids": ids, "attention_mask": mask}
+        del inputs["attention_mask"]
+    elif case.mask == "hole" and len(rows[0]) > 2:
+        inputs["attention_mask"][0, -2] = 0
+    elif case.mask == "embeds":
+        embeddings = model.get_input_embeddings()
+        inputs["inputs_embeds"] = embeddings(inputs.pop("input_ids")).detach()
+    return inputs
 
 
 def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list[int]]:

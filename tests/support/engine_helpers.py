@@ -4,6 +4,7 @@ the end."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -84,6 +85,16 @@ def assert_same_as_lone(
         )
         if sequence.finish_reason == "eos":
             assert sequence.token_ids[-1] in ends, what
+
+
+def tokens_of(results: Iterable[RequestResult]) -> list[list[list[int]]]:
+    """New tokens of the results' sequences. Raises the first error of a request."""
+    found = []
+    for result in results:
+        if result.error is not None:
+            raise result.error
+        found.append([sequence.token_ids for sequence in result.sequences])
+    return found
 
 
 def assert_drained(engine: PagedEngine) -> None:

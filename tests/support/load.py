@@ -35,12 +35,12 @@ import pytest
 
 import hf_paged
 from benchmarks.workers import Lost
-from hf_paged import OutOfBlocksError, PagedEngine, PrefixTiers
+from hf_paged import PagedEngine, PrefixTiers
 from hf_paged.cache.free_memory import trim
 from tests.batching.test_invariance import count_chunks
 from tests.support import load_cases, models, tools
 from tests.support.engine_helpers import assert_drained
-from tests.support.load_cases import KINDS, Difference, Requests, Run, Wanted
+from tests.support.load_cases import KINDS, Difference, Run, User, Wanted
 
 RUN_STEPS = 2500
 CHECKED_STEPS = 500  # of an engine, with integrity checks after each; later after every 5th
@@ -52,127 +52,100 @@ SERVICES = ("hf_paged idle pools", "hf_paged mappings")  # threads that a proces
 LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
-class Client:
-    """The user of one engine: sends requests, reads outputs and compares them."""
+class Client(User):
+    """Sends requests of the catalogue at random."""
 
     def __init__(
         self, run: Run, model: Any, assistant: Any, known: list[Wanted], draw: random.Random
     ) -> None:
+        engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
+        super().__init__(run.name, engine, collections.Counter())
         self.run, self.known, self.draw = run, known, draw
         self.model, self.assistant = model, assistant
-        self.engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
-        self.seen: collections.Counter[str] = collections.Counter()
-        self.requests = Requests(self.seen)
         self.arrivals: dict[str, int] = {}  # steps
         self.too_large: set[int] = set()
-        self.step_number = self.num_requests = self.level = 0
+        self.level = 0
 
-    def step(self) -> None:
+    def act_and_step(self) -> None:
         """One round: the client's actions, a step of the engine, then the invariants."""
         self._act()
         while not self.engine.has_unfinished:
-            self.add()
-        self.step_engine()
-        if self.step_number <= CHECKED_STEPS or self.step_number % 5 == 0:
+            self.add_any()
+        self.step()
+        if self.num_steps <= CHECKED_STEPS or self.num_steps % 5 == 0:
             self.engine.check_integrity()
-        if self.step_number % 256 == 0:
-            for request_id in self.requests.open:
-                steps = self.step_number - self.arrivals[request_id]
+        if self.num_steps % 256 == 0:
+            for request_id in self.open:
+                steps = self.num_steps - self.arrivals[request_id]
                 assert steps < MAX_STEPS_OF_A_REQUEST, f"request {request_id} starves"
 
-    def step_engine(self) -> None:
-        for output in self.engine.step():
-            self.requests.read(output)
-        self.step_number += 1
-
-    def drain(self) -> None:
+    def end(self) -> None:
         """Steps until all requests have ended; asserts that nothing of them is left."""
-        while self.engine.has_unfinished:
-            self.step_engine()
-        assert not self.requests.open, f"requests {sorted(self.requests.open)} got no result"
+        self.drain()
         assert_drained(self.engine)
         self.engine.reset_prefix_cache()
         states = [state for pool in self.engine.block_map().values() for state in pool]
         assert not any(states), f"blocks are left: {states}"
-        stats = self.engine.stats()
+        stats, memory = self.engine.stats(), self.engine.memory.stats()
         ended = stats.num_finished
         assert ended == self.num_requests, f"{ended} of {self.num_requests} requests ended"
         self.seen["swaps"] += stats.num_swaps
         self.seen["recomputes"] += stats.num_preemptions - stats.num_swaps
         self.seen["tokens"] += stats.num_generated_tokens
         self.seen["captured steps"] += stats.num_captured_steps
-        memory = self.engine.memory.stats()
         self.seen["blocks to files"] += memory.tier_kept_blocks
         self.seen["blocks from files"] += memory.tier_restored_blocks
 
-    # -- what a client does -----------------------------------------------------------------------
-
     def _act(self) -> None:
         draw = self.draw
-        if self.step_number % 64 == 0:  # 0: open requests continue alone
+        if self.num_steps % 64 == 0:  # 0: open requests continue alone
             self.level = draw.choice([0, self.run.in_flight // 4, *3 * [self.run.in_flight]])
         for _ in range(2):
-            if len(self.requests.open) < self.level and draw.random() < 0.6:
-                self.add()
+            if len(self.open) < self.level and draw.random() < 0.6:
+                self.add_any()
         chance = draw.random()
-        if chance < 0.012 and self.requests.open:
-            self.cancel(draw.choice(list(self.requests.open)), again=draw.random() < 0.3)
+        if chance < 0.012 and self.open:
+            self.cancel_any(again=draw.random() < 0.3)
         elif chance > 0.9995:
-            self.seen["engines freed"] += 1
-            self.requests.cancelled |= set(self.requests.open)
-            self.engine.free()
+            self.free()
         elif chance > 0.999:
             self.engine.reset_prefix_cache()
         elif chance > 0.998:
-            self.call_generate()
+            self.generate(self.model, draw.choice(self.known))
 
-    def add(self, request_id: str | None = None) -> None:
+    def add_any(self, request_id: str = "") -> None:
         """Adds a request from the catalogue."""
         number = self.draw.randrange(len(self.known))
         if number in self.too_large:
             return
         wanted = self.known[number]
-        request_id = f"{number}-{self.num_requests}" if request_id is None else request_id
+        request_id = request_id or f"{number}-{self.num_requests}"
         assistant, lookup = None, {}
         if self.run.assisted and wanted.is_greedy:
             assistant, lookup = self.draw.choice([(None, {}), (self.assistant, {}), (None, LOOKUP)])
-        try:
-            self.engine.add_request(
-                wanted.prompt,
-                wanted.options | lookup,
-                request_id=request_id,
-                priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
-                logits_processor=wanted.processors,
-                adapter=wanted.adapter,
-                seed=wanted.seed,
-                return_logprobs=self.draw.random() < 0.1,
-                assistant_model=assistant,
-            )
-        except OutOfBlocksError:  # raised at once, final
+        is_added = self.add(
+            wanted,
+            request_id,
+            priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
+            return_logprobs=self.draw.random() < 0.1,
+            assistant_model=assistant,
+            lookup=lookup,
+        )
+        if not is_added:
             self.too_large.add(number)
             return
-        if not self.num_requests:
+        if self.num_requests == 1:
             count_chunks(self.engine, self.seen)
-        self.num_requests += 1
-        self.requests.add(request_id, wanted)
-        self.arrivals[request_id] = self.step_number
+        self.arrivals[request_id] = self.num_steps
 
-    def cancel(self, request_id: str, again: bool) -> None:
-        """Cancels the request in any state; `again`: another request reuses its id at once."""
-        self.engine.cancel(request_id)
+    def cancel_any(self, again: bool) -> None:
+        """Cancels a request in any state; `again`: another request reuses its id at once."""
+        request_id = self.draw.choice(list(self.open))
+        self.cancel(request_id)
         self.engine.check_integrity()
-        self.requests.cancelled.add(request_id)
         if again:
-            self.step_engine()
-            self.add(request_id)
-
-    def call_generate(self) -> None:
-        """A separate `generate` call on the same model, with separate blocks."""
-        wanted = self.draw.choice(self.known)
-        rows = load_cases.plain(self.model, wanted, **load_cases.paged(self.run.name))
-        self.seen["generate calls"] += 1
-        if rows != wanted.rows:
-            raise Difference(f"`generate` of {wanted}: {rows}")
+            self.step()
+            self.add_any(request_id)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -232,19 +205,18 @@ def _play(run: Run, num_steps: int, known: list[Wanted]) -> tuple[collections.Co
             use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
         clients += [Client(run, model, assistant, known, draw) for _ in range(run.num_engines)]
         try:
-            while sum(client.step_number for client in clients) < num_steps:
-                draw.choice(clients).step()
+            while sum(client.num_steps for client in clients) < num_steps:
+                draw.choice(clients).act_and_step()
             for client in clients:
-                client.drain()
+                client.end()
             hf_paged.check_integrity(model)
         except Exception as error:
-            steps = sum(client.step_number for client in clients)
+            steps = sum(client.num_steps for client in clients)
             kind = "difference" if isinstance(error, Difference) else type(error).__name__
             trace = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-6)
             failure = f"{_failed(run, num_steps, f'step {steps}, {kind}')}\n  {error}\n{trace}"
         for client in clients:
             seen += client.seen
-            seen["steps"] += client.step_number
             seen["requests"] += client.num_requests
             client.engine.free()
         hf_paged.free(model)

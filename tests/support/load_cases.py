@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from hf_paged import PagedConfig, RequestOutput, RequestResult
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, assert_same_as_lone, lone_run, prompts
 from tests.support.peft_models import ADAPTERS, active, lora_model
@@ -21,29 +21,18 @@ from tests.support.peft_models import ADAPTERS, active, lora_model
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """
-    A kind of model and memory.
+    """A kind of model and memory."""
 
-    Args:
-        model (`str`): Its name in `models.CONFIGS`.
-        layers (`dict`): As few layers as show what it is: most of a step is overhead.
-        budget (`tuple[int, int]`): Blocks for the largest requests of the catalogue, and for a few
-            at a time.
-        config (`dict`): Options of the engine's memory.
-        is_exact (`bool`): Whether tokens are plain's; else those of a request alone with the same
-            options.
-        has_adapters, has_drafts, is_packed (`bool`): What its requests can have, and how its rows
-            run.
-    """
-
-    model: str
-    layers: dict[str, Any]
+    model: str  # its name in `models.CONFIGS`
+    layers: dict[str, Any]  # as few as show what it is: most of a step is overhead
+    # blocks for the largest requests of the catalogue, and for a few at a time
     budget: tuple[int, int]
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the engine's memory
+    # whether tokens are plain's; else those of a request alone with the same options
     is_exact: bool = True
-    has_adapters: bool = True
+    has_adapters: bool = True  # what its requests can have, as the next
     has_drafts: bool = True
-    is_packed: bool = True
+    is_packed: bool = True  # how its rows run
 
 
 # else rounding to codes would depend on the batch
@@ -67,6 +56,7 @@ KINDS: dict[str, Kind] = {
     "t5": Kind("t5", {"num_layers": 1}, (16, 36), **_NO_DRAFTS),
     "bart": Kind("bart", {"encoder_layers": 1, "decoder_layers": 1}, (16, 36), **_NO_DRAFTS),
 }
+MAX_STEPS = 100_000  # until all requests have ended; many times what they take
 MAX_PROMPT = 40  # tokens
 TIER_BYTES = 400_000  # of files: fewer than a run evicts
 CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
@@ -74,31 +64,19 @@ CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """
-    One engine, or two on one model, under load.
-
-    Args:
-        name (`str`): The kind of model and memory.
-        lora (`bool`): Whether there are two adapters, and requests for each of them and for none.
-        in_flight (`int`): Most unfinished requests.
-        num_engines (`int`): Engines that take turns.
-        captured (`bool`): Whether a stand-in for device graphs is used, so that steps are also
-            launched ahead.
-        tier (`bool`): Whether evicted prefix blocks go to a folder.
-        assisted (`bool`): Whether some requests have an assistant, or look drafts up in their
-            prompts.
-    """
+    """One engine, or two on one model, under load."""
 
     seed: int
     number: int
-    name: str
-    lora: bool
+    name: str  # the kind of model and memory
+    lora: bool  # there are two adapters, and requests for each of them and for none
     config: PagedConfig
-    in_flight: int
-    num_engines: int = 1
+    in_flight: int  # most unfinished requests
+    num_engines: int = 1  # that take turns
+    # a stand-in for device graphs is used, so that steps are also launched ahead
     captured: bool = False
-    tier: bool = False
-    assisted: bool = False
+    tier: bool = False  # evicted prefix blocks go to a folder
+    assisted: bool = False  # some have an assistant, or look drafts up in their prompts
 
 
 def draw_run(seed: int, number: int) -> Run:
@@ -161,6 +139,7 @@ class Wanted:
     seed: int
     has_processor: bool
     rows: list[list[int]]
+    fault: type[BaseException] | None = None  # an error of its own code that it may end with
 
     @property
     def is_beams(self) -> bool:
@@ -285,19 +264,67 @@ class Difference(AssertionError):
     """A request did not get plain's tokens."""
 
 
-class Requests:
-    """The unfinished requests of an engine's user, who compares what they are told."""
+class User:
+    """The user of an engine, who compares what comes back."""
 
-    def __init__(self, seen: collections.Counter[str]) -> None:
+    def __init__(self, kind: str, engine: PagedEngine, seen: collections.Counter[str]) -> None:
+        self.kind, self.engine = kind, engine
         self.seen = seen  # counts of events
-        self.open: dict[str, Wanted] = {}
+        self.open: dict[str, Wanted] = {}  # unfinished requests
         self.streamed: dict[str, dict[int, list[int]]] = {}
         self.cancelled: set[str] = set()
-        # errors that requests with failing processors may end with
-        self.faulty: dict[str, type[BaseException]] = {}
+        self.num_steps = self.num_requests = 0
 
-    def add(self, request_id: str, wanted: Wanted) -> None:
+    def add(self, wanted: Wanted, request_id: str = "", **options: Any) -> bool:
+        """Adds a request, unless it can never fit."""
+        request_id = request_id or f"r{self.num_requests}"
+        given = {"logits_processor": wanted.processors, **options}
+        lookup = given.pop("lookup", {})
+        try:
+            self.engine.add_request(
+                wanted.prompt,
+                wanted.options | lookup,
+                request_id=request_id,
+                seed=wanted.seed,
+                adapter=wanted.adapter,
+                **given,
+            )
+        except OutOfBlocksError:  # raised at once, final
+            assert self.engine.config.num_blocks is not None
+            self.seen["too large"] += 1
+            return False
+        self.num_requests += 1
         self.open[request_id], self.streamed[request_id] = wanted, {}
+        return True
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.read(output)
+        self.num_steps += 1
+        self.seen["steps"] += 1
+
+    def drain(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished:
+                break
+            self.step()
+        assert not self.open, f"no result of {sorted(self.open)}"
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+        self.cancelled.add(request_id)
+
+    def free(self) -> None:
+        self.engine.free()
+        self.cancelled |= set(self.open)
+        self.seen["engines freed"] += 1
+
+    def generate(self, model: Any, wanted: Wanted) -> None:
+        """A `generate` call on the engine's model, with blocks of its own."""
+        rows = plain(model, wanted, **paged(self.kind))
+        self.seen["calls"] += 1
+        if rows != wanted.rows:
+            raise Difference(f"`generate` of {wanted}: {rows}")
 
     def read(self, output: RequestOutput) -> None:
         """Compares new tokens with plain's, and the result once it is complete."""
@@ -323,7 +350,7 @@ class Requests:
         if not wanted.is_beams:
             tokens = {row: row_tokens for row, row_tokens in enumerate(rows) if row_tokens}
             assert streamed == tokens, f"{what}: streamed {streamed}, result {tokens}"
-        if isinstance(result.error, self.faulty.pop(request_id, ())):
+        if wanted.fault is not None and isinstance(result.error, wanted.fault):
             self.seen["own code raised"] += 1
         elif request_id in self.cancelled:
             self.cancelled.remove(request_id)

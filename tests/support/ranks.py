@@ -27,7 +27,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.ranks import processes
 from tests.support import models, tools
-from tests.support.engine_helpers import MANY_ENDS, lone_run
+from tests.support.engine_helpers import MANY_ENDS, lone_run, tokens_of
 from tests.support.prices import fix_prices
 
 BLOCK_SIZE = models.BLOCK_SIZE
@@ -89,13 +89,6 @@ def whole_batch(model: Any, prompts: list[list[int]], **options: Any) -> list[li
     """Output of one `generate` call of the prompts' first five tokens."""
     ids = torch.tensor([prompt[:5] for prompt in prompts])
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
-
-
-def tokens_of(results: list[hf_paged.RequestResult]) -> list[list[list[int]]]:
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return [[sequence.token_ids for sequence in result.sequences] for result in results]
 
 
 # -- cases: functions of a model's shard with a JSON result --------------------------------------

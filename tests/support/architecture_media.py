@@ -65,9 +65,8 @@ def takes_media(model_class: type[PreTrainedModel]) -> bool:
 
 def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
     """Inputs of `generate` for every medium of this model."""
-    name = type(model).__name__
-    if name in CALLS:
-        return CALLS[name](model.config)
+    if calls := _calls(model):
+        return {medium: build(model.config) for medium, build in calls.items()}
     if hasattr(model, "thinker"):
         return media_inputs(model.thinker)
     return {
@@ -79,7 +78,7 @@ def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
 def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
     """Three prompts per medium, a row each; the last has a picture, clip or sound of the first
     one's size. Empty for classes whose inputs are made for a whole batch."""
-    if type(model).__name__ in CALLS or hasattr(model, "thinker"):
+    if _calls(model) or hasattr(model, "thinker"):
         return {}
     found, around = {}, (*TEXT_AROUND, TEXT_AROUND[1])
     for medium, build in _builders(model):
@@ -91,6 +90,11 @@ def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
         pairs = zip((first, second, third), around)
         found[medium] = [_prompts(model, medium, [media], [texts]) for media, texts in pairs]
     return found
+
+
+def _calls(model: PreTrainedModel) -> dict[str, Callable[[PretrainedConfig], Tensors]]:
+    name = type(model).__name__
+    return {medium: CALLS[name, medium] for medium in MEDIA_TYPES if (name, medium) in CALLS}
 
 
 def _builders(model: PreTrainedModel) -> Iterator[tuple[str, Row]]:
@@ -455,7 +459,12 @@ def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
     return {"input_features": features, "chunk_sample_lengths": lengths}
 
 
-# By the classes' names up to `ForConditionalGeneration`.
+def _class_name(name: str) -> str:
+    is_whole = name.endswith(("Model", "CausalLM", "Text2Text", "ForSpeechToText", "_V3"))
+    return name if is_whole else f"{name}ForConditionalGeneration"
+
+
+# By the classes' names, up to `ForConditionalGeneration` if they end so.
 ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
     ("image", "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR", square_tiles),
     ("image", "Kimi_K25 PaddleOCRVL", square_patches),
@@ -477,6 +486,12 @@ ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
     ("image", "Florence2", lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)}),
     ("image", "UnlimitedOcr", picture_and_grid_of_crops),
     ("image", "T5Gemma2", lambda c, row: square_picture(c.encoder, row)),
+    (
+        "image",
+        "FuyuForCausalLM",
+        lambda c, row: {"pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)},
+    ),
+    ("image", "NemotronH_Omni_Reasoning_V3", patches_with_plane_grid),
     ("video", "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", as_video(strip_of_patches)),
     (
         "video",
@@ -498,6 +513,7 @@ ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
     ("video", "Gemma4 Gemma4Unified", frames_with_positions),
     ("audio", "FunAsrNano Gemma4Unified", stacked_frames),
     ("audio", "Gemma4 Nemotron3_5Transcribe", sound_with_frames_first),
+    ("audio", "NemotronH_Omni_Reasoning_V3", sound_with_frames_first),
     ("audio", "Voxtral", lambda c, row: {"input_features": sound(c, 0)["input_features"]}),
     (
         "audio",
@@ -510,30 +526,22 @@ ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
     ("audio", "Qwen3ASR", lambda c, row: sound(c, row, frames=200)),
 ]
 ROWS: dict[tuple[str, str], Row] = {
-    (f"{name}ForConditionalGeneration", medium): build
+    (_class_name(name), medium): build
     for medium, names, build in ROWS_BY_BUILDER
     for name in names.split()
 }
-ROWS |= {
-    ("FuyuForCausalLM", "image"): lambda c, row: {
-        "pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)
-    },
-    ("NemotronH_Omni_Reasoning_V3", "image"): patches_with_plane_grid,
-    ("NemotronH_Omni_Reasoning_V3", "audio"): sound_with_frames_first,
-}
 
 
-def waveform(config: PretrainedConfig, samples: int = 4000) -> dict[str, Tensors]:
-    return {
-        "audio": {"input_values": torch.randn(2, samples), "attention_mask": _lengths_mask(samples)}
-    }
+# Inputs of classes that take no text around placeholders: encoders, pictures in cross-attention.
 
 
-def spectrogram(
-    config: PretrainedConfig, bins: int, frames: int, bins_first: bool = False
-) -> dict[str, Tensors]:
+def waveform(config: PretrainedConfig) -> Tensors:
+    return {"input_values": torch.randn(2, 4000), "attention_mask": _lengths_mask(4000)}
+
+
+def spectrogram(bins: int, frames: int, bins_first: bool = False) -> Tensors:
     features = torch.randn(2, bins, frames) if bins_first else torch.randn(2, frames, bins)
-    return {"audio": {"input_features": features, "attention_mask": _lengths_mask(frames)}}
+    return {"input_features": features, "attention_mask": _lengths_mask(frames)}
 
 
 def _lengths_mask(length: int) -> torch.Tensor:
@@ -543,29 +551,28 @@ def _lengths_mask(length: int) -> torch.Tensor:
     return mask
 
 
-def pictures(config: PretrainedConfig, size: int = 32) -> Tensors:
+def pictures(size: int = 32) -> Tensors:
     return {"pixel_values": torch.randn(2, 3, size, size)}
 
 
-def words(lengths: tuple[int, int] = (11, 6)) -> Tensors:
-    return pad([_words(length) for length in lengths])
+def words() -> Tensors:
+    return pad([_words(length) for length in (11, 6)])
 
 
-def _idefics(config: PretrainedConfig) -> dict[str, Tensors]:
+def _idefics(config: PretrainedConfig) -> Tensors:
     inputs = {**words(), "pixel_values": torch.randn(2, 1, 3, 32, 32)}
-    return {"image": {**inputs, "image_attention_mask": torch.ones(2, 11, 1, dtype=torch.long)}}
+    return {**inputs, "image_attention_mask": torch.ones(2, 11, 1, dtype=torch.long)}
 
 
-def _kosmos2(config: PretrainedConfig) -> dict[str, Tensors]:
-    mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)  # 4 placeholders
-    return {"image": {**words(), **pictures(config), "image_embeds_position_mask": mask}}
-
-
-def _kosmos2_5(config: PretrainedConfig) -> dict[str, Tensors]:
+def _kosmos(media: Tensors) -> Tensors:
+    """With four placeholders in each row."""
     mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)
-    return {
-        "image": {**words(), **_flat_patches(config), "image_embeds_position_mask": mask.long()}
-    }
+    return {**media, "image_embeds_position_mask": mask}
+
+
+def _kosmos2_5(config: PretrainedConfig) -> Tensors:
+    inputs = _kosmos({**words(), **_flat_patches(config)})
+    return {**inputs, "image_embeds_position_mask": inputs["image_embeds_position_mask"].long()}
 
 
 def _flat_patches(config: PretrainedConfig) -> Tensors:
@@ -575,135 +582,121 @@ def _flat_patches(config: PretrainedConfig) -> Tensors:
     return {"flattened_patches": torch.cat([places, pixels], -1)}
 
 
-def _mllama(config: PretrainedConfig) -> dict[str, Tensors]:
+def _mllama(config: PretrainedConfig) -> Tensors:
     """The first picture has two tiles, the second one; tokens after the image token see the
     tiles."""
-    vision, tiles = config.vision_config, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    tiles = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     inputs = prompts(config, "image", config.image_token_index, [[1], [1]])
     seen = (inputs["input_ids"] == config.image_token_index).cumsum(-1)
-    pixels = (
-        torch.randn(2, 1, 4, 3, vision.image_size, vision.image_size)
-        * tiles[:, None, :, None, None, None]
-    )
+    pixels = picture(config.vision_config, 2, 1, 4)
     return {
-        "image": {
-            **inputs,
-            "pixel_values": pixels,
-            "aspect_ratio_ids": torch.tensor([[2], [1]]),
-            "aspect_ratio_mask": tiles[:, None],
-            "cross_attention_mask": seen[:, :, None, None] * tiles[:, None, None],
-        }
+        **inputs,
+        "pixel_values": pixels * tiles[:, None, :, None, None, None],
+        "aspect_ratio_ids": torch.tensor([[2], [1]]),
+        "aspect_ratio_mask": tiles[:, None],
+        "cross_attention_mask": seen[:, :, None, None] * tiles[:, None, None],
     }
 
 
-def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
+def _phi4_image(config: PretrainedConfig) -> Tensors:
     """The whole picture and a crop, half of which is padding in the second row."""
     vision = config.vision_config
-    side = vision.crop_size // vision.patch_size
+    size = vision.crop_size
+    side = size // vision.patch_size
     mask = torch.ones(2, 2, side, side, dtype=torch.long)
     mask[1, 1, side // 2 :] = 0
     row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with its line ends
     counts = [[2 * row + 1], [row * 3 // 2 + 1]]
-    image = {
+    return {
         **prompts(config, "image", vision.image_token_id, counts),
-        "image_pixel_values": torch.randn(2, 2, 3, vision.crop_size, vision.crop_size),
-        "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
+        "image_pixel_values": torch.randn(2, 2, 3, size, size),
+        "image_sizes": torch.tensor([[size, size]] * 2),
         "image_attention_mask": mask,
     }
-    # eight frames become one token
+
+
+def _phi4_audio(config: PretrainedConfig) -> Tensors:
+    """Eight frames become one token."""
     real = torch.arange(64).expand(2, -1) < torch.tensor([[64], [32]])
-    audio = {
-        **prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]]),
-        "audio_input_features": torch.randn(2, 64, config.audio_config.input_size)
-        * real[..., None],
-        "audio_embed_sizes": torch.tensor([8, 4]),
-        "audio_attention_mask": real,
-    }
-    return {"image": image, "audio": audio}
+    inputs = prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]])
+    features = torch.randn(2, 64, config.audio_config.input_size) * real[..., None]
+    sizes = {"audio_embed_sizes": torch.tensor([8, 4]), "audio_attention_mask": real}
+    return {**inputs, "audio_input_features": features, **sizes}
 
 
-def _whisper_like(config: PretrainedConfig) -> dict[str, Tensors]:
+def _whisper_like(config: PretrainedConfig) -> Tensors:
     """Sound of which four frames become one placeholder."""
-    frames = 128
     mask = MASKS_OF_SOUND["qwen2" in config.model_type]
     media = join([sound(config, row, mask=mask) for row in range(2)])
-    counts = [[frames // 4], [frames // 8]]
-    return {"audio": {**prompts(config, "audio", config.audio_token_id, counts), **media}}
+    return {**prompts(config, "audio", config.audio_token_id, [[32], [16]]), **media}
 
 
-def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
+def _granite_speech(config: PretrainedConfig) -> Tensors:
     """One placeholder per window of frames; the mask covers placeholders."""
-    windows = 6
-    features = torch.randn(2, windows * config.window_size, config.encoder_config.input_dim)
-    mask = torch.arange(windows).expand(2, -1) < torch.tensor([[windows], [windows // 2]])
-    inputs = prompts(config, "audio", config.audio_token_id, [[windows], [windows // 2]])
-    return {"audio": {**inputs, "input_features": features, "input_features_mask": mask}}
+    features = torch.randn(2, 6 * config.window_size, config.encoder_config.input_dim)
+    mask = torch.arange(6).expand(2, -1) < torch.tensor([[6], [3]])
+    inputs = prompts(config, "audio", config.audio_token_id, [[6], [3]])
+    return {**inputs, "input_features": features, "input_features_mask": mask}
 
 
-def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
+def _voxtral_realtime(config: PretrainedConfig) -> Tensors:
     """Text and sound in parallel: eight frames of the spectrogram per token, future tokens
     included."""
     features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
-    return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
+    return {**words(), "input_features": features, "num_delay_tokens": 2}
 
 
-def _omniasr(config: PretrainedConfig) -> dict[str, Tensors]:
+def _omniasr(config: PretrainedConfig) -> Tensors:
     """One placeholder for each frame that the convolutions make of the samples."""
-    samples = frames = 4000
+    frames = 4000
     for kernel, stride in zip(config.audio_config.conv_kernel, config.audio_config.conv_stride):
         frames = (frames - kernel) // stride + 1
     inputs = prompts(config, "audio", config.audio_token_id, [[frames], [frames]])
-    mask = torch.ones(2, samples, dtype=torch.long)
-    return {"audio": {**inputs, "input_values": torch.randn(2, 1, samples), "padding_mask": mask}}
+    mask = torch.ones(2, 4000, dtype=torch.long)
+    return {**inputs, "input_values": torch.randn(2, 1, 4000), "padding_mask": mask}
 
 
-def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
-    samples = 24 * config.codec_config.frame_size
-    return {
-        "audio": {
-            "input_values": torch.randn(2, 1, samples),
-            "padding_mask": torch.ones(2, 1, samples).long(),
-        }
-    }
+def _kyutai(config: PretrainedConfig) -> Tensors:
+    shape = 2, 1, 24 * config.codec_config.frame_size
+    return {"input_values": torch.randn(shape), "padding_mask": torch.ones(shape).long()}
 
 
-# Classes whose inputs are not text around placeholders: encoders, pictures read by cross-attention.
-CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
-    "BlipForConditionalGeneration": lambda c: {
-        "image": {**pictures(c, c.vision_config.image_size), **words()}
-    },
-    "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
-    "CohereAsrForConditionalGeneration": lambda c: spectrogram(
-        c, c.encoder_config.num_mel_bins, 64
+# As `ROWS_BY_BUILDER`, here by whole names if they end otherwise.
+CALLS_BY_BUILDER: list[tuple[str, str, Callable[[PretrainedConfig], Tensors]]] = [
+    ("image", "Blip", lambda c: {**pictures(c.vision_config.image_size), **words()}),
+    ("image", "GitForCausalLM", lambda c: {**pictures(), **words()}),
+    ("image", "IdeficsForVisionText2Text", _idefics),
+    ("image", "Kosmos2", lambda c: _kosmos({**words(), **pictures()})),
+    ("image", "Kosmos2_5", _kosmos2_5),
+    ("image", "Mllama", _mllama),
+    ("image", "PPFormulaNet VisionEncoderDecoderModel", lambda c: pictures()),
+    ("image", "Phi4MultimodalForCausalLM", _phi4_image),
+    ("audio", "Phi4MultimodalForCausalLM", _phi4_audio),
+    ("image", "Pix2Struct", _flat_patches),
+    ("image", "Udop", lambda c: {**words(), "bbox": torch.rand(2, 11, 4), **pictures()}),
+    ("audio", "Canary CohereAsr", lambda c: spectrogram(c.encoder_config.num_mel_bins, 64)),
+    ("audio", "GraniteSpeech GraniteSpeechPlus", _granite_speech),
+    ("audio", "Moonshine MoonshineStreaming SpeechEncoderDecoderModel", waveform),
+    ("audio", "SpeechT5ForSpeechToText", waveform),
+    ("audio", "MusicFlamingo Qwen2Audio", _whisper_like),
+    ("audio", "OmniASR", _omniasr),
+    ("audio", "Pop2Piano", lambda c: spectrogram(c.d_model, 20)),
+    (
+        "audio",
+        "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText",
+        lambda c: spectrogram(160, 40),
     ),
-    "GitForCausalLM": lambda c: {"image": {**pictures(c), **words()}},
-    "GraniteSpeechForConditionalGeneration": _granite_speech,
-    "GraniteSpeechPlusForConditionalGeneration": _granite_speech,
-    "IdeficsForVisionText2Text": _idefics,
-    "Kosmos2ForConditionalGeneration": _kosmos2,
-    "Kosmos2_5ForConditionalGeneration": _kosmos2_5,
-    "MllamaForConditionalGeneration": _mllama,
-    "MoonshineForConditionalGeneration": waveform,
-    "MoonshineStreamingForConditionalGeneration": waveform,
-    "MusicFlamingoForConditionalGeneration": _whisper_like,
-    "OmniASRForConditionalGeneration": _omniasr,
-    "PPFormulaNetForConditionalGeneration": lambda c: {"image": pictures(c)},
-    "Phi4MultimodalForCausalLM": _phi4,
-    "Pix2StructForConditionalGeneration": lambda c: {"image": _flat_patches(c)},
-    "Pop2PianoForConditionalGeneration": lambda c: spectrogram(c, c.d_model, 20),
-    "Qwen2AudioForConditionalGeneration": _whisper_like,
-    "SeamlessM4TForSpeechToText": lambda c: spectrogram(c, 160, 40),
-    "SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(c, 160, 40),
-    "Speech2TextForConditionalGeneration": lambda c: spectrogram(c, c.input_feat_per_channel, 40),
-    "SpeechEncoderDecoderModel": waveform,
-    "SpeechT5ForSpeechToText": waveform,
-    "UdopForConditionalGeneration": lambda c: {
-        "image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}
-    },
-    "VisionEncoderDecoderModel": lambda c: {"image": pictures(c)},
-    "VoxtralRealtimeForConditionalGeneration": _voxtral_realtime,
-    "KyutaiSpeechToTextForConditionalGeneration": _kyutai,
-    "WhisperForConditionalGeneration": lambda c: spectrogram(
-        c, c.num_mel_bins, 2 * c.max_source_positions, True
+    ("audio", "Speech2Text", lambda c: spectrogram(c.input_feat_per_channel, 40)),
+    ("audio", "VoxtralRealtime", _voxtral_realtime),
+    ("audio", "KyutaiSpeechToText", _kyutai),
+    (
+        "audio",
+        "Whisper",
+        lambda c: spectrogram(c.num_mel_bins, 2 * c.max_source_positions, bins_first=True),
     ),
+]
+CALLS = {
+    (_class_name(name), medium): build
+    for medium, names, build in CALLS_BY_BUILDER
+    for name in names.split()
 }

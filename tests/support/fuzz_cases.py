@@ -35,49 +35,31 @@ LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """
-    One or more calls of one model with one set of options.
+    """One or more calls of one model with one set of options."""
 
-    Args:
-        number (`int`): Number that, with `seed`, determines the case.
-        mode (`str`): "greedy", "sample", "beams" or "beam_sample".
-        lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
-        prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or
-            "equal".
-        mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds`
-            for the ids).
-        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far plus
-            new words).
-        options: Arguments of `generate`, passed as they are.
-        late: Arguments built for each call: names of extras, steps of the greedy text, a limit in
-            tokens.
-        cache_config: Config of the paged side.
-        budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at
-            their longest.
-        by_config (`bool`): Whether `options` travel in a `GenerationConfig`.
-        train (`bool`): Whether the model is in train mode.
-    """
-
-    seed: int
+    seed: int  # determines the case, with the number
     number: int
     model: str
-    mode: str
-    lengths: tuple[int, ...]
+    mode: str  # "greedy", "sample", "beams" or "beam_sample"
+    lengths: tuple[int, ...]  # tokens of each prompt; shorter ones are left-padded
+    # "words", "few_words" (n-grams repeat), "shared" (a common prefix) or "equal"
     prompts: str
+    # "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds` for the ids)
     mask: str
+    # "first", then "same" (again) or "turn" (the answer so far plus new words)
     calls: tuple[str, ...]
-    options: dict[str, Any]
+    options: dict[str, Any]  # arguments of `generate`, passed as they are
+    # arguments built for each call: names of extras, steps of the greedy text, a limit in tokens
     late: dict[str, Any]
-    cache_config: dict[str, Any]
+    cache_config: dict[str, Any]  # of the paged side
+    # `num_blocks` as a share of the blocks that all rows need at their longest
     budget: float | None
-    by_config: bool
-    train: bool
+    by_config: bool  # `options` travel in a `GenerationConfig`
+    train: bool  # the model is in train mode
 
     def __str__(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(
-            f"{name}={value!r}" for name, value in fields.items() if name not in ("seed", "number")
-        )
+        fields = dataclasses.asdict(self).items()
+        return ", ".join(f"{name}={x!r}" for name, x in fields if name not in ("seed", "number"))
 
 
 # -------------------------------------------------------------------------------------- user code
@@ -91,9 +73,9 @@ class LastChoiceBanned(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         last, self.last = self.last, scores.argmax(-1, keepdim=True)
-        return (
-            scores if last is None else scores.scatter(1, last, scores.min(-1, keepdim=True).values)
-        )
+        if last is None:
+            return scores
+        return scores.scatter(1, last, scores.min(-1, keepdim=True).values)
 
 
 class OddFavoured(LogitsProcessor):
@@ -205,9 +187,8 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     options: dict[str, Any] = {"do_sample": "sample" in mode}
     if "beam" in mode:
         options["num_beams"] = rng.randint(2, 4)
-        options |= _some(
-            rng, 0.5, early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0)
-        )
+        ends = dict(early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0))
+        options |= _some(rng, 0.5, **ends)
         options |= _some(rng, 0.4, num_return_sequences=(2, options["num_beams"]))
     elif mode == "sample":
         options |= _some(rng, 0.4, num_return_sequences=(2, 3, 4))
@@ -215,9 +196,8 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     for option in rng.sample(list(pool), rng.choice((0, 0, 1, 1, 2, 3, 4))):
         options[option] = rng.choice(pool[option])
     options |= _returned(rng)
-    options |= _some(rng, 0.04, use_cache=(False,)) | _some(
-        rng, 0.08, prefill_chunk_size=(1, 4, 5, 16)
-    )
+    options |= _some(rng, 0.04, use_cache=(False,))
+    options |= _some(rng, 0.08, prefill_chunk_size=(1, 4, 5, 16))
     rows = rng.choice((1, 1, 2, 3, 3, 4, 5))
     lengths = [rng.choice(LENGTHS) for _ in range(rows)]
     late = _late(rng, mode, rows)
@@ -254,37 +234,27 @@ def _returned(rng: random.Random) -> dict[str, Any]:
     if rng.random() > 0.35:
         return {}
     flags = {"output_scores": 0.7, "output_logits": 0.5, "output_hidden_states": 0.25}
-    return {
-        "return_dict_in_generate": True,
-        **{flag: True for flag, share in flags.items() if rng.random() < share},
-    }
+    given = [flag for flag, share in flags.items() if rng.random() < share]
+    return dict.fromkeys(["return_dict_in_generate", *given], True)
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
     """Arguments built for every call."""
-    late: dict[str, Any] = {
-        rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)
-    }
+    limit = rng.choice(("max_new_tokens", "max_new_tokens", "max_length"))
+    late: dict[str, Any] = {limit: rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":
         late["ends"] = "frequent"
     elif kind != "none":
         steps = 1 if kind == "one" else 3
         late["ends"] = [(rng.randrange(rows), rng.randrange(1, GREEDY_STEPS)) for _ in range(steps)]
-    if rng.random() < 0.2:
-        late["processors"] = rng.choices(
-            ("bias", "banned", "odd", "breaks"), (5, 4, 4, 1), k=rng.choice((1, 1, 2))
-        )
-    if rng.random() < 0.2:
-        late["criteria"] = rng.choices(
-            ("budgets", "eleventh", "all"), (5, 3, 1), k=rng.choice((1, 1, 2))
-        )
+    kinds = {"processors": (PROCESSORS, (5, 4, 4, 1)), "criteria": (CRITERIA, (5, 3, 1))}
+    for name, (classes, weights) in kinds.items():
+        if rng.random() < 0.2:
+            late[name] = rng.choices(list(classes), weights, k=rng.choice((1, 1, 2)))
     if rng.random() < 0.08:
-        late["stop_strings"] = (
-            rng.randrange(rows),
-            rng.randrange(2, GREEDY_STEPS - 2),
-            rng.random() < 0.5,
-        )
+        step = rng.randrange(rows), rng.randrange(2, GREEDY_STEPS - 2)
+        late["stop_strings"] = *step, rng.random() < 0.5
     if rng.random() < 0.07:
         late["prefix_allowed"] = True
     if rng.random() < (0.25 if rows == 1 else 0.04) and ("beam" not in mode or rng.random() < 0.1):
@@ -341,24 +311,15 @@ class Extras:
 
     def seen(self) -> list[Any]:
         given = self.arguments
-        objects = [
-            *given.get("logits_processor", ()),
-            *given.get("stopping_criteria", ()),
-            given.get("streamer"),
-        ]
-        objects.append(given.get("prefix_allowed_tokens_fn"))
+        objects = [*given.get("logits_processor", ()), *given.get("stopping_criteria", ())]
+        objects += [given.get("streamer"), given.get("prefix_allowed_tokens_fn")]
         kinds = {RowBias: "batches", RowBudgets: "seen", Recorder: "calls", Allowed: "calls"}
         return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
 
 
 def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
-    """
-    Keyword arguments of one call, with new user objects.
-
-    Args:
-        width (`int`): Width of the padded prompts.
-        greedy (`list[list[int]]`): Plain greedy text of each row, `GREEDY_STEPS` tokens.
-    """
+    """Keyword arguments of one call, with new user objects, for prompts padded to `width` tokens;
+    `greedy`: plain greedy text of each row, `GREEDY_STEPS` tokens."""
     late, given = case.late, copy.deepcopy(case.options)
     if "max_new_tokens" in late:
         given.setdefault("max_new_tokens", late["max_new_tokens"])
@@ -373,25 +334,19 @@ def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
     if "prompt_lookup" in late:
         given["prompt_lookup_num_tokens"] = late["prompt_lookup"]
     if case.by_config:
-        unknown = (
-            {"no_such_option": given.pop("no_such_option")} if "no_such_option" in given else {}
-        )
+        unknown = {name: given.pop(name) for name in ["no_such_option"] if name in given}
         given = {"generation_config": GenerationConfig(pad_token_id=models.PAD, **given), **unknown}
     if "processors" in late:
-        given["logits_processor"] = LogitsProcessorList(
-            [PROCESSORS[name]() for name in late["processors"]]
-        )
+        processors = [PROCESSORS[name]() for name in late["processors"]]
+        given["logits_processor"] = LogitsProcessorList(processors)
     if "criteria" in late:
-        given["stopping_criteria"] = StoppingCriteriaList(
-            [CRITERIA[name]() for name in late["criteria"]]
-        )
+        criteria = [CRITERIA[name]() for name in late["criteria"]]
+        given["stopping_criteria"] = StoppingCriteriaList(criteria)
     if "stop_strings" in late:
         row, step, inside = late["stop_strings"]
         text = models.tokenizer().decode(greedy[row][step : step + 2])
-        given |= {
-            "stop_strings": [text[1:] if inside and len(text) > 1 else text or "x"],
-            "tokenizer": models.tokenizer(),
-        }
+        text = text[1:] if inside and len(text) > 1 else text or "x"
+        given |= {"stop_strings": [text], "tokenizer": models.tokenizer()}
     if "prefix_allowed" in late:
         given["prefix_allowed_tokens_fn"] = Allowed()
     if "streamer" in late:

@@ -3,10 +3,9 @@ time."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,21 +38,12 @@ TENSOR_CORES |= dict.fromkeys(("sm_80", "sm_86", "sm_89", "sm_120"), ("HMMA",))
 NUM_BLOCKS, TABLE_WIDTH = 1000, 64
 
 
-@dataclasses.dataclass(frozen=True)
-class AotCase:
-    """
-    Args:
-        name (`str`): Kernel first, then the distinctive part.
-        call (`Callable[[], Any]`): Calls a launcher with tensors on the meta device.
-        chips (`tuple[str, ...]`): Names in `CHIPS` of the chips to compile for.
-        instructions (`dict[str, tuple[str, ...]]`): Instructions that the code for a chip must
-            contain, such as `HGMMA`.
-    """
-
-    name: str
-    call: Callable[[], Any]
-    chips: tuple[str, ...] = FAMILIES
-    instructions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+class AotCase(NamedTuple):
+    name: str  # kernel first, then the distinctive part
+    call: Callable[[], Any]  # calls a launcher with tensors on the meta device
+    chips: tuple[str, ...] = FAMILIES  # names in `CHIPS`
+    # that the code for a chip must contain, such as `HGMMA`
+    instructions: dict[str, tuple[str, ...]] = {}
 
 
 def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -105,80 +95,68 @@ def store_codes(dim: int, kv_dtype: str) -> None:
     store(states, states, *keys_and_values(dim, HALF, 8, kv_dtype=kv_dtype), empty(2, 33).long())
 
 
+def attend(
+    launch: Callable[..., Any],
+    dim: int,
+    dtype: torch.dtype,
+    step: StepMetadata,
+    *,
+    group: int = 4,
+    kv_heads: int = 8,
+    sinks: bool = False,
+    bias: tuple[torch.dtype, int] | None = None,
+    features: dict[str, Any],
+    **layout: Any,
+) -> None:
+    """`bias`: its dtype and queries; `features`: other options of the launch; `layout`: of the
+    blocks, as in `keys_and_values`."""
+    heads, columns = kv_heads * group, TABLE_WIDTH * step.block_size
+    keys, values = keys_and_values(dim, dtype, kv_heads, step.block_size, **layout)
+    if sinks:
+        features["sinks"] = empty(heads, dtype=dtype)
+    if bias is not None:
+        features["bias"] = empty(1, heads, bias[1], columns, dtype=bias[0])
+    query = empty(step.num_tokens, heads, dim, dtype=dtype)
+    launch(query, keys, values, step, scale=dim**-0.5, **features)
+
+
 def decode(
     dim: int,
     dtype: torch.dtype = HALF,
     *,
-    group: int = 4,
-    kv_heads: int = 8,
     batch: int = 8,
     query_len: int = 1,
+    block_size: int = 16,
     window: int | None = None,
-    sinks: bool = False,
-    bias: bool = False,
     softcap: float | None = None,
     return_lse: bool = False,
-    **layout: Any,
+    **options: Any,
 ) -> None:
-    heads, block_size = kv_heads * group, layout.get("block_size", 16)
-    keys, values = keys_and_values(dim, dtype, kv_heads, **layout)
-    lengths = Lengths(*[ints(batch)] * 2)
-    tables = ints(batch, TABLE_WIDTH)
-    step = StepMetadata.rectangle(
-        tables, (), block_size, query_len=query_len, window=window, lengths=lengths
-    )
-    columns = TABLE_WIDTH * block_size
-    decode_attention(
-        empty(batch * query_len, heads, dim, dtype=dtype),
-        keys,
-        values,
-        step,
-        scale=dim**-0.5,
-        softcap=softcap,
-        sinks=empty(heads, dtype=dtype) if sinks else None,
-        bias=empty(1, heads, query_len, columns, dtype=FULL) if bias else None,
-        return_lse=return_lse,
-    )
+    rows = dict(query_len=query_len, window=window, lengths=Lengths(*[ints(batch)] * 2))
+    step = StepMetadata.rectangle(ints(batch, TABLE_WIDTH), (), block_size, **rows)
+    features = dict(softcap=softcap, return_lse=return_lse)
+    attend(decode_attention, dim, dtype, step, features=features, **options)
 
 
 def prefill(
     dim: int,
     dtype: torch.dtype = HALF,
     *,
-    kv_heads: int = 8,
-    group: int = 4,
     chunk: int = 512,
-    with_starts: bool = False,
+    start: int = 0,
+    block_size: int = 16,
     window: int | None = None,
-    with_sinks: bool = False,
-    with_bias: bool = False,
     softcap: float | None = None,
     num_splits: int | None = 1,
     step: StepMetadata | None = None,
-    **layout: Any,
+    **options: Any,
 ) -> None:
     """Four chunks, or the rows of `step`."""
-    rows, heads, block_size = 4, kv_heads * group, layout.get("block_size", 16)
-    keys, values = keys_and_values(dim, dtype, kv_heads, **layout)
-    step = step or StepMetadata.rectangle(
-        ints(rows, TABLE_WIDTH),
-        (chunk,) * rows,
-        block_size,
-        query_len=chunk,
-        starts=(int(with_starts),) * rows,
-        window=window,
-    )
-    prefill_attention(
-        empty(step.num_tokens, heads, dim, dtype=dtype),
-        keys,
-        values,
-        step,
-        scale=dim**-0.5,
-        softcap=softcap,
-        sinks=empty(heads, dtype=dtype) if with_sinks else None,
-        bias=empty(1, heads, 1, TABLE_WIDTH * block_size, dtype=dtype) if with_bias else None,
-        num_splits=num_splits,
-    )
+    rows = dict(query_len=chunk, starts=(start,) * 4, window=window)
+    tables = ints(4, TABLE_WIDTH)
+    step = step or StepMetadata.rectangle(tables, (chunk,) * 4, block_size, **rows)
+    features = dict(softcap=softcap, num_splits=num_splits)
+    attend(prefill_attention, dim, dtype, step, features=features, **options)
 
 
 def attend_to_prefix(dim: int, queries: int) -> None:
@@ -251,7 +229,7 @@ DECODE = [
     _decode(
         "d64-bf16-all",
         64,
-        **dict(group=8, query_len=2, window=128, sinks=True, bias=True, softcap=30.0),
+        **dict(group=8, query_len=2, window=128, sinks=True, bias=(FULL, 2), softcap=30.0),
         return_lse=True,
     ),
     _decode("d512-bf16", 512, kv_heads=2, chips=LIMITS),
@@ -272,7 +250,7 @@ PREFILL = [
     _prefill(
         "d256-bf16-all",
         256,
-        **dict(window=1024, softcap=50.0, with_starts=True, with_sinks=True, chips=LIMITS),
+        **dict(window=1024, softcap=50.0, start=1, sinks=True, chips=LIMITS),
     ),
     _prefill("d128-bf16-chunk8", 128, chunk=8),
     _prefill("d96-bf16", 96, chips=("sm_80", "sm_90")),
@@ -285,8 +263,8 @@ PREFILL = [
     _prefill("d576_512-bf16", 576, value_dim=512, kv_heads=1, group=16, ops=False, chips=LIMITS),
     _prefill("d128-fp16-g7-b256", 128, torch.float16, group=7, block_size=256, chips=ONE),
     _prefill("d128-bf16-b4", 128, block_size=4, chips=ONE),
-    _prefill("d64-bf16-split", 64, window=128, with_sinks=True, group=8, num_splits=4, chips=ONE),
-    _prefill("d128-bf16-bias", 128, with_bias=True, ops=False),
+    _prefill("d64-bf16-split", 64, window=128, sinks=True, group=8, num_splits=4, chips=ONE),
+    _prefill("d128-bf16-bias", 128, bias=(HALF, 1), ops=False),
     _prefill("d112-fp32", 112, FULL, ops=False),
     _prefill("d512-fp32", 512, FULL, kv_heads=2, ops=False, chips=("sm_80", "sm_86", "gfx942")),
     _prefill("d80-fp32", 80, FULL, ops=False, chips=("sm_80",)),

@@ -9,7 +9,6 @@ does not serve, is listed with the reason and does not count as a failure of the
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -19,7 +18,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_paged
 from benchmarks import machine, report
+from benchmarks.sections import architectures as sections
 from benchmarks.workers import Lost, in_workers
 from tests.support import tools
 from tests.support.architecture_configs import tiny_model
@@ -339,138 +339,25 @@ def table(results: list[Result]) -> str:
     )
 
 
-def _counted(values: Iterable[str]) -> str:
-    """How often each value occurs, the most frequent first."""
-    counts = collections.Counter(values).most_common()
-    return ", ".join(f"{value} {count}" for value, count in counts)
-
-
-def summary(results: list[Result]) -> str:
-    """Number of architectures by status and by road."""
-    served = [result for result in results if result.modes]
-    statuses = [result.status for result in results]
-    lines = [
-        f"transformers {transformers.__version__}: {len(results)} classes, {len(served)} served"
-        f" by plain generate, {statuses.count('equal')} equal",
-        f"status: {_counted(statuses)}",
-        f"road: {_counted(result.road or 'not reported' for result in served)}",
-        f"read in place: {sum(bool(result.in_place) for result in served)}, "
-        f"of them latent: {sum(bool(result.latent) for result in served)}",
-        f"decode steps replayed: {sum(result.replayed > 0 for result in served)} classes",
-    ]
-    for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
-        found = (result.modes[mode].status for result in served if mode in result.modes)
-        lines.append(f"{mode}: {_counted(found)}")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def overview(results: list[Result]) -> str:
-    """Counts by family, for the table in docs/guide/compatibility.md."""
-    header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
-    header += ["blocks read in place", "of them MLA latents", "given images, video or sound"]
-    header += ["on the engine with these", "on the engine with text alone"]
-    lines = [header, ["---"] * len(header)]
-    for family in [*dict.fromkeys(result.family for result in results), "all"]:
-        members = [result for result in results if family in (result.family, "all")]
-        served = [result for result in members if result.modes]
-        given = [result for result in served if result.medium != "text"]
-        alone = [result.modes["text"] for result in given if "text" in result.modes]
-        counts = [
-            *(len(members), len(served), sum(result.status == "equal" for result in members)),
-            sum(result.road == "engine" for result in served),
-            *(sum(bool(getattr(x, flag)) for x in served) for flag in ("in_place", "latent")),
-            *(len(given), sum(result.road == "engine" for result in given)),
-            sum(mode.road == "engine" for mode in alone),
-        ]
-        lines.append([family, *map(str, counts)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def class_lists(results: list[Result]) -> str:
-    """The classes by road of the call, and why some do not run on the engine."""
-    served = [result for result in results if result.modes]
-    others = [result for result in served if result.road != "engine"]
-    groups = {
-        "on the engine": [result.name for result in served if result.road == "engine"],
-        "not built tiny, or not served by plain `generate`": [
-            result.name for result in results if not result.modes
-        ],
-    }
-    lists = [f"**{title}**: {', '.join(names)}." for title, names in groups.items() if names]
-    paged_loop = "paged cache under the model's own decoding loop; not on the engine: "
-    reasons = [
-        f"- {result.name}: {result.reason.removeprefix(paged_loop) or 'its `generate` is its own'}"
-        for result in others
-    ]
-    lists += [f"**not on the engine**, {len(others)} classes:", "\n".join(reasons)]
-    return "\n\n".join(lists)
-
-
-def _media(result: Result) -> list[str]:
-    """Media of the class's inputs; empty if plain `generate` does not serve it."""
-    others = (*MODES, "long", *REQUESTS, "text")
-    return [
-        medium for medium in (result.medium, *result.modes) if result.modes and medium not in others
-    ]
-
-
-def section(data: dict[str, Any]) -> str:
-    """The section between the marks of docs/guide/compatibility.md, rendered from the content of
-    `--json`."""
-    results = [
-        Result(
-            **{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}}
-        )
-        for row in data["results"]
-    ]
-    facts = data["facts"]
-    given = [f"{result.name} ({', '.join(_media(result))})" for result in results if _media(result)]
-    unequal = [
-        f"{result.name} ({result.status})"
-        for result in results
-        if result.status in ("different", "error")
-    ]
-    modes = (mode for result in results for name, mode in result.modes.items() if name in REQUESTS)
-    not_given = "; ".join(f"{name}: {reason}" for name, reason in NOT_GIVEN.items())
-    lines = [
-        f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']},"
-        f" `{data['command']}`",
-        "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
-        "",
-        overview(results),
-        *(["", f"Not equal: {', '.join(unequal)}."] if unequal else []),
-        "",
-        "Where a class takes images, video or sound, the two prompts have different ones, with"
-        " text before and behind,",
-        "and the columns count its first medium; each other one, and text alone, is checked"
-        " with a greedy call.",
-        f"As three requests of a `PagedEngine`: {_counted(mode.status for mode in modes)}.",
-        "Decode steps are recorded and replayed for"
-        f" {sum(result.replayed > 0 for result in results)} classes.",
-        *("", "<details><summary>The classes</summary>", ""),
-        *(f"**given images, video or sound**: {', '.join(given)}.", ""),
-        *(f"**not given what they take**: {not_given}.", ""),
-        *(class_lists(results), "", "</details>"),
-    ]
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = tools.parser(__doc__, jobs=2)
-    parser.add_argument(
-        "--only", default="", help="regular expression on the class name, case ignored"
-    )
+    parser.add_argument("--only", default="", help="regular expression on the class name, any case")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
-    facts = machine.facts()
+    head = {"command": "python -m tests.support.architectures", "facts": machine.facts()}
     results = sweep(names, options.jobs)
-    print(table(results), summary(results), overview(results), class_lists(results), sep="\n\n")
+    rows = [dataclasses.asdict(result) for result in results]
+    print(table(results), sections.architectures({**head, "results": rows}, NOT_GIVEN), sep="\n\n")
+    for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
+        found = (result.modes[mode].status for result in results if mode in result.modes)
+        print(f"- {mode}: {sections.counted(found)}")
+    statuses = [result.status for result in results]
+    print(f"{len(results)} classes, {statuses.count('equal')} equal: {sections.counted(statuses)}")
     if options.json:
-        head = {"command": "python -m tests.support.architectures", "facts": facts}
-        rows = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
-        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
-    return int(any(result.status in ("different", "error") for result in results))
+        lines = ",\n".join(map(json.dumps, rows))
+        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n')
+    return int(any(status in ("different", "error") for status in statuses))
 
 
 if __name__ == "__main__":

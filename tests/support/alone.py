@@ -8,12 +8,9 @@ counts the tests; the exit code is pytest's, or 1 if fewer than N tests passed.
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 from hf_paged.rooms import ROOMS
 from tests.support import tools
@@ -51,16 +48,6 @@ def take_away(root: Path, rooms: list[str]) -> None:
             (folder / f"{name}.py").unlink(missing_ok=True)
 
 
-def counts(report: Path) -> Counter[str]:
-    """Numbers of tests that passed, were skipped, and failed, in pytest's XML."""
-    names = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-    found = Counter[str]()
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        outcomes = {names[outcome.tag] for outcome in case if outcome.tag in names}
-        found[min(outcomes, default="passed")] += 1  # "failed" before "skipped"
-    return found
-
-
 def main() -> None:
     parser = tools.parser(__doc__)
     parser.add_argument("--without", default=",".join(ROOMS), help="rooms, with commas")
@@ -78,12 +65,10 @@ def main() -> None:
                 shutil.copy(source, target)
         take_away(Path(folder), rooms)
         (Path(folder) / "sitecustomize.py").write_text(NOT_INSTALLED)
-        report = Path(folder) / "tests.xml"
-        plugins = ["-p", "no:cacheprovider", "--junitxml", str(report)]
-        command = tools.module("pytest", *plugins, "-rfEs", *options)
+        command = tools.module("pytest", "-p", "no:cacheprovider", "-rfEs", *options)
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
-        code = subprocess.run(command, cwd=folder, env=variables).returncode
-        found = counts(report) if report.exists() else Counter[str]()
+        code, found = tools.run_counted(command, cwd=folder, env=variables)
+    found["failed"] += found["error"] + found["errors"]
     told = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
     print(f"without {', '.join(rooms)}: {told}")
     if not code and found["passed"] < arguments.least:

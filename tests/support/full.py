@@ -7,9 +7,7 @@ gets the commands, counts, times and the machine; the exit code is 1 if a part f
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -81,26 +79,6 @@ PARTS: dict[str, list[list[str]]] = {
 }
 """Commands of each part, from the root of the checkout; the first failure ends the part."""
 
-UNITS = (
-    "passed failed skipped error errors deselected classes equal cases mixes calls runs steps"
-    " preemptions interrupts wrong reports faults"
-).split()
-COUNT = re.compile(rf"\b([\d,]*\d) ({'|'.join(UNITS)})\b")
-
-
-def run(command: Sequence[str]) -> tuple[int, dict[str, int]]:
-    """Runs a command and shows its output; returns its exit code and the counts in the last line
-    that has any."""
-    counts: dict[str, int] = {}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, cwd=ROOT, text=True, errors="replace", **pipes) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            found = {unit: int(count.replace(",", "")) for count, unit in COUNT.findall(line)}
-            counts = found or counts
-    return process.returncode, counts
-
 
 def run_part(name: str) -> dict[str, Any]:
     """Runs a part; returns its entry of the result."""
@@ -108,7 +86,7 @@ def run_part(name: str) -> dict[str, Any]:
     code, counts = 0, dict[str, int]()
     for command in PARTS[name]:
         if not code:
-            code, counts = run(command)
+            code, counts = tools.run_counted(command)
     seconds = round(time.monotonic() - start, 1)
     command = shlex.join(["python", *PARTS[name][-1][1:]])
     ended = {"exit_code": code, "counts": counts, "seconds": seconds}

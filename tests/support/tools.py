@@ -8,12 +8,14 @@ import io
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,6 +59,30 @@ def run_apart(name: str, *arguments: object, timeout: float | None = None) -> An
         text=True,
         timeout=timeout,
     )
+
+
+UNITS = (
+    "passed failed skipped error errors deselected classes equal cases mixes calls runs steps"
+    " preemptions interrupts wrong reports faults"
+).split()
+COUNT = re.compile(rf"\b([\d,]*\d) ({'|'.join(UNITS)})\b")
+
+
+def run_counted(
+    command: Sequence[str], cwd: Any = ROOT, **options: Any
+) -> tuple[int, Counter[str]]:
+    """Runs a command and shows its output; returns its exit code and the counts in the last line
+    that has any."""
+    counts = Counter[str]()
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    options = {"cwd": ROOT, "text": True, "errors": "replace", **pipes, **options}
+    with subprocess.Popen(command, **options) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            found = {unit: int(count.replace(",", "")) for count, unit in COUNT.findall(line)}
+            counts = Counter(found) or counts
+    return process.returncode, counts
 
 
 def quieten() -> None:

@@ -73,16 +73,11 @@ def assert_same_as_lone(
     ends = ends if isinstance(ends, list) else [ends]
     for row, sequence in zip(expected, result.sequences):
         count = len(sequence.token_ids)
-        assert sequence.token_ids == row[:count], (
-            f"{what}\nplain  {row}\nengine {sequence.token_ids}"
-        )
+        shown = f"{what}, {sequence.finish_reason}\nplain  {row}\nengine {sequence.token_ids}"
+        assert sequence.token_ids == row[:count], shown
         # beam search pads with the first EOS id where padding is token 0
-        assert set(row[count:]) <= {models.PAD, *ends[:1]}, (
-            f"{what}: ended after {count} tokens\nplain  {row}"
-        )
-        assert count == len(row) or sequence.finish_reason != "length", (
-            f"{what}: {sequence.finish_reason}"
-        )
+        assert set(row[count:]) <= {models.PAD, *ends[:1]}, shown
+        assert count == len(row) or sequence.finish_reason != "length", shown
         if sequence.finish_reason == "eos":
             assert sequence.token_ids[-1] in ends, what
 

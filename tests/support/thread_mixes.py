@@ -147,23 +147,15 @@ def draw(seed: int, number: int) -> Mix:
     in_main = rng.random() < 0.5
     interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
     delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
-    return Mix(
-        model,
-        tuple(map(tuple, calls)),
-        in_main,
-        interrupted,
-        delay,
-        rng.choice([0.005, 5e-4, 2e-5]),
-    )
+    switch_seconds = rng.choice([0.005, 5e-4, 2e-5])
+    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay, switch_seconds)
 
 
 def draw_call(
     rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool
 ) -> Call:
-    texts = [
-        (rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47]))
-        for _ in range(rng.choice([1, 1, 2, 3, 4]))
-    ]
+    lengths, num_rows = [1, 5, 9, 17, 30, 47], rng.choice([1, 1, 2, 3, 4])
+    texts = [(rng.randrange(3), rng.choice(lengths)) for _ in range(num_rows)]
     new_tokens = rng.choice([1, 5, 10, 16, 24])
     mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
@@ -295,9 +287,8 @@ def play(
         arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
     if call.streamer is not None:
         kind, at = call.streamer
-        make = functools.partial(
-            Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None
-        )
+        slow_at = at if kind == "slow" and is_paged else None
+        make = functools.partial(Streamer, call.owner, slow_at=slow_at)
         if kind != "by row":
             streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
         elif is_paged:  # transformers has no per-row streamers

@@ -14,8 +14,9 @@ import torch
 import hf_paged
 from hf_paged.batching import shared_loop
 from tests.support import thread_mixes, threads
-from tests.support.thread_mixes import Call, Mix, OwnError, draw, get_model
+from tests.support.thread_mixes import Call, Mix, draw, get_model
 from tests.support.tools import run_apart
+from tests.support.user_code import OwnError, Processor
 
 SEED = 5
 
@@ -228,7 +229,7 @@ def test_a_call_in_half_precision_computed_in_another_is_caught(
 
 @pytest.mark.slow
 def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, right = threading.Event(), thread_mixes.Processor.__call__
+    ended, right = threading.Event(), Processor.__call__
 
     def waits(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.is_paged and self.kind == "slow":
@@ -236,7 +237,7 @@ def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None
         return right(self, input_ids, scores)
 
     monkeypatch.setattr(threads, "HANG_SECONDS", 1.0)
-    monkeypatch.setattr(thread_mixes.Processor, "__call__", waits)
+    monkeypatch.setattr(Processor, "__call__", waits)
     try:
         with pytest.raises(threads.Hang) as caught:
             threads.run_mix(mix_of(GREEDY, with_processor("slow")), threads.Observer())

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 
 from tests.support import models
+from tests.support.user_code import Criterion, Processor
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
 GREEDY_STEPS = 12  # length of the plain text that end tokens and stop strings come from
@@ -62,66 +63,17 @@ class Case:
         return ", ".join(f"{name}={x!r}" for name, x in fields if name not in ("seed", "number"))
 
 
-# -------------------------------------------------------------------------------------- user code
-
-
-class LastChoiceBanned(LogitsProcessor):
-    """Stateful: bans the token that was the row's likeliest at the previous call."""
-
-    def __init__(self) -> None:
-        self.last: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        last, self.last = self.last, scores.argmax(-1, keepdim=True)
-        if last is None:
-            return scores
-        return scores.scatter(1, last, scores.min(-1, keepdim=True).values)
-
-
-class OddFavoured(LogitsProcessor):
-    """Stateless."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 0.5 * (torch.arange(scores.shape[1]) % 2 == input_ids[:, -1:] % 2)
-
-
-class ProcessorFailed(RuntimeError):
-    """The error of a user's broken processor."""
-
-
-class Breaks(LogitsProcessor):
-    """Raises at the third call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise ProcessorFailed("third call")
-        return scores
-
-
-class EveryEleventh(StoppingCriteria):
-    """Stateless: a row ends at a multiple of 11."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] % 11 == 0
-
-
-class AllAfterSeven(StoppingCriteria):
-    """One bool for all rows, after seven tokens, as older user code returns."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.calls >= 7
-
-
-PROCESSORS = {"bias": RowBias, "banned": LastChoiceBanned, "odd": OddFavoured, "breaks": Breaks}
-CRITERIA = {"budgets": RowBudgets, "eleventh": EveryEleventh, "all": AllAfterSeven}
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "bias": RowBias,
+    "banned": functools.partial(Processor, "banned"),
+    "odd": functools.partial(Processor, "odd"),
+    "breaks": functools.partial(Processor, "raises", 2),
+}
+CRITERIA: dict[str, Callable[[], Any]] = {
+    "budgets": RowBudgets,
+    "eleventh": functools.partial(Criterion, "eleventh"),
+    "all": functools.partial(Criterion, "all", 6),
+}
 
 # ---------------------------------------------------------------------------------------- the draw
 

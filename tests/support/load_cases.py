@@ -10,13 +10,13 @@ import functools
 import random
 from typing import Any
 
-import torch
 from transformers import LogitsProcessor
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, assert_same_as_lone, lone_run, prompts
 from tests.support.peft_models import ADAPTERS, active, lora_model
+from tests.support.user_code import Processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +121,6 @@ def draw_run(seed: int, number: int) -> Run:
 # ---------------------------------------------------------------------------------- the catalogue
 
 
-class NoRepeats(LogitsProcessor):
-    """A custom processor: the last token does not repeat."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """As transformers calls it."""
-        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """A request, and the new tokens of plain `generate` on it alone."""
@@ -154,7 +146,7 @@ class Wanted:
     @property
     def processors(self) -> list[LogitsProcessor] | None:
         """New instances of its custom processors."""
-        return [NoRepeats()] if self.has_processor else None
+        return [Processor("no repeats")] if self.has_processor else None
 
 
 def draw_options(draw: random.Random) -> dict[str, Any]:

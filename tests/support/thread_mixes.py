@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,17 +15,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.user_code import Criterion, OwnError, Processor
 
 NUM_THREADS = 4
 BLOCK_SIZE = 8
@@ -191,48 +185,6 @@ def draw_call(
 # -------------------------------------------------------------------------------- code of callers
 
 
-class OwnError(RuntimeError):
-    """Raised by user code of a call."""
-
-
-class Processor(LogitsProcessor):
-    def __init__(self, call: Call, is_paged: bool) -> None:
-        assert call.processor is not None
-        self.kind, self.step = call.processor
-        self.owner, self.is_paged = call.owner, is_paged
-        self.thread = threading.get_ident()
-        self.num_calls = 0
-        self.shown: list[tuple[Tensor, Tensor, bool]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert threading.get_ident() == self.thread, "called in the thread of another call"
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "slow" and self.is_paged and self.num_calls > self.step:
-            time.sleep(0.01)
-        if self.kind == "bias":
-            scores[:, 20 + 7 * input_ids.shape[1] % 60] += 3.0
-        if self.kind == "watches":
-            self.shown.append((input_ids.clone(), scores.clone(), scores.is_inference()))
-        return scores
-
-
-class Criterion(StoppingCriteria):
-    def __init__(self, call: Call) -> None:
-        assert call.criterion is not None
-        self.kind, self.step = call.criterion
-        self.owner, self.num_calls = call.owner, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "rows":
-            return input_ids[:, -1] % 5 == 0
-        return torch.full((len(input_ids),), self.kind == "ends" and self.num_calls > self.step)
-
-
 class Streamer(BaseStreamer):
     def __init__(
         self, owner: str, raises_at: int | None = None, slow_at: int | None = None
@@ -281,10 +233,11 @@ def play(
     outcome = Outcome()
     processor = streamer = None
     if call.processor is not None:
-        processor = Processor(call, is_paged)
+        processor = Processor(*call.processor, call.owner, is_paged)
         arguments["logits_processor"] = LogitsProcessorList([processor])
     if call.criterion is not None:
-        arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
+        criterion = Criterion(*call.criterion, call.owner)
+        arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
     if call.streamer is not None:
         kind, at = call.streamer
         slow_at = at if kind == "slow" and is_paged else None

@@ -39,7 +39,8 @@ from hf_paged.generation import install
 from tests.support import models, tools
 from tests.support.checks import assert_pool_empty, model_state
 from tests.support.interrupts import Interrupter
-from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, OwnError, draw, get_model, play
+from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, draw, get_model, play
+from tests.support.user_code import OwnError
 
 HANG_SECONDS = 60.0  # a mix takes a second or two
 TOLERANCE = 1e-3  # of scores, whose standard deviation is above one

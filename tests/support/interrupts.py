@@ -12,6 +12,7 @@ The exit code is 1 otherwise; every failure is printed with the number that repe
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 
 from tests.support import tools
 from tests.support.checks import model_state
-from tests.support.scenarios import CASES, RAISED, Case
+from tests.support.scenarios import CASES, RAISED
 
 SENDER = """
 import os, signal, sys, time
@@ -98,27 +100,15 @@ class Entered:
             raise KeyboardInterrupt
 
 
-def run_entered(case: Case, number: int) -> tuple[Entered, BaseException | None]:
-    """Runs the case, interrupted as the `number`-th function is entered; returns how far it came
-    and the exception."""
-    entered, error = Entered(number), None
-    before = sys.getprofile()
-    sys.setprofile(entered)
-    try:
-        case.run()
-    except KeyboardInterrupt as caught:
-        error = caught
-    finally:
-        sys.setprofile(before)
-    return entered, error
-
-
 class Victim:
     """A case of one kind, built anew after a failure."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.counts = name, Counter[str]()
+        self.error: BaseException | None = None  # kept, as a notebook keeps the last one
         self.build()
+        self.num_calls = self.run_entered(0).count
+        self.case.check()
 
     def build(self) -> None:
         self.case = CASES[self.name]()
@@ -127,6 +117,18 @@ class Victim:
         self.seconds = time.perf_counter() - start
         self.case.check()
         self.before = model_state(self.case.model)
+
+    def run_entered(self, number: int) -> Entered:
+        """Runs the case, interrupted as the `number`-th function is entered."""
+        entered, before = Entered(number), sys.getprofile()
+        sys.setprofile(entered)
+        try:
+            self.case.run()
+        except KeyboardInterrupt as error:
+            self.error = error
+        finally:
+            sys.setprofile(before)
+        return entered
 
     def problem(self) -> str:
         """What is wrong after an interrupt; empty if nothing is."""
@@ -142,69 +144,60 @@ class Victim:
         return ""
 
 
-def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) -> int:
-    """
-    Interrupts each kind by signals, `count` times in total; returns the number of failures.
+Attack = Callable[[Victim, random.Random], str]
 
-    Args:
-        only (`str`): Run only kinds whose name contains this.
-    """
-    names = [name for name in CASES if only in name]
-    num_in_time = num_wrong = 0
+
+def attack_by_signal(interrupter: Interrupter, victim: Victim, rng: random.Random) -> str:
+    """Sends a signal; returns which, and when. Half of them come uniformly over the call, half near
+    its beginning, from 20 microseconds on."""
+    delay = rng.uniform(0, victim.seconds)
+    if rng.random() >= 0.5:
+        delay = 2e-5 * (victim.seconds / 2e-5) ** rng.random()
+    number = rng.choice(list(RAISED))
+    start = time.perf_counter()
+    was_interrupted = interrupter.run(victim.case.run, delay, number)
+    victim.counts["interrupted" if was_interrupted else "came to their end"] += 1
+    if not was_interrupted:
+        victim.seconds = 0.8 * victim.seconds + 0.2 * (time.perf_counter() - start)
+    return f"{signal.Signals(number).name} after {delay * 1e6:.0f} us"
+
+
+def attack_call(victim: Victim, rng: random.Random) -> str:
+    """Interrupts as a function is entered; returns where."""
+    number = rng.randint(1, victim.num_calls)
+    entered = victim.run_entered(number)
+    victim.counts["interrupted" if entered.stack else "came to their end"] += 1
+    return f"call {number} of {victim.num_calls}\n{''.join(entered.stack)}"
+
+
+def _interrupt(count: int, seed: int, only: str, report: Any, attack: Attack) -> int:
+    """Attacks each kind whose name contains `only`, `count` times in total; returns the number of
+    failures."""
+    names, totals = [name for name in CASES if only in name], Counter[str]()
+    for place, name in enumerate(names):
+        victim = Victim(name)
+        for turn in range(place, count, len(names)):
+            how = attack(victim, random.Random(f"{seed}/{turn}"))
+            problem = victim.problem()
+            victim.counts["wrong"] += bool(problem)
+            if problem:
+                report(f"--seed {seed}, interrupt {turn}, {name}, {how}:\n{problem}")
+        report(f"{name}: " + ", ".join(f"{n} {what}" for what, n in victim.counts.items()))
+        totals += victim.counts
+    report(f"{count} interrupts, {totals['interrupted']} in time, {totals['wrong']} wrong")
+    return totals["wrong"]
+
+
+def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) -> int:
+    """Interrupts each kind by signals."""
     with Interrupter() as interrupter:
-        for place, name in enumerate(names):
-            victim, counts = Victim(name), [0, 0]  # that ended before it, that were interrupted
-            wrong = 0
-            for turn in range(place, count, len(names)):
-                rng = random.Random(f"{seed}/{turn}")
-                # half of them uniformly over the call, half near its beginning, from 20
-                # microseconds on
-                delay = (
-                    rng.uniform(0, victim.seconds)
-                    if rng.random() < 0.5
-                    else 2e-5 * (victim.seconds / 2e-5) ** rng.random()
-                )
-                number = rng.choice(list(RAISED))
-                start = time.perf_counter()
-                was_interrupted = interrupter.run(victim.case.run, delay, number)
-                counts[was_interrupted] += 1
-                if not was_interrupted:
-                    seconds = time.perf_counter() - start
-                    victim.seconds = 0.8 * victim.seconds + 0.2 * seconds
-                if problem := victim.problem():
-                    wrong += 1
-                    report(
-                        f"--seed {seed}, interrupt {turn}, {name}, {signal.Signals(number).name}"
-                        f" after {delay * 1e6:.0f} us:\n{problem}"
-                    )
-            ended, interrupted = counts
-            report(f"{name}: {interrupted} interrupted, {ended} came to their end, {wrong} wrong")
-            num_in_time, num_wrong = num_in_time + interrupted, num_wrong + wrong
-    report(f"{count} interrupts, {num_in_time} in time, {num_wrong} wrong")
-    return num_wrong
+        attack = functools.partial(attack_by_signal, interrupter)
+        return _interrupt(count, seed, only, report, attack)
 
 
 def interrupt_calls(count: int, seed: int, only: str = "", report: Any = print) -> int:
-    """Interrupts each kind as functions are entered, `count` times in total; returns the number of
-    failures."""
-    names = [name for name in CASES if only in name]
-    num_wrong = 0
-    for place, name in enumerate(names):
-        victim, wrong = Victim(name), 0
-        num_calls = run_entered(victim.case, 0)[0].count
-        victim.case.check()
-        for turn in range(place, count, len(names)):
-            number = random.Random(f"{seed}/{turn}").randint(1, num_calls)
-            # kept, as a notebook keeps the last exception
-            entered, _error = run_entered(victim.case, number)
-            if problem := victim.problem():
-                wrong += 1
-                stack = "".join(entered.stack)
-                report(f"--seed {seed}, {name}, call {number}:\n{problem}{stack}")
-        report(f"{name}: {num_calls} calls, {wrong} wrong")
-        num_wrong += wrong
-    report(f"{count} interrupts as functions are entered, {num_wrong} wrong")
-    return num_wrong
+    """Interrupts each kind as functions are entered."""
+    return _interrupt(count, seed, only, report, attack_call)
 
 
 def main() -> int:

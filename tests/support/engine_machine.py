@@ -47,7 +47,7 @@ from tests.support.checks import assert_pool_empty, model_state
 from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, prompts
 from tests.support.load_cases import KINDS, User, Wanted
 from tests.support.peft_models import ADAPTERS, peft_state
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose, failing_allocation
 
 # name, lora

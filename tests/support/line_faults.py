@@ -36,7 +36,7 @@ import hf_paged
 from benchmarks import machine, report
 from tests.support import tools
 from tests.support.checks import model_state
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 from tests.support.scenarios import RAISED, SCENARIOS, Case, Requeued
 
 PACKAGE = str(Path(hf_paged.__file__).parent)

@@ -28,7 +28,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.ranks import processes
 from tests.support import models, tools
 from tests.support.engine_helpers import MANY_ENDS, lone_run, tokens_of
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 
 BLOCK_SIZE = models.BLOCK_SIZE
 # fits two of four prompts at a time

@@ -130,15 +130,12 @@ class Run:
 
 
 def commands(name: str, calls: int, seed: int, with_tests: bool) -> dict[str, list[object]]:
-    """The commands that must give no report, by title."""
-    fuzz = ["-m", "tests.support.kernel_fuzz", "--seed", seed, "--calls"]
+    """The arguments of Python that must give no report, by title."""
+    half, fuzz = calls // 2, ["-m", "tests.support.kernel_fuzz", "--seed", seed, "--calls"]
     found: dict[str, list[object]] = {"random calls": [*fuzz, calls]}
     if name == "thread":
-        half = calls // 2
-        found = {
-            "random calls of two threads": [*fuzz, half, "--jobs", 2],
-            "random calls with three threads each": [*fuzz, calls - half, "--threads", 3],
-        }
+        alone = [*fuzz, calls - half, "--threads", 3]
+        found = {"of two threads": [*fuzz, half, "--jobs", 2], "with three threads each": alone}
     if with_tests:
         options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
         found["tests"] = ["-m", "pytest", *options, *TESTS]

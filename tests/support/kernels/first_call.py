@@ -35,12 +35,6 @@ CHUNK, LONG = 37, 301
 """Tokens of a step of an engine, and of its prompts, which are computed in chunks."""
 
 
-def make_model() -> Any:
-    """A small Llama with the heads of one of 1 billion parameters."""
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    return models.build("llama", hidden_size=256, **heads).to(torch.bfloat16)
-
-
 class Mark(LogitsProcessor):
     """Notes how many launches there were before the first token was chosen."""
 
@@ -56,7 +50,10 @@ class Mark(LogitsProcessor):
 
 def run(launches: list[Launch]) -> int:
     """Runs the calls; returns the number of launches before the first token."""
-    model, mark = make_model(), Mark(launches)
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    # with the heads of one of 1 billion parameters
+    model: Any = models.build("llama", hidden_size=256, **heads).to(torch.bfloat16)
+    mark = Mark(launches)
     triton._runs_on.__wrapped__(torch.device("cpu"))  # the first use of a GPU stores one token
     inputs = models.padded_prompt("llama", PROMPTS)
     call = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": "paged"}

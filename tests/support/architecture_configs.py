@@ -82,7 +82,6 @@ MLA_HEADS = dict(
     **dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16),
     **dict(head_dim=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
 )
-MAMBA_HEADS = dict(mamba_n_heads=8, mamba_d_head=8)
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
 INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8)
@@ -105,7 +104,7 @@ def fix(classes: str, **values: Any) -> None:
 
 
 # attention: kinds of layers, heads, rope
-fix("Bamba", attn_layer_indices=[1], num_hidden_layers=3, **MAMBA_HEADS)
+fix("Bamba", attn_layer_indices=[1], num_hidden_layers=3)
 fix(
     "CohereCompassText",
     num_hidden_layers=4,
@@ -115,13 +114,14 @@ fix(
 fix("DbrxAttention", kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0)
 fix(
     "Dots3NoteText",
-    **{**MLA_HEADS, "num_hidden_layers": 4, "sliding_window": 8},
+    head_dim=16,
+    num_hidden_layers=4,
     mlp_layer_types=["dense"] + ["sparse"] * 3,
     layer_types=["indexed_attention", "sliding_attention"] * 2,
     per_layer_config={i: {**MLA_HEADS, "sliding_window": 8} for i in (1, 3)},
 )
-fix("Dots3NoteVision", mlp_layer_types=["dense", "dense"], num_hidden_layers=2, head_dim=8)
-fix("FalconH1", mamba_d_ssm=64, **MAMBA_HEADS)
+fix("Dots3NoteVision", mlp_layer_types=["dense", "dense"], head_dim=8)
+fix("FalconH1", mamba_d_ssm=64)
 fix(
     "Gemma3nText",
     **dict(num_hidden_layers=4, layer_types=SLIDING_AND_FULL, num_kv_shared_layers=2),
@@ -129,17 +129,18 @@ fix(
 )
 fix(
     "Gemma4Text Gemma4UnifiedText DiffusionGemmaText",
-    **dict(num_hidden_layers=4, layer_types=SLIDING_AND_FULL, head_dim=8, global_head_dim=16),
-    **dict(num_key_value_heads=2, per_layer_config="__default__"),
+    num_hidden_layers=4,
+    layer_types=SLIDING_AND_FULL,
+    global_head_dim=16,
 )
 fix("Glm5NextText", index_topk=8, index_kpool=4)
-fix("GraniteMoeHybrid", num_hidden_layers=4, layer_types=LINEAR_AND_FULL, **MAMBA_HEADS)
-fix("HrmText", num_hidden_layers=2, num_layers_per_stack="__default__")
+fix("GraniteMoeHybrid", num_hidden_layers=4, layer_types=LINEAR_AND_FULL)
+fix("HrmText", num_layers_per_stack="__default__")
 fix("HunYuanDenseV1 HunYuanMoEV1 Ministral", head_dim=8)
 fix("Jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1)
 fix("LED", attention_window=8)
 fix("Lfm2 Lfm2Moe", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
-fix("Mamba2", num_heads=8, head_dim=8)
+fix("Mamba2", num_heads=8)
 fix("Mistral4", head_dim="__default__")
 fix("MllamaText", num_hidden_layers=3, cross_attention_layers=[1])
 fix("Moonshine", encoder_num_key_value_heads=4, decoder_num_key_value_heads=4)
@@ -154,33 +155,34 @@ fix(
 fix("Ernie4_5_VLMoeText", head_dim=8, rope_parameters={**MROPE, "mrope_section": [1, 1, 2]})
 fix("Glm4vMoeText", head_dim=16, rope_parameters={**MROPE, "partial_rotary_factor": 0.5})
 fix("Qwen4ExpText", indexer_compress_ratio=2, **INDEXER)
-fix("RecurrentGemma", num_hidden_layers=3, num_key_value_heads=2)
+fix("RecurrentGemma", num_hidden_layers=3)
 fix("Reformer", is_decoder=True, axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 16])
-fix("xLSTM", hidden_size=128, embedding_dim=128, num_heads=4)
+fix("xLSTM", hidden_size=128, embedding_dim=128)
 fix(
     "Zamba",
     **dict(num_hidden_layers=5, layers_block_type=ZAMBA_LAYERS, num_key_value_heads=4),
     **dict(attention_hidden_size=64, attention_head_dim=16),
 )
-ZAMBA2_DEFAULTS = "attention_hidden_size attention_head_dim kv_channels mamba_headdim"
 fix(
     "Zamba2",
     **dict(num_hidden_layers=5, layers_block_type=ZAMBA_LAYERS, num_key_value_heads=4),
-    **dict.fromkeys(f"{ZAMBA2_DEFAULTS} num_query_groups".split(), "__default__"),
-    n_mamba_heads=8,
+    **dict(attention_hidden_size="__default__", attention_head_dim="__default__"),
+    **dict(num_query_groups="__default__", n_mamba_heads=8),
 )
 
 # experts
-fix("DbrxFFN", hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)
+fix("DbrxFFN", moe_top_k=2)
 fix(
     "DeepseekOcr2Text",
-    **dict(mlp_layer_types=["dense", "sparse"], num_hidden_layers=2, num_experts_per_tok=2),
-    **dict(n_group=1, topk_group=1),
+    mlp_layer_types=["dense", "sparse"],
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
 )
 fix("DeepseekV2", num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
 fix(
     "Dots1",
-    **dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, num_hidden_layers=2),
+    **dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1),
     **dict(first_k_dense_replace=1, max_window_layers=1, layer_types=SLIDING_AND_FULL[:2]),
 )
 fix("Qwen3OmniMoeTalkerText", shared_expert_intermediate_size=24)
@@ -196,7 +198,7 @@ fix(
         **{f"IMGIMG{'ABCDEFGH'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 112 + i for i in range(32)},
     },
 )
-fix("ChameleonVQVAE", **VQVAE, num_embeddings=32, embed_dim=32, latent_channels=32, resolution=16)
+fix("ChameleonVQVAE", **VQVAE, num_embeddings=32, latent_channels=32, resolution=16)
 fix("CohereCompassVision Qwen3VLVision Qwen3VLMoeVision", deepstack_visual_indexes=[0, 1])
 fix("Qwen3OmniMoeVisionEncoder", deepstack_visual_indexes=[0, 1])
 fix("DeepseekOcr2SamVision", downsample_channels=[32, 32], output_channels=32)
@@ -212,8 +214,10 @@ fix("Emu3VQVAE", **VQVAE, codebook_size=32)
 fix("Exaone4_5_Vision Qwen2_5_VLVision Qwen2_5OmniVisionEncoder", window_size=56)
 fix(
     "Florence2Vision",
-    **dict(depths=[1] * 4, embed_dim=[8, 16, 16, 32], num_heads=[2] * 4, num_groups=[2] * 4),
-    projection_dim=32,
+    depths=[1] * 4,
+    embed_dim=[8, 16, 16, 32],
+    num_heads=[2] * 4,
+    num_groups=[2] * 4,
 )
 fix("Gemma3", mm_tokens_per_image=4)
 fix("T5Gemma2Encoder", mm_tokens_per_image=4, eoi_token_index=157)
@@ -245,17 +249,9 @@ fix(
     image_grid_pinpoints=PINPOINTS,
 )
 fix("InternVLVision QianfanOCRVision Molmo2Vision", image_size=[56, 56])
-fix(
-    "JanusVQVAE",
-    **dict(**VQVAE, num_embeddings=32, projection_dim=32),
-    **dict(image_token_embed_dim=32, latent_channels=32),
-)
+fix("JanusVQVAE", **VQVAE, num_embeddings=32, image_token_embed_dim=32, latent_channels=32)
 fix("Kimi_K25", projection_hidden_size=32)
-fix(
-    "Llama4Vision",
-    **dict(intermediate_size=128, projector_input_dim=32, projector_output_dim=32),
-    vision_output_dim=32,
-)
+fix("Llama4Vision", intermediate_size=128, projector_input_dim=32, projector_output_dim=32)
 fix("LlavaNext LlavaNextVideo LlavaOnevision", image_grid_pinpoints=PINPOINTS)
 fix("MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", image_token_id=159, video_token_id=158)
 fix("MllamaVision", intermediate_layers_indices=[0, 1], vision_output_dim=96, num_global_layers=1)
@@ -268,7 +264,7 @@ fix(
     **dict(projector_hidden_size=32, audio_config=PARAKEET),
     **dict(image_token_id=159, video_token_id=158, audio_token_id=157),
 )
-fix("Phi4MultimodalVision", image_size=56, crop_size=56, image_token_id=159)
+fix("Phi4MultimodalVision", image_size=56, crop_size=56)
 fix("Pix2StructText", hidden_size=32)
 fix("Qwen2_5OmniThinker Qwen3OmniMoeThinker", vision_start_token_id=150)
 fix("SamVision", global_attn_indexes=[0, 1])
@@ -280,7 +276,8 @@ fix("VisionEncoderDecoder SpeechEncoderDecoder", **CROSS)
 fix("FunAsrNanoAdaptor", intermediate_size=8)
 fix(
     "GraniteSpeechEncoder GraniteSpeechPlusEncoder",
-    **dict(hidden_dim=32, num_layers=2, num_heads=4, dim_head=8, output_dim=42),
+    hidden_dim=32,
+    output_dim=42,
 )
 fix("GraniteSpeech GraniteSpeechPlus", downsample_rate=8)
 fix("Mimi", upsample_groups=32, codebook_size=32, vector_quantization_hidden_dimension=16)

@@ -59,7 +59,7 @@ class Case:
     train: bool  # the model is in train mode
 
     def __str__(self) -> str:
-        fields = dataclasses.asdict(self).items()
+        fields = vars(self).items()
         return ", ".join(f"{name}={x!r}" for name, x in fields if name not in ("seed", "number"))
 
 

@@ -385,10 +385,8 @@ def main() -> int:
     seen = run(args.examples, seed=args.seed)
     for name, count in sorted(seen.items()):
         print(f"{name:30}{count:>12,}")
-    print(
-        f"{seen['examples']:,} cases, {seen['steps']:,} steps, 0 failed,"
-        f" {time.perf_counter() - start:.0f} s"
-    )
+    seconds = time.perf_counter() - start
+    print(f"{seen['examples']:,} cases, {seen['steps']:,} steps, 0 failed, {seconds:.0f} s")
     return 0
 
 

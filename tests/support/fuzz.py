@@ -324,10 +324,8 @@ def main() -> int:
             repeat = tools.repeat("fuzz", seed=args.seed, only=number, model=args.model or "")
             print(f"case {number} FAILED: {repeat}\n  {error}", flush=True)
     print(summary(outcomes))
-    print(
-        f"{len(numbers)} cases, {len(outcomes)} calls, {num_failed} failed,"
-        f" {time.monotonic() - start:.0f} s"
-    )
+    counts = f"{len(numbers)} cases, {len(outcomes)} calls, {num_failed} failed"
+    print(f"{counts}, {time.monotonic() - start:.0f} s")
     return int(num_failed > 0)
 
 

@@ -28,15 +28,10 @@ WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_24 = version.parse(transformers.__version__) < version.parse("5.24")
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
-PAGED: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"block_size": BLOCK_SIZE},
-}
+_BLOCKS = {"block_size": BLOCK_SIZE}
+PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": _BLOCKS}
 # by the modules' own forwards, without replays
-UNRECORDED: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"block_size": BLOCK_SIZE, "capture": False},
-}
+UNRECORDED: dict[str, Any] = {**PAGED, "cache_config": {**_BLOCKS, "capture": False}}
 
 _TOKENS = {
     "vocab_size": VOCAB_SIZE,

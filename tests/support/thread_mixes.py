@@ -134,10 +134,8 @@ def draw(seed: int, number: int) -> Mix:
     if has_budget:
         needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
         common = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
-        calls = [
-            [replace(call, cache_config=call.cache_config | common) for call in own]
-            for own in calls
-        ]
+        for own in calls:
+            own[:] = [replace(call, cache_config=call.cache_config | common) for call in own]
     in_main = rng.random() < 0.5
     interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
     delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
@@ -186,9 +184,7 @@ def draw_call(
 
 
 class Streamer(BaseStreamer):
-    def __init__(
-        self, owner: str, raises_at: int | None = None, slow_at: int | None = None
-    ) -> None:
+    def __init__(self, owner: str, raises_at: int = -1, slow_at: int = -1) -> None:
         self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
         self.told: list[Any] = []
 
@@ -240,10 +236,10 @@ def play(
         arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
     if call.streamer is not None:
         kind, at = call.streamer
-        slow_at = at if kind == "slow" and is_paged else None
+        slow_at = at if kind == "slow" and is_paged else -1
         make = functools.partial(Streamer, call.owner, slow_at=slow_at)
         if kind != "by row":
-            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
+            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else -1)
         elif is_paged:  # transformers has no per-row streamers
             streamer = arguments["streamer"] = [make() for _ in rows]
     if is_paged:

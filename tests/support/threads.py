@@ -204,11 +204,8 @@ def play_mix(
             time.sleep(call.pause)
             found[thread].append(play(model, call, is_paged=True, around=around))
 
-    first = int(mix.in_main)
-    threads = [
-        threading.Thread(target=work, args=(each,), daemon=True)
-        for each in range(first, len(mix.calls))
-    ]
+    others = range(int(mix.in_main), len(mix.calls))
+    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in others]
     clock = threading.Timer(HANG_SECONDS + 10, exit_hung, (mix,))
     clock.daemon = True
     clock.start()
@@ -314,9 +311,8 @@ def run_mixes(numbers: Sequence[int], seed: int, report: Callable[[str], None] =
                 shared_loop._loops.clear()
     counts = observer.counts
     report(", ".join(f"{name}: {counts[name]}" for name in sorted(counts)))
-    report(
-        f"{len(numbers)} mixes, {counts['calls']} calls, {interrupts} interrupts, {failed} wrong"
-    )
+    calls = counts["calls"]
+    report(f"{len(numbers)} mixes, {calls} calls, {interrupts} interrupts, {failed} wrong")
     return failed
 
 

@@ -68,9 +68,7 @@ UNITS = (
 COUNT = re.compile(rf"\b([\d,]*\d) ({'|'.join(UNITS)})\b")
 
 
-def run_counted(
-    command: Sequence[str], cwd: Any = ROOT, **options: Any
-) -> tuple[int, Counter[str]]:
+def run_counted(command: Sequence[str], **options: Any) -> tuple[int, Counter[str]]:
     """Runs a command and shows its output; returns its exit code and the counts in the last line
     that has any."""
     counts = Counter[str]()

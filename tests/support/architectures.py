@@ -9,13 +9,9 @@ does not serve, is listed with the reason and does not count as a failure of the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-import io
-import json
 import re
-import sys
 import time
 import warnings
 from collections.abc import Collection
@@ -31,7 +27,7 @@ from transformers.models.auto import modeling_auto
 import hf_paged
 from benchmarks import machine, report
 from benchmarks.sections import architectures as sections
-from benchmarks.workers import Lost, in_workers
+from benchmarks.workers import Lost
 from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
@@ -304,19 +300,15 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
     """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only
     its current result."""
-    results: dict[str, Result] = {}
-    for name, result in in_workers(_check_quietly, names, jobs, seconds):
-        lost = isinstance(result, Lost)
-        results[name] = Result(name, _families()[name], "error", result.reason) if lost else result
-        print(f"\r{len(results)}/{len(names)} {name:60.60}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return [results[name] for name in names]
+    families = _families()
+    return [
+        Result(name, families[name], "error", result.reason) if isinstance(result, Lost) else result
+        for name, result in tools.swept(_check_quietly, names, jobs, seconds).items()
+    ]
 
 
 def _check_quietly(name: str) -> Result:
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # some models print
+    with tools.quietly():
         return check(name)
 
 
@@ -355,8 +347,7 @@ def main() -> int:
     statuses = [result.status for result in results]
     print(f"{len(results)} classes, {statuses.count('equal')} equal: {sections.counted(statuses)}")
     if options.json:
-        lines = ",\n".join(map(json.dumps, rows))
-        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n')
+        tools.write_results(options.json, head, results)
     return int(any(status in ("different", "error") for status in statuses))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -16,7 +17,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,6 +104,37 @@ def attempts(
         yield jobs[0], attempt(jobs[0])
     else:
         yield from in_workers(attempt, jobs, processes, seconds)
+
+
+def swept(
+    work: Callable[[Job], Any], jobs: Sequence[Job], processes: int, seconds: float
+) -> dict[Job, Any]:
+    """The results of `in_workers` by job, in the order of the jobs; shows how far it is."""
+    results: dict[Job, Any] = dict.fromkeys(jobs)
+    for number, (job, result) in enumerate(in_workers(work, jobs, processes, seconds), 1):
+        results[job] = result
+        print(f"\r{number}/{len(jobs)} {job!s:60.60}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def write_results(path: Path, head: dict[str, Any], results: Iterable[Any]) -> None:
+    """Writes JSON with a line for each of the results, which are dataclasses."""
+    lines = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
+    path.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{lines}\n]}}\n')
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """One thread, no warnings, and nothing of what some models print."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def in_child(work: Callable[[], Any], seconds: float, is_silent: bool = True) -> tuple[str, Any]:

@@ -107,8 +107,6 @@ class Victim:
         self.name, self.counts = name, Counter[str]()
         self.error: BaseException | None = None  # kept, as a notebook keeps the last one
         self.build()
-        self.num_calls = self.run_entered(0).count
-        self.case.check()
 
     def build(self) -> None:
         self.case = CASES[self.name]()
@@ -129,6 +127,13 @@ class Victim:
         finally:
             sys.setprofile(before)
         return entered
+
+    @functools.cached_property
+    def num_calls(self) -> int:
+        """Functions that a run enters."""
+        count = self.run_entered(0).count
+        self.case.check()
+        return count
 
     def problem(self) -> str:
         """What is wrong after an interrupt; empty if nothing is."""

@@ -156,14 +156,9 @@ def compare(
     shown: tuple[list[Any], list[Any]],
     where: str,
 ) -> str:
-    """
-    Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
-
-    Args:
-        road (`str`): Road of the paged call.
-        width (`int`): Prompt tokens of the returned sequences.
-        shown: Values passed to user code, by plain and by paged.
-    """
+    """Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
+    `road`: of the paged call; `width`: prompt tokens of the returned sequences; `shown`: values
+    passed to user code, by plain and by paged."""
     if isinstance(actual, Refusal) and issubclass(actual.error, OutOfBlocksError):
         assert case.budget is not None, f"{where}: out of blocks without a budget: {actual.message}"
         return "out of blocks"

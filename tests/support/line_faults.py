@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import linecache
 import multiprocessing
@@ -219,24 +220,17 @@ def choose_sites(
         places = [place for place in counts if place[2] < 0 or not _is_with(place)]
         if sample:
             drawn = [rng.choice(places) for _ in range(sample)]
-            chosen[name] = [
-                Site(*place, visit=_draw_visit(place, counts, rng), fault=rng.choice(faults))
-                for place in drawn
-            ]
+            visit = functools.partial(_draw_visit, counts=counts, rng=rng)
+            chosen[name] = [Site(*x, visit=visit(x), fault=rng.choice(faults)) for x in drawn]
         else:
             new = [(place, 1) for place in places if place not in before]
             if name.startswith("engine"):
-                later = [
-                    place
-                    for place in places
-                    if place not in before_in_engine and not _is_with(place)  # `_draw_visit`
-                ]
-                new += [(place, counts[place] // 2 + 1) for place in later if counts[place] > 1]
+                later = [x for x in places if x not in before_in_engine and counts[x] > 1]
+                # of a `with`, only the first visit is certainly an entry
+                new += [(x, counts[x] // 2 + 1) for x in later if not _is_with(x)]
                 before_in_engine.update(places)
-            chosen[name] = [
-                Site(*place, visit=visit, fault=faults[number % len(faults)])
-                for number, (place, visit) in enumerate(new)
-            ]
+            pairs = zip(new, itertools.cycle(faults))
+            chosen[name] = [Site(*place, visit=n, fault=fault) for (place, n), fault in pairs]
         before.update(places)
     return chosen
 

@@ -269,15 +269,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     model.train_from_iterator(corpus(), trainer)
     assert model.get_vocab_size() == VOCAB_SIZE
-    return PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    options = dict(padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=model, **special, **options)
 
 
 def token_ids(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -332,12 +332,11 @@ def refusals(model: Any) -> Any:
 def uneven_heads(model: Any) -> Any:
     """A number of processes that does not divide the K/V heads: refused before any allocation."""
     found = []
-    for call in (
-        lambda: hf_paged.serve_rank(model) if dist.get_rank() else PagedEngine(model),
-        lambda: plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED),
-    ):
+    engine = hf_paged.serve_rank if dist.get_rank() else PagedEngine
+    paged = functools.partial(plain, prompt=PROMPTS[0], options=OPTIONS["greedy"], **models.PAGED)
+    for call in (engine, paged):
         try:
-            call()
+            call(model)
         except ValueError as error:
             found.append(str(error))
     return {"errors": found, "held": hf_paged.memory_stats(model).held_bytes}
@@ -426,13 +425,9 @@ def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]
         tokens[adapter][name] += tokens_of([results[request_id]])
     hits = [results[f"{adapter} greedy 3"].num_prefix_hit_tokens for adapter in adapters]
     stats = engine.stats()
-    return {
-        "tokens": list(tokens.values()),
-        "hits": hits,
-        "loads": stats.num_adapter_loads,
-        "evictions": stats.num_adapter_evictions,
-        "forwards a step": len(num_rows) / stats.num_steps,
-    }
+    counts = {"loads": stats.num_adapter_loads, "evictions": stats.num_adapter_evictions}
+    share = {"forwards a step": len(num_rows) / stats.num_steps}
+    return {"tokens": list(tokens.values()), "hits": hits, **counts, **share}
 
 
 def adapter_folders(model: Any) -> Any:

@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.paper import plots
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import calls, chips, gpu_day, papers
+from benchmarks.sections import architectures, calls, chips, gpu_day, papers
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,9 +144,9 @@ def benchmarks_section() -> str:
 
 def architectures_section() -> str:
     """Section of docs/guide/compatibility.md."""
-    from tests.support.architectures import section
+    from tests.support.architecture_media import NOT_GIVEN
 
-    return section(result(ARCHITECTURES))
+    return architectures.architectures(result(ARCHITECTURES), NOT_GIVEN)
 
 
 def results_section() -> str:

@@ -35,8 +35,9 @@ from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
+from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import records_on_cpu
+from tests.support.scenarios import MODES, Case, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]

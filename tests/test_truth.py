@@ -114,7 +114,11 @@ def headings(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md", "benchmarks/README.md"]
+    "name",
+    [
+        *("README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md"),
+        *("benchmarks/README.md", "tests/README.md"),
+    ],
 )
 def test_links_of_the_checkout_lead_somewhere(name):
     path = ROOT / name
@@ -122,6 +126,22 @@ def test_links_of_the_checkout_lead_somewhere(name):
         linked = path.parent / target if target else path
         assert linked.exists(), f"{name} links to {target}"
         assert not anchor or anchor in headings(linked), f"{name} links to {target}#{anchor}"
+
+
+@needs_all_rooms
+def test_the_tables_of_tests_name_all_tests_and_tools_and_no_others():
+    text, tests = (ROOT / "tests" / "README.md").read_text(), ROOT / "tests"
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m (tests\.[\w.]+)", text)]
+    named = {*re.findall(r"`(tests/[\w/.]+)`", text), *(f"{module}.py" for module in modules)}
+    assert not [name for name in named if not (ROOT / name).exists()]
+    folders = [path for path in tests.iterdir() if (path / "__init__.py").exists()]
+    programs = [
+        path for path in (tests / "support").rglob("*.py") if "__main__" in path.read_text()
+    ]
+    there = {
+        str(path.relative_to(ROOT)) for path in (*tests.glob("test_*.py"), *folders, *programs)
+    }
+    assert not there - named
 
 
 def test_the_readme_is_short():

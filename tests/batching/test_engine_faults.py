@@ -38,7 +38,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 from tests.test_faults import (
     Countdown,
     FailingCriteria,

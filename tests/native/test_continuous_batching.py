@@ -38,7 +38,7 @@ from hf_paged.native import manager_thread
 from hf_paged.native.manager_config import IGNORED, MAPPED, paged_config
 from tests.batching.test_engine_faults import OUTSIDE, failing
 from tests.support import models
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 from tests.test_faults import OnPurpose
 
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)

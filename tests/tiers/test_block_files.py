@@ -24,7 +24,7 @@ import torch
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.tiers.block_files import BlockFile, Corrupt, DiskFolder, check_folder, to_bytes
 from tests.cache.test_swap import LAYOUTS, SIZE, states
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 
 WEIGHTS, NAME = "0" * 32, "1" * 32 + "-0"
 

@@ -36,7 +36,7 @@ from hf_paged.tiers import store as tiers
 from tests.attention import test_latent
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 from tests.tiers.test_block_files import (
     OPERATIONS,
     fail_operation,

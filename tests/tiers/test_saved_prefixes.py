@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from hf_paged import PagedEngine
-from tests.support import crafted, models
+from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts
+from tests.tiers import crafted
 from tests.tiers.test_prefix_tiers import (
     GREEDY,
     SIZE,

@@ -24,7 +24,7 @@ from hf_paged.virtual.mappings import RowMappings
 from hf_paged.virtual.pages import CudaPages, Extents, MemoryFile, Pages
 from hf_paged.virtual.row_slots import BACKOFF_STEPS, RowSlots
 from hf_paged.virtual.storage import MappedStorage
-from tests.support.cuda_driver import Driver, StandInPages
+from tests.virtual.cuda_driver import Driver, StandInPages
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 

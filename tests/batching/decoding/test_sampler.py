@@ -32,8 +32,14 @@ from hf_paged.batching.decoding.scores import (
     for_rows,
     process_together,
 )
+from tests.batching.decoding.driver import (
+    drive,
+    generate_by_decoding,
+    logits_of,
+    take_step,
+    tokens_of,
+)
 from tests.support import models
-from tests.support.driver import drive, generate_by_decoding, logits_of, take_step, tokens_of
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
 NEW = 14

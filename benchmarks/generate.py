@@ -155,6 +155,7 @@ def turn(
     result.cpu_seconds.append(seconds[1])
     result.tokens = sum(map(len, answer.rows))
     result.latencies += [latencies] if latencies else []
+    result.settings = getattr(system, "settings", "")
     result.kv_bytes = None if bytes_now is None else max(bytes_now, result.kv_bytes or 0)
     if cuda:
         result.device_bytes = max(torch.cuda.max_memory_allocated(), result.device_bytes or 0)

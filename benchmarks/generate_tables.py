@@ -59,6 +59,7 @@ class Result:
         kv_bytes, device_bytes (`int`, *optional*): Peak bytes of K/V, and of PyTorch's memory on
             the device.
         processes (`int`): Number of processes, one after the other, that ran the turns.
+        settings (`str`): What another engine ran with.
     """
 
     workload: str
@@ -74,6 +75,7 @@ class Result:
     kv_bytes: int | None = None
     device_bytes: int | None = None
     processes: int = 1
+    settings: str = ""
 
     @property
     def median(self) -> float:
@@ -124,6 +126,7 @@ def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
             "device_mib": None if result.device_bytes is None else result.device_bytes / 2**20,
             "roofline_share": f"{result.floor / result.median:.0%}" if result.floor else "",
         }
+        row |= {"settings": result.settings} if result.settings else {}
         for key in result.latencies[0] if result.latencies else ():
             row[key] = statistics.median(found[key] for found in result.latencies)
     return rows

@@ -290,8 +290,8 @@ def show(runs: Sequence[runner.Data]) -> list[str]:
 
 main = runner.Benchmark(
     __doc__,
-    run,
-    show,
+    measure=run,
+    show=show,
     options={
         "--runs": runner.option(type=int, default=20),
         "--seconds": runner.option(type=float, default=6.0),

@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.paper import plots
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import calls, chips, gpu_day, papers
+from benchmarks.sections import calls, chips, earlier, gpu_day, papers
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,7 +207,7 @@ PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
     **{
         module.BENCHMARK.results[0][0]: lambda data, stem, module=module: module.draw(
-            data, stem.with_suffix(".png")
+            earlier.groups(module.BENCHMARK.results[0][:1])[0][0], stem.with_suffix(".png")
         )
         for module in (lora, parallel)
     },

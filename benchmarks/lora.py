@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import statistics
 import tempfile
 import time
 import unittest.mock
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 import hf_paged
-from benchmarks import report, runner, workloads
+from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import checked
 from hf_paged.adapters.loop_adapters import LoopAdapters
@@ -37,13 +36,8 @@ FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PICTURED = {
-    (MIXED := "together"): "all adapters in one forward",
-    (APART := "one adapter a forward"): "one forward per adapter",
-    (FOLDERS := "folders, room for half"): "from folders, room for half of them",
-    (ONE := "one adapter"): "one adapter for all rows",
-    (BASE := "base"): "no adapter",
-}
+MIXED, APART, FOLDERS = "together", "one adapter a forward", "folders, room for half"
+ONE, BASE = "one adapter", "base"
 
 
 @dataclass
@@ -167,25 +161,6 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             one.engine.free()
 
 
-def draw(data: Mapping[str, Any], path: Path) -> Path:
-    """Speed of every system; a line where both targets of mixed rows are met."""
-    rows = {row["system"]: row for row in data["rows"]}
-    speeds = {name: 1 / statistics.median(rows[name]["seconds"]) for name in PICTURED}
-    drawing, axis = report.figure(320, report.caption(data["facts"], data["rows"][0]["case"]))
-    bars = axis.barh(range(len(speeds)), list(speeds.values()), 0.7)
-    axis.bar_label(bars, fmt="%.2g", label_type="center", color="white")
-    axis.set_yticks(range(len(speeds)), [PICTURED[name] for name in speeds], fontsize=9)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-    least, row = max(FASTER * speeds[APART], OF_ONE * speeds[ONE]), list(speeds).index(MIXED)
-    said = f"targets: {FASTER:g} times the next bar,\n  {OF_ONE:g} of one adapter for all rows"
-    axis.vlines(least, row - 0.42, row + 0.42, colors="black", linestyles="dashed")
-    axis.text(least, row, f"  {said}", fontsize=8, va="center", in_layout=False)
-    axis.set_xlabel("calls per second")
-    report.title(axis, "Rows with different LoRA adapters in one forward, and their alternatives")
-    return report.save(drawing, path)
-
-
 BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
@@ -200,8 +175,6 @@ BENCHMARK = runner.Benchmark(
     is_exact=True,
     fixed={"warm_ups": 2, "new_tokens": 64, "longest": 32},
     quick={"model": "llama-tiny", "turns": 1, "warm_ups": 1, "new_tokens": 8},
-    draw=draw,
-    picture="Tokens a second with adapters, in one forward and apart",
 )
 main = BENCHMARK.main
 

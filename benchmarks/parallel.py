@@ -166,27 +166,6 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         yield runner.Case(f"{args.model}, float32, {size}", arms, {"1 process": {}})
 
 
-def draw(data: Any, path: Path) -> Path:
-    """Computed tokens per second of the models over GPUs."""
-    foot = (
-        f"Computed from data sheets, not measured: A100 of 80 GB, bfloat16, rows of {LENGTH} tokens"
-    )
-    figure, axis = report.figure(460, foot)
-    values: dict[str, dict[str, float]] = {}
-    for row in sorted(scaling(), key=lambda row: row["gpus"]):
-        if row["rows"]:
-            values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = (
-                row["tokens_s"]
-            )
-    report.grouped_bars(axis, values)
-    axis.set_xscale("log")
-    report.log_ticks(axis.xaxis)
-    axis.set_xlabel("tokens per second")
-    report.title(axis, "One model over several GPUs (computed)")
-    report.legend_below(figure, axis, 4)
-    return report.save(figure, path)
-
-
 def computed(_: Any) -> list[str]:
     """The second table."""
     rows = f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
@@ -211,8 +190,6 @@ BENCHMARK = runner.Benchmark(
     is_exact=True,
     fixed={"prompts": 32, "new_tokens": 64, "warm_ups": 0},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
-    draw=draw,
-    picture="Computed: tokens a second of 7B to 65B over GPUs",
 )
 main = BENCHMARK.main
 

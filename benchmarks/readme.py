@@ -34,7 +34,7 @@ from benchmarks import (
 )
 from benchmarks.paper import plots
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import calls, chips, earlier, gpu_day, papers
+from benchmarks.sections import calls, chips, gpu_day, papers
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,12 +205,6 @@ PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
     papers.ATTENTION: lambda data, stem: attention.draw(data, stem.with_suffix(".png")),
     papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
-    **{
-        module.BENCHMARK.results[0][0]: lambda data, stem, module=module: module.draw(
-            earlier.groups(module.BENCHMARK.results[0][:1])[0][0], stem.with_suffix(".png")
-        )
-        for module in (lora, parallel)
-    },
 }
 """What draws the pictures of a result, beside its JSON file."""
 

@@ -121,8 +121,6 @@ def rows_of(
     cases: Callable[[argparse.Namespace], Iterable[Case]], args: argparse.Namespace
 ) -> list[Data]:
     """Rows of this process: one for each arm of each case."""
-    if getattr(args, "threads", None):
-        torch.set_num_threads(args.threads)
     rows = []
     with quiet(), frozen():
         for case in cases(args):
@@ -236,7 +234,6 @@ class Benchmark:
             one table together.
         said (`Callable`, *optional*): From the options, a line about the sizes.
         notes (`Callable`, *optional*): From the rows, paragraphs below the table.
-        picture (`str`): Says what `draw` shows.
         options (`dict[str, dict]`): Options besides those below, and their `add_argument` keywords.
         fixed, quick (`dict`): Settings that are no options, and all that `--quick` changes; an
             option on the command line comes before both. `processes` run one after the other; with
@@ -247,7 +244,6 @@ class Benchmark:
         is_exact (`bool`): Whether the command fails where tokens differ.
         is_wrong (`Callable`, *optional*): Whether the entries fail another check: the exit status
             is then 1.
-        draw (`Callable`, *optional*): Draws a picture of the entries to a path.
         keeps (`bool`): Whether the JSON file keeps the cases of earlier runs that this one has not.
     """
 
@@ -259,7 +255,6 @@ class Benchmark:
     results: Sequence[Sequence[str]] = ()
     said: Callable[[argparse.Namespace], str] | None = None
     notes: Callable[[Sequence[Data]], Iterable[str]] | None = None
-    picture: str = ""
     options: Mapping[str, Data] = field(default_factory=dict)
     fixed: Data = field(default_factory=dict)
     quick: Data = field(default_factory=dict)
@@ -268,7 +263,6 @@ class Benchmark:
     known: Iterable[str] = ()
     is_exact: bool = False
     is_wrong: Callable[[Data], bool] | None = None
-    draw: Callable[[Data, Path], Any] | None = None
     keeps: bool = False
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -315,8 +309,7 @@ class Benchmark:
         more = "".join(f", {one}" for one in dict.fromkeys(others) if one != facts["revision"])
         command = f"`python -m {module}`, {report.machine_of(facts)}"
         command += f"; also revision{more.removeprefix(',')}" if more else ""
-        picture = report.picture_of(self.results[0][0], self.picture) if self.picture else []
-        return [f"{command}:", *filter(None, self.paragraphs(runs)), *picture]
+        return [f"{command}:", *filter(None, self.paragraphs(runs))]
 
     def paragraphs(self, runs: Sequence[Data]) -> list[str]:
         """What the command prints."""
@@ -341,9 +334,6 @@ class Benchmark:
                 old = report.read(args.json).get("runs", []) if args.json.exists() else []
                 content = {"runs": added(old, data)}
             report.replace_file(args.json, json.dumps(content, indent=1) + "\n")
-            if self.draw is not None:
-                picture, draw = args.json.with_suffix(".png"), self.draw
-                report.plot(lambda: draw(data, picture))
         differs = any(row.get("equal") not in (None, 1.0) for row in data["rows"])
         return int((self.is_exact and differs) or bool(self.is_wrong and self.is_wrong(data)))
 
@@ -357,20 +347,44 @@ def added(runs: Sequence[Data], run: Data) -> list[Data]:
 
 def in_order(names: Iterable[Name], turn: int) -> list[Name]:
     """The names in the order of a turn: every other turn goes backwards."""
-    return list(names) if turn % 2 else list(names)[::-1]
+    return list(names)[::-1] if turn % 2 else list(names)
 
 
 def take_turns(
-    arms: Mapping[Name, Callable[[int], Result]], turns: int, warm_ups: int = 0, title: str = ""
+    arms: Mapping[Name, Callable[[int], Result]],
+    turns: int,
+    warm_ups: int = 0,
+    title: str = "",
+    *,
+    first: int = 0,
+    fewest: int | None = None,
+    until: float = math.inf,
+    is_done: Callable[[Name, Mapping[Name, Sequence[Result]]], bool] = lambda name, found: False,
 ) -> dict[Name, list[Result]]:
-    """What each arm returns for the numbers of the turns, in alternating order. Warm-up turns have
-    numbers below 0, and their results are left out."""
+    """
+    What each arm returns for the numbers of the turns, in alternating order. Warm-up turns have
+    numbers below 0, and their results are left out.
+
+    Args:
+        first (`int`): Number of the first turn.
+        fewest (`int`, *optional*): After so many turns none begins that may end after the moment
+            `until` of `time.perf_counter`; `None`: all turns run.
+        is_done (`Callable`): From an arm's name and all results so far, whether it runs no further.
+    """
     found: dict[Name, list[Result]] = {name: [] for name in arms}
-    for turn in tqdm(range(-warm_ups, turns), desc=title, disable=None):
+    longest = 0.0
+    for turn in tqdm(range(first - warm_ups, first + turns), desc=title, disable=None):
+        start, count = time.perf_counter(), turn - first
+        if count >= (turns if fewest is None else fewest) and start + longest > until:
+            break
         for name in in_order(arms, turn):
-            result = arms[name](turn)
-            if turn >= 0:
+            if is_done(name, found):
+                continue
+            result = arms[name](count if count < 0 else turn)
+            if count >= 0:
                 found[name].append(result)
+        if count > 0:
+            longest = max(longest, time.perf_counter() - start)
     return found
 
 
@@ -402,10 +416,12 @@ def compared(works: Mapping[str, Callable[[int], Any]]) -> dict[str, Callable[[i
 
 
 def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
-    """Results of `work(*arguments)` in new processes, one after the other; with 0 in this one."""
+    """Results of `work(*arguments)` in new processes, one after the other, which take as many
+    threads as this one; with 0 in this one."""
     found = [] if processes else [work(*arguments)]
     for _ in range(processes):
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        context, threads = get_context("spawn"), torch.get_num_threads()
+        with ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) as process:
             found.append(process.submit(work, *arguments).result())
     return found
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import Size
@@ -28,16 +26,9 @@ def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict
         measure (`Callable`): A module-level function that returns the times of each case.
     """
     processes = size.processes if size.processes > 1 else 0
-    found = runner.in_processes(processes, _child, measure, size, torch.get_num_threads())
+    found = runner.in_processes(processes, measure, size)
     cases = {case: None for part in found for case in part}
     return {case: runner.joined(part[case] for part in found if case in part) for case in cases}
-
-
-def _child(
-    measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: int
-) -> Mapping[str, Times]:
-    torch.set_num_threads(threads)
-    return measure(size)
 
 
 def in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> Times:

@@ -40,7 +40,7 @@ class _Other:
     """A backend that attends to the wrong K/V."""
 
     def __init__(self, problem: block_costs.Problem) -> None:
-        self.blocks = problem.layers[0]
+        self.blocks = problem.calls[0].blocks
 
     def attend(self, call: backends.AttentionCall) -> torch.Tensor:
         return backends.reference.attend(call._replace(blocks=self.blocks))

@@ -99,7 +99,7 @@ def attention(data: Data) -> str:
         without paging; the last four columns are times relative to it: above 1 is slower than the ideal:"""
     )
     more = flow(f"""More shapes, block sizes, the portable path and float32:
-        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md) and [a picture](../benchmarks/results/{ATTENTION}.png).
+        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md).
         The target for chunks and prompts is at most 1.02.""")
     return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
 

@@ -56,7 +56,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         layers = weights(SHAPES[name])
         floor = {"floor, ms": 1e3 * sum(layer.nbytes for layer in layers) / reading}
         for rows in args.rows:
-            case = f"{name}, {rows} rows"
+            case = f"{name}, {rows} row{'s' * (rows > 1)}"
             yield runner.Case(case, arms(layers, rows), {"torch": {}}, figures=floor)
 
 

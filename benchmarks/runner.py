@@ -197,7 +197,7 @@ def table(rows: Sequence[Data]) -> str:
             line["turns, processes"] = f"{turns}, {row.get('processes', 1)}"
         if any(seconds):
             low, high = min(seconds), max(seconds)
-            spread = f" ({report.text(low)} to {report.text(high)})" if low < high else ""
+            spread = f" ({report.text(low)} to {report.text(high)})" if len(seconds) > 2 else ""
             line["s"] = report.text(float(statistics.median(seconds))) + spread
         for base, target in row["over"].items():
             if (row["case"], base) not in by_name:

@@ -184,9 +184,10 @@ def processors(runs: Sequence[Data]) -> str:
     said = flow(
         f"""**Other CPU engines** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8` 8-bit
         weights, torchao's for plain and ours, their own for the others) and the same prompts. Each runs in a separate
-        process and environment, in the versions of `benchmarks/peers/*.txt`, with as many threads. Runs that name
-        2026-11-29 had default settings, without OpenVINO's prefix cache, vLLM's tcmalloc and a native llama.cpp. The tables show median seconds over the turns, and their ratios: above 1, the best of these engines is
-        faster than ours. llama.cpp gets one turn, also in W6."""
+        process and environment, in the versions of `benchmarks/peers/*.txt`, with as many threads. A run that names no
+        settings had the engines' defaults: OpenVINO without its prefix cache, vLLM without tcmalloc, the AVX2 build of
+        llama.cpp, no beams. The tables show median seconds over the turns, and their ratios: above 1, the best of these
+        engines is faster than ours. llama.cpp gets one turn, also in W6."""
     )
     return "\n\n".join([said, *map(_beside_engines, runs)])
 

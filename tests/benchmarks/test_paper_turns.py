@@ -19,15 +19,15 @@ mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory f
 
 
 def process(size):
-    return {"case": {"id": [float(os.getpid())] * size.turns}}
+    yield runner.Case("case", {"id": lambda turn: float(os.getpid())})
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_half_of_the_turns_are_in_a_second_process():
     here, two = measured(process, TINY), replace(TINY, turns=2, processes=2)
-    assert here == {"case": {"id": [os.getpid()]}}
-    first, again, second, last = measured(process, two)["case"]["id"]
+    assert here["case"]["id"]["seconds"] == [os.getpid()]
+    first, again, second, last = measured(process, two)["case"]["id"]["seconds"]
     assert first == again != second == last and os.getpid() not in (first, second)
     assert FULL.turns * FULL.processes >= 15 and FULL.processes == 2
     assert said([1.0, 1.1, 1.2], two) == "1.100 (1.000..1.200), 3 turns in 2 processes"
@@ -65,7 +65,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
 
     own = MemoryFile.map
     with virtual.mmaps() as sizes:
-        vattention.map_seconds(1 << 16, 1 << 20)
+        vattention.map_seconds(0, 1 << 16, 1 << 20, writes=True)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 

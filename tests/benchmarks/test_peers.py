@@ -82,7 +82,7 @@ def test_an_engine_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_peer_makes_its_own_8_bit_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "worker.py").write_text(f"import sys\nassert '"int8": true' in sys.argv[4]\n{ECHO}")
+    (tmp_path / "worker.py").write_text(f"import sys\nassert 'int8\": true' in sys.argv[4]\n{ECHO}")
     monkeypatch.setattr(peers, "_HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)

@@ -99,6 +99,7 @@ def first_tokens(args: argparse.Namespace) -> Iterator[runner.Case]:
 
             arms = {name: functools.partial(answer, name=name) for name in ("computed", "disk")}
             yield runner.Case("first token, new process", arms, {"computed": {"disk": 5.0}})
+            wait(engine, evicts=True)
 
 
 def num_blocks(workload: Workload, batch: Batch) -> int:

@@ -188,7 +188,7 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
     def dies(*_):
         raise RuntimeError("no process")
 
-    monkeypatch.setattr(generate, "apart", dies)
+    monkeypatch.setattr(runner, "in_processes", dies)
     monkeypatch.setitem(
         WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
     )

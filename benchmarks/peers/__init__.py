@@ -106,14 +106,17 @@ def _unpack_tcmalloc(folder: Path) -> None:
     """Fetches Debian's tcmalloc into the environment, where there is such a system; the worker says
     if it runs without."""
     if find_library("tcmalloc_minimal") is None and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "download", "libtcmalloc-minimal4"], cwd=folder, text=True)
+        options: dict[str, Any] = {"cwd": folder, "capture_output": True}
+        subprocess.run(["apt-get", "download", "libtcmalloc-minimal4"], **options)
         for package in folder.glob("libtcmalloc*.deb"):
-            subprocess.run(["dpkg", "-x", package.name, "tcmalloc"], cwd=folder)
+            subprocess.run(["dpkg", "-x", package.name, "tcmalloc"], **options)
 
 
 def preloaded(folder: Path) -> list[str]:
     """What vLLM's guide preloads: tcmalloc and Intel's OpenMP, of the environment or the system."""
-    tcmalloc = next(folder.glob("tcmalloc/**/libtcmalloc*.so.4"), find_library("tcmalloc_minimal"))
+    tcmalloc = next(
+        folder.glob("tcmalloc/**/libtcmalloc_minimal.so.4"), find_library("tcmalloc_minimal")
+    )
     openmp = next(folder.glob("lib/libiomp5.so"), None)
     return [str(one) for one in (tcmalloc, openmp) if one]
 

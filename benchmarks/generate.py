@@ -283,9 +283,8 @@ class Run:
         kind += ["invariant"] if args.batch_invariant else []
         self.name = "-".join([*kind, args.device, args.model, *parts])
         self.rows: list[dict[str, Any]] = []
-        self.columns = {
-            k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"
-        }
+        absent = {"device_mib": args.device != "cuda", "settings": not args.peers}
+        self.columns = {k: title for k, title in COLUMNS.items() if not absent.get(k)}
         self.extra: dict[str, Any] = {
             "ceilings": asdict(limits),
             "model": asdict(SHAPES[args.model]),

@@ -39,6 +39,7 @@ COLUMNS = {
     "kv_mib": "peak KV, MiB",
     "device_mib": "peak device, MiB",
     "roofline_share": "of the roofline",
+    "settings": "settings",
 }
 
 

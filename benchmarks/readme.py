@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import (
     arrivals,
-    attention,
     first_call,
     generate_tables,
     grpo,
@@ -203,14 +202,7 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
-    papers.ATTENTION: lambda data, stem: attention.draw(data, stem.with_suffix(".png")),
     papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
-    **{
-        module.BENCHMARK.results[0][0]: lambda data, stem, module=module: module.draw(
-            data, stem.with_suffix(".png")
-        )
-        for module in (lora, parallel)
-    },
 }
 """What draws the pictures of a result, beside its JSON file."""
 

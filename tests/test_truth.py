@@ -8,16 +8,18 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import hf_paged
 from benchmarks import generate, generate_tables, machine, readme, report
-from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from benchmarks.runner import Turn
 from benchmarks.sections import calls
+from benchmarks.workloads import WORKLOADS
 from hf_paged import PagedConfig
 from tests.support.rooms import needs_all_rooms
 
@@ -164,19 +166,17 @@ def test_whole_calls_are_one_run_of_one_clean_revision():
     assert shown.count("| not met |") == len(missed) and f"{len(missed)} are not." in shown
 
 
-def results() -> list[Result]:
-    slow = [{"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}]
-    late = [{"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}]
-    ones = dict(tokens=10, cpu_seconds=[1.0], floor=0.5)
-    return [
-        Result(
-            "W1", "plain", 2.0, seconds=[2.0], equal=[1.0], latencies=slow, kv_bytes=1 << 20, **ones
-        ),
-        Result(
-            "W1", "ours", 2.0, seconds=[4.0], equal=[0.25], latencies=late, kv_bytes=1 << 19, **ones
-        ),
-        Result("W1", "vLLM", 2.0, problem="not installed"),
-    ]
+def rows() -> list[dict[str, Any]]:
+    slow = {"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}
+    late = {"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}
+    common = {"cpu_s": 1.0, "tokens": 10}
+    found = {
+        "plain": [Turn(2.0, [[1, 2, 3, 4]], {**common, **slow, "kv_mib": 1.0})],
+        "ours": [Turn(4.0, [[1, 5, 5, 5]], {**common, **late, "kv_mib": 0.5})],
+        "vLLM": ["not installed"],
+    }
+    workload = dataclasses.replace(WORKLOADS["W1"], target=2.0)
+    return generate_tables.rows_of(workload, found, 0.5)
 
 
 def test_what_is_missed_or_worse_is_shown():
@@ -203,7 +203,7 @@ def test_what_is_missed_or_worse_is_shown():
         "facts": {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"},
         "model": {"name": "llama-tiny"},
         "ceilings": {"bandwidth": 1e10, "flops": {"bfloat16": 1e12}},
-        "rows": generate_tables.rows_of(results()),
+        "rows": rows(),
         "memory": [{**memory, "problem": ""}],
         "arrivals": arrivals,
         "problems": ["W4 failed: RuntimeError: no"],

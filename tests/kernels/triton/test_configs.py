@@ -18,7 +18,6 @@ from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig, find_config
 from tests.support.kernels.device import DEVICE, available
-from tests.support.tools import ROOT
 
 
 def test_the_table_of_the_chip_comes_before_the_rule(

@@ -182,7 +182,7 @@ def add_deltas(dtype: torch.dtype, rank: int) -> None:
     x, out = (empty(32, 4096, dtype=dtype) for _ in range(2))
     numbers, ranges = (empty(8, width, dtype=torch.int64) for width in (5, 2))
     scales = empty(8, dtype=FULL)
-    lora.add_deltas(out, x, lora.Table(numbers, ranges, scales, dtype, rank, most=4))
+    lora.add_deltas(out, x, lora.LoraTable(numbers, ranges, scales, dtype, rank, max_rows=4))
 
 
 def hash_tensors() -> None:

@@ -159,6 +159,10 @@ class Recorder(Protocol):
     """Records the packed steps of a model over one memory, where it outlives their runner, and
     replays them."""
 
+    verdicts: dict[Hashable, bool]
+    """Which kinds of steps may be replays, as their runners have found; `begin` empties it when the
+    model's state has changed."""
+
     def begin(self, state: ModelState) -> None:
         """Before steps of the model in this state: forgets what was recorded in another."""
 

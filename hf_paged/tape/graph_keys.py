@@ -34,6 +34,7 @@ class Key(NamedTuple):
     # by group: prefixes shared by decodes, columns of their tables
     prefixes: tuple[tuple[int, int], ...] = ()
     ranges: int = 0  # token ranges with an adapter
+    axes: int = 0  # of positions that the host gives; 0: positions count tokens
     variant: Hashable = None  # of the context
     # autocast dtype, training mode, batch invariance, whether hidden states are kept, options of
     # torch
@@ -60,6 +61,8 @@ class Key(NamedTuple):
         chunk tokens, or without a cascade over shared prefixes."""
         if self.options != other.options or not _covers(self.variant, other.variant):
             return False
+        if self.axes != other.axes:
+            return False
         if bool(self.chunks) != bool(other.chunks):
             return False
         if self.chunk_tokens > 2 * other.chunk_tokens:
@@ -85,6 +88,7 @@ class Key(NamedTuple):
             self.chunks,
             self.chunk_tokens,
             bool(self.prefixes),
+            self.axes,
             self.variant,
             self.options,
         )
@@ -148,5 +152,13 @@ def key_of(
     else:
         rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
     return Key(
-        rows, tuple(widths), chunks, chunk_tokens, tuple(shared), num_ranges, variant, options
+        rows,
+        tuple(widths),
+        chunks,
+        chunk_tokens,
+        tuple(shared),
+        num_ranges,
+        len(tokens.axes or ()),
+        variant,
+        options,
     )

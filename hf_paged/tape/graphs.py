@@ -33,7 +33,6 @@ from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import taken_back
 from ..seams import ForwardContext, RecordedContext
-from ..step import StepMetadata
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
@@ -54,11 +53,9 @@ from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[
-    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
-]
+Forward = Callable[..., Tensor]
 """From token ids and positions `(1, n)`, each group's step, the tokens whose logits are wanted
-(`None`: all) and the context, logits `(kept, vocab_size)`."""
+(`None`: all), the context and further arguments of the model, logits `(kept, vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
@@ -86,8 +83,9 @@ def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
-    groups = [group.blocks for group in cache.groups.values()]
-    specs = tuple(cache.groups)
+    caches = [cache] if cache.cross is None else [cache, cache.cross]
+    specs = tuple(spec for part in caches for spec in part.groups)
+    groups = [group.blocks for part in caches for group in part.groups.values()]
     graphs: Any = memory.recorders.get(specs)
     made_for = (weakref.ref(model), model.device, groups)
     if not isinstance(graphs, StepGraphs) or graphs.made_for != made_for:
@@ -109,6 +107,7 @@ class StepGraphs:
     ) -> None:
         # why nothing is recorded any more, until the model changes
         self.obstacle: str | None = None
+        self.verdicts: dict[Hashable, bool] = {}
         self._unseen: str | None = None  # why no graph is used, as the model may change unseen
         self._model, self._device, self._groups = self.made_for = (
             weakref.ref(model),
@@ -150,6 +149,7 @@ class StepGraphs:
             self._uses.clear()  # a model that changes again and again is not recorded each time
             self._kept = _storages(state.tensors)
             self._signature, self.obstacle, self._limits = signature, None, {}
+            self.verdicts.clear()
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
         """Launches steps ahead; `None` if the host computes replays itself."""
@@ -217,7 +217,7 @@ class StepGraphs:
     def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether such steps are recorded: decodes that all want logits, and on devices steps with
         few chunk tokens."""
-        if tokens.rope_factors or tokens.axes is not None:
+        if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
@@ -458,6 +458,7 @@ def _run(
             inputs.steps(),
             inputs.kept,
             graphs._context,
+            **inputs.arguments,
         )
     torch.clear_autocast_cache()
     if not outputs:

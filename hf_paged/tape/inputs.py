@@ -48,16 +48,17 @@ class _Part:
         shift: int,
         unused: int = 0,
     ) -> None:
-        """Writes the whole part: decodes' numbers first, and those of chunks behind room for
-        `shift` more decodes."""
-        rest = self.count - len(numbers) - shift
-        every = [
-            *numbers[:decodes],
-            *[unused] * shift,
-            *numbers[decodes:],
-            *[unused] * rest,
-        ]
-        self.host[:] = array(self.kind, every)
+        """Writes the whole part: `laid_out` numbers."""
+        self.host[:] = array(self.kind, laid_out(numbers, self.count, decodes, shift, unused))
+
+
+def laid_out(
+    numbers: list[int], count: int, decodes: int, shift: int, unused: int = 0
+) -> list[int]:
+    """Returns `count` numbers: those of decodes first, then those of chunks behind room for `shift`
+    more decodes."""
+    rest = count - len(numbers) - shift
+    return [*numbers[:decodes], *[unused] * shift, *numbers[decodes:], *[unused] * rest]
 
 
 Take = Callable[[str, int], _Part]
@@ -170,7 +171,9 @@ class _Prefixes(_Tables):
 class StaticInputs:
     """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
     Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
-    0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
+    0). `token_ids` and `positions` are `(1, tokens)` int64. Where the host
+    gives positions on axes, `arguments` have them as the model's `position_ids`: `(key.axes, 1,
+    tokens)`, or `(1, tokens)` on one axis. `kept`, only with chunks, is `(decodes
     + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(key.ranges, 2)` int64:
     for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
 
@@ -195,6 +198,7 @@ class StaticInputs:
 
         self._token_ids = take("q", key.tokens)
         self._positions = take("q", key.tokens)
+        self._axes = take("q", key.axes * key.tokens)
         self._groups = []
         for number, memory in enumerate(memories):
             self._groups.append(_GroupInputs(key, number, memory, take))
@@ -216,6 +220,10 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
+            self.arguments: dict[str, Tensor] = {}
+            if key.axes:
+                axes = self._axes.device.view(key.axes, 1, key.tokens)
+                self.arguments["position_ids"] = axes if key.axes > 1 else axes[0]
             self.kept = self._kept.device if key.chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -237,6 +245,10 @@ class StaticInputs:
         shift = key.decodes - decodes
         self._token_ids.spread(tokens.token_ids, decodes, shift)
         self._positions.spread(tokens.positions, decodes, shift)
+        axes = list[int]()
+        for positions in tokens.axes or ():
+            axes += laid_out(positions, key.tokens, decodes, shift)
+        self._axes.write(axes)
         for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
             inputs.slots.spread(group.slots, decodes, shift, -1)
             inputs.seq_lens.spread(group.seq_lens, decodes, shift)

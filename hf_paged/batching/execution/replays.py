@@ -130,12 +130,8 @@ class RectangleReplays:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
         mask = prepared.get("attention_mask")
-        if mask is None:
-            return lengths
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != len(lengths):
-            return None
         width = max(lengths)
-        if mask.shape[1] != width:
+        if not isinstance(mask, Tensor) or mask.shape != (len(lengths), width):
             return lengths  # it is of the encoder's inputs, and the decoder may not have it
         visible = padding_columns(mask, len(lengths), width)
         if visible is None:

@@ -160,6 +160,10 @@ class Recorder(Protocol):
     """Records the packed steps of a model over one memory and replays them. The memory keeps the
     recorder, which outlives the runner of the steps."""
 
+    verdicts: dict[Hashable, bool]
+    """Which kinds of steps may be replays, as their runners have found; `begin` empties it when the
+    model's state has changed."""
+
     def begin(self, state: ModelState) -> None:
         """Called before steps of the model in this state: drops recordings of another state."""
 

@@ -172,8 +172,8 @@ def make_runner(
     """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
     no step is a replay, as in checks, which are short. `processes`: the processes that compute its
     steps together; the forwards of a check need none."""
+    recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
-        recorder = None if make_recorder is None else make_recorder(model, cache)
         runner = PackedRunner(
             model, cache, layout.can_mix_lengths, recorder, is_invariant, processes
         )
@@ -181,4 +181,4 @@ def make_runner(
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])
     slots: Any = cache.memory.group(states).storage
-    return blocks, RectangleRunner(model, cache, slots, layout)
+    return blocks, RectangleRunner(model, cache, slots, layout, recorder)

@@ -48,20 +48,43 @@ def next_logits(
     num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Runs one step. Returns the logits `(rows * num_logits, vocab_size)` after each of the last
-    `num_logits` tokens of `ids`, and the inputs of the next step. It computes the last `num_new`
-    tokens or, if the rows begin, all but the first `num_cached`."""
-    has_encoder = bool(model.config.is_encoder_decoder)
-    embeds = inputs.get("inputs_embeds")
-    new = embeds if begins and embeds is not None and not has_encoder else ids
-    count = new.shape[1] - num_cached if begins else num_new
-    prepared = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=count, is_first_iteration=begins, **inputs
-    )
+    `num_logits` tokens of `ids`, and the inputs of the next step. `num_new` and `num_cached` as in
+    `prepare`."""
+    prepared = prepare(model, ids, inputs, begins, num_new, num_cached)
     if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it to 1
         prepared["logits_to_keep"] = num_logits
     outputs = model(**prepared, return_dict=True)
     logits = outputs.logits[:, -num_logits:].flatten(0, 1)
-    return logits, compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
+    return logits, next_inputs(model, outputs, inputs)
+
+
+def prepare(
+    model: Any,
+    ids: Tensor,
+    inputs: dict[str, Any],
+    begins: bool,
+    num_new: int = 1,
+    num_cached: int = 0,
+) -> dict[str, Any]:
+    """Returns the arguments of the model's forward. Only the last `num_new` tokens of `ids` are
+    new; if the rows begin, all but the first `num_cached`."""
+    has_encoder = bool(model.config.is_encoder_decoder)
+    embeds = inputs.get("inputs_embeds")
+    new = embeds if begins and embeds is not None and not has_encoder else ids
+    count = new.shape[1] - num_cached if begins else num_new
+    prepared: dict[str, Any] = model.prepare_inputs_for_generation(
+        ids, next_sequence_length=count, is_first_iteration=begins, **inputs
+    )
+    return prepared
+
+
+def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inputs from which the next step is prepared, after a forward's `outputs`."""
+    has_encoder = bool(model.config.is_encoder_decoder)
+    updated: dict[str, Any] = compat.update_inputs(
+        model, outputs, inputs, is_encoder_decoder=has_encoder
+    )
+    return updated
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -33,6 +33,7 @@ class Key(NamedTuple):
     # by group: prefixes shared by decodes, columns of their tables
     prefixes: tuple[tuple[int, int], ...] = ()
     num_ranges: int = 0  # token ranges with an adapter
+    num_axes: int = 0  # of positions that the host gives; 0: positions count tokens
     variant: Hashable = None  # of the context
     # autocast dtype, training mode, batch invariance, whether hidden states are stored, torch's
     # options
@@ -59,7 +60,7 @@ class Key(NamedTuple):
         tokens, and perhaps without their cascade over shared prefixes."""
         if self.options != other.options or not _covers(self.variant, other.variant):
             return False
-        if bool(self.num_chunks) != bool(other.num_chunks):
+        if self.num_axes != other.num_axes or bool(self.num_chunks) != bool(other.num_chunks):
             return False
         if self.num_chunk_tokens > 2 * other.num_chunk_tokens:
             return False
@@ -84,6 +85,7 @@ class Key(NamedTuple):
             self.num_chunks,
             self.num_chunk_tokens,
             bool(self.prefixes),
+            self.num_axes,
             self.variant,
             self.options,
         )
@@ -146,5 +148,13 @@ def key_of(
     else:
         rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
     return Key(
-        rows, tuple(widths), chunks, chunk_tokens, tuple(shared), num_ranges, variant, options
+        rows,
+        tuple(widths),
+        chunks,
+        chunk_tokens,
+        tuple(shared),
+        num_ranges,
+        len(tokens.axes or ()),
+        variant,
+        options,
     )

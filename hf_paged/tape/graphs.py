@@ -33,7 +33,6 @@ from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
-from ..step import StepMetadata
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
@@ -54,11 +53,10 @@ from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[
-    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
-]
+Forward = Callable[..., Tensor]
 """Takes token ids and positions `(1, n)`, each group's step, the indices of the tokens that get
-logits (`None`: all) and the context; returns logits `(indices, vocab_size)`."""
+logits (`None`: all), the context and further arguments of the model; returns logits `(indices,
+vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
@@ -87,8 +85,9 @@ def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
-    groups = [group.blocks for group in cache.groups.values()]
-    specs = tuple(cache.groups)
+    caches = [cache] if cache.cross is None else [cache, cache.cross]
+    specs = tuple(spec for part in caches for spec in part.groups)
+    groups = [group.blocks for part in caches for group in part.groups.values()]
     graphs: Any = memory.recorders.get(specs)
     identity = (weakref.ref(model), model.device, groups)
     if not isinstance(graphs, StepGraphs) or graphs.identity != identity:
@@ -110,6 +109,7 @@ class StepGraphs:
     ) -> None:
         # why recording has stopped, until the model changes
         self.unsupported_reason: str | None = None
+        self.verdicts: dict[Hashable, bool] = {}
         # why changes of the model cannot be tracked, so that graphs are not used
         self._untracked_reason: str | None = None
         self._model, self._device, self._groups = self.identity = (
@@ -153,6 +153,7 @@ class StepGraphs:
             self._uses.clear()  # so that a model that changes often is not recorded each time
             self._persistent_storages = _storages(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
+            self.verdicts.clear()
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
         """Launches steps ahead; `None` if the host computes replays itself."""
@@ -221,7 +222,7 @@ class StepGraphs:
     def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether such steps are recorded: decodes that all get logits, and on devices also steps
         with few chunk tokens."""
-        if tokens.rope_factors or tokens.axes is not None:
+        if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
@@ -464,6 +465,7 @@ def _run(
             inputs.steps(),
             inputs.logit_indices,
             graphs._context,
+            **inputs.arguments,
         )
     torch.clear_autocast_cache()
     if not outputs:

@@ -50,16 +50,17 @@ class _Part:
         shift: int,
         fill: int = 0,
     ) -> None:
-        """Writes the whole part: the numbers of decodes, `shift` unused entries, the numbers of
-        chunks, and unused entries to the end. Unused entries get `fill`."""
-        rest = self.count - len(numbers) - shift
-        padded = [
-            *numbers[:num_decodes],
-            *[fill] * shift,
-            *numbers[num_decodes:],
-            *[fill] * rest,
-        ]
-        self.host[:] = array(self.kind, padded)
+        """Writes the whole part, as `padded` returns it."""
+        self.host[:] = array(self.kind, padded(numbers, self.count, num_decodes, shift, fill))
+
+
+def padded(
+    numbers: list[int], count: int, num_decodes: int, shift: int, fill: int = 0
+) -> list[int]:
+    """Returns `count` numbers: those of decodes, `shift` unused entries, the numbers of chunks, and
+    unused entries to the end. Unused entries get `fill`."""
+    rest = count - len(numbers) - shift
+    return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * rest]
 
 
 NewPart = Callable[[str, int], _Part]
@@ -172,7 +173,9 @@ class _Prefixes(_Tables):
 class StaticInputs:
     """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
     Unused rows hold token 0 at position 0, which is not stored (slot -1) and attends to no key
-    (length 0). `token_ids` and `positions` are `(1, tokens)` int64. `logit_indices`, only with
+    (length 0). `token_ids` and `positions` are `(1, tokens)` int64. Where the host gives positions
+    on axes, `arguments` have them as the model's `position_ids`: `(axes, 1, tokens)`, or `(1,
+    tokens)` on one axis. `logit_indices`, only with
     chunks, is `(decodes + chunks,)` int64: the tokens that get logits. `ranges` is
     `(key.num_ranges, 2)` int64: each adapter's range of decode tokens, and, with chunks, its range
     of chunk tokens."""
@@ -198,6 +201,7 @@ class StaticInputs:
 
         self._token_ids = new_part("q", key.num_tokens)
         self._positions = new_part("q", key.num_tokens)
+        self._axes = new_part("q", key.num_axes * key.num_tokens)
         self._groups = []
         for number, memory in enumerate(memories):
             self._groups.append(_GroupInputs(key, number, memory, new_part))
@@ -219,6 +223,10 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
+            self.arguments: dict[str, Tensor] = {}
+            if key.num_axes:
+                axes = self._axes.device.view(key.num_axes, 1, key.num_tokens)
+                self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
             self.logit_indices = self._logit_indices.device if key.num_chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -240,6 +248,10 @@ class StaticInputs:
         shift = key.num_decodes - num_decodes
         self._token_ids.spread(tokens.token_ids, num_decodes, shift)
         self._positions.spread(tokens.positions, num_decodes, shift)
+        axes = list[int]()
+        for positions in tokens.axes or ():
+            axes += padded(positions, key.num_tokens, num_decodes, shift)
+        self._axes.write(axes)
         for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
             inputs.slots.spread(group.slots, num_decodes, shift, -1)
             inputs.seq_lens.spread(group.seq_lens, num_decodes, shift)

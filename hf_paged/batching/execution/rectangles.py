@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ... import compat
 from ...cache.paged_cache import PagedCache
@@ -22,15 +23,18 @@ from ...model.layout import Layout
 from ...model.own_loop import (
     cache_parts,
     first_inputs,
-    next_logits,
+    next_inputs,
     pad_token_id,
+    prepare,
     with_cross,
 )
 from ...model.registry import warn_once
+from ...model.state import ModelState
 from ...plan import StepPlan
-from ...seams import ForwardContext
+from ...seams import ForwardContext, Recorder
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
+from .replays import RectangleReplays
 from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 
@@ -52,6 +56,7 @@ class RectangleRunner(Runner):
         cache: PagedCache,
         states: StateStorage,
         layout: Layout,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         self.memory = cache.memory
@@ -65,9 +70,19 @@ class RectangleRunner(Runner):
         self._has_cache = compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
         self.takes_drafts = layout.reason_against_drafts is None
+        self._replays: RectangleReplays | None = None
+        is_on_host = compute_device(model).type == "cpu"  # where reading masks waits for nothing
+        if recorder is not None and is_on_host and self._has_cache and not self._knows_states:
+            self.recorder = recorder
+            self._replays = RectangleReplays(model, cache, recorder)
         self._holders: set[Any] = set()  # rectangles whose states are in use
 
+    def begin(self, state: ModelState | None) -> None:
+        if self._replays is not None:
+            self._replays.begin(state)
+
     def go_idle(self) -> None:
+        self.begin(None)  # the state holds the weights
         self._copy_kept_states()
         self._holders = set()
 
@@ -139,16 +154,12 @@ class RectangleRunner(Runner):
         """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
         of each row's last tokens."""
         before = dict(rectangle.inputs)
-        self.num_forwards += 1
-        with self.products:
-            logits, rectangle.inputs = next_logits(
-                self.model,
-                rectangle.token_ids,
-                rectangle.inputs,
-                begins,
-                num_new,
-                num_logits,
-            )
+        prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
+        logits = None
+        if not begins and num_new == 1:
+            logits = self._replay(rectangle, prepared)
+        if logits is None:
+            logits = self._compute(rectangle, prepared, num_logits)
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]
@@ -179,6 +190,40 @@ class RectangleRunner(Runner):
         self.states.put(slots, rectangle, rectangle.row_bytes)
         self._holders.add(rectangle)
         return logits.contiguous()  # a copy, which does not keep the prompt's other logits alive
+
+    def _compute(
+        self, rectangle: Rectangle, prepared: dict[str, Any], num_logits: int = 1
+    ) -> Tensor:
+        """Runs the model's own forward on these arguments; returns logits as `_forward` does, and
+        carries the rectangle's inputs on."""
+        self.num_forwards += 1
+        if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
+            prepared["logits_to_keep"] = num_logits
+        with self.products:
+            outputs = self.model(**prepared, return_dict=True)
+        logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
+        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        return logits
+
+    def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
+        """As `_compute`, of one new token a row, as a replay; `None` if no recorded step serves
+        it."""
+        replays = self._replays
+        if replays is None:
+            return None
+        replayed = replays.run(rectangle, prepared)
+        if replayed is None:
+            return None
+        if not replays.is_checked(prepared):
+            logits = self._compute(rectangle, prepared)
+            replays.check(prepared, replayed, logits)
+            return logits
+        self.num_captured_steps += 1
+        cache, *_ = cache_parts(rectangle.cache)
+        cache.note_step(rectangle.width)
+        outputs = ModelOutput({compat.OUTPUT_CACHE: rectangle.cache})
+        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
         """Computes equally many more tokens of each row; returns logits `(rows, vocab)`, with

@@ -202,7 +202,10 @@ def test_each_way_to_read_one_place() -> None:
         assert PositionTable(9, 2, is_parameter) in found.tables, name
     for name in ("embedding", "index", "select", "gather"):
         place.fill_(9)
-        with pytest.raises(IndexError, match="place 9 is read of 9"), PositionReads(3, model):
+        with (
+            pytest.raises(IndexError, match="index 9 is read of an axis of 9"),
+            PositionReads(3, model),
+        ):
             reads[name]()
     with PositionReads(3, model) as found:
         torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)

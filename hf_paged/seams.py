@@ -58,8 +58,9 @@ class Drafter(Protocol):
         self, num_embeddings: int, num_rows: int
     ) -> Iterable[tuple[Generation, Draft | Exception]]:
         """Called before each step, which without drafts has `num_rows` rows. Returns drafts of
-        token ids below `num_embeddings` for rows with a `sequence_to_draft`; an error ends its
-        row."""
+        token ids below `num_embeddings` (`decoding.base.Draft`) for rows with a
+        `Generation.sequence_to_draft`. An error that it returns ends its row; one that it raises
+        ends the step, which is then recovered."""
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         """Called after a step has verified a row's draft and appended the new tokens."""
@@ -222,7 +223,8 @@ if nothing can be recorded."""
 
 
 class Storage(Protocol):
-    """The memory behind the blocks of one layer group. A pool gives out their ids."""
+    """The memory behind the blocks of one layer group. A pool gives out their ids. The format of a
+    block's content is that of `KVBlocks` and `kernels/quantized.py`."""
 
     pool: BlockPool  # of this storage, which orders the free blocks
     layers: dict[int, Any]  # `KVBlocks` of the layers made so far, by index

@@ -28,7 +28,7 @@ class Sequence:
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
     index: int = 0  # position in `request.sequences`
-    # tokens with K and V in its blocks, counting those of the scheduled step
+    # tokens with K and V in its blocks; those of a step count once it is committed
     num_computed_tokens: int = 0
     # draft tokens, which follow the last token and are computed in the same step; they stay in the
     # block tables until the step's sampling has accepted or rejected them
@@ -282,8 +282,8 @@ class Request:
         self.adopt(forks)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`; copies no K or V. Finished
-        sequences stay."""
+        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`, and frees the blocks of the
+        replaced ones; copies no K or V. Finished sequences stay."""
         old = [copy.copy(sequence) for sequence in self.sequences]
         moved = [
             row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished

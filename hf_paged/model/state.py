@@ -136,8 +136,8 @@ class ModelState(Reading):
         self._is_doubted, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
-        """Keeps the tensors' memory alive, for recorded steps that do not check `is_in_place` each
-        time."""
+        """Keeps the tensors' memory alive, for recorded steps between two doubts: `is_in_place`
+        then returns what it found before."""
         self._memory = [x.untyped_storage() for x in self._all_tensors]
 
     def doubt(self) -> None:

@@ -218,7 +218,9 @@ class Executor:
         if state is not None:
             if self.runs_code:
                 state.accept()
-            if not self._switches_attention:  # a call, which does not check it before each replay
+            if (
+                not self._switches_attention
+            ):  # a call, which doubts the state only after its forwards
                 state.keep_memory()
         recordable = None if self.runner.recorder is None else state
         self.runner.begin(recordable)

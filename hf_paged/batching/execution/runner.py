@@ -47,7 +47,8 @@ class Runner:
     is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
     recorder: Recorder | None = None  # replays steps, for which it needs the model's state
     takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
-    has_states: bool = False  # whether a failed step cannot be repeated
+    # whether a failed step leaves states behind, so that its rows are recomputed
+    has_states: bool = False
     num_captured_steps: int = 0  # steps that were replays
     num_forwards: int = 0  # forwards that have begun, without replays, which run no model code
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values

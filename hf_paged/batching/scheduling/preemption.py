@@ -429,7 +429,9 @@ class Preemption:
 
     def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, and resets its computed
-        tokens."""
+        tokens: it is recomputed. Reasons: a preemption that does not swap; a swapped request that
+        does not fit while alone; other rotary factors or weights (`weights_update`); a failed step
+        with states, or split bookkeeping (`StepLoop.recover`)."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)

@@ -350,7 +350,7 @@ def test_each_process_has_its_own_views(is_settled: bool) -> None:
 def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each storage is told of the fork, whatever happens to another one."""
     (busy, _), (broken, _), (cache, expected) = filled(VIRTUAL), filled(VIRTUAL), filled(VIRTUAL)
-    own, layers = KVBlocks.at, storage_of(busy).layers
+    own, layers = KVBlocks.select, storage_of(busy).layers
 
     def at(blocks: KVBlocks, block_ids: list[int]) -> KVBlocks:
         if blocks is layers[0]:
@@ -359,7 +359,7 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
             raise MemoryError
         return own(blocks, block_ids)
 
-    monkeypatch.setattr(KVBlocks, "at", at)
+    monkeypatch.setattr(KVBlocks, "select", at)
     monkeypatch.setattr(forks, "_shared", [storage_of(each) for each in (busy, broken, cache)])
     assert in_child(
         lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache)
@@ -388,13 +388,13 @@ def test_a_collection_under_a_mode_of_other_code(
 def test_a_cache_is_pickled_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another thread could add layers meanwhile."""
     cache, expected = filled(VIRTUAL)
-    own, found = KVBlocks.at, list[bool]()
+    own, found = KVBlocks.select, list[bool]()
 
     def at(blocks: KVBlocks, block_ids: list[int]) -> KVBlocks:
         found.append(cache.memory.lock._is_owned())  # type: ignore[attr-defined]
         return own(blocks, block_ids)
 
-    monkeypatch.setattr(KVBlocks, "at", at)
+    monkeypatch.setattr(KVBlocks, "select", at)
     copied = pickle.loads(pickle.dumps(cache))
     assert found and all(found)
     assert torch.equal(copied.layers[0].keys + 0, expected)

@@ -18,8 +18,7 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +119,6 @@ def measure(
     names = list(functions)
     calls: dict[str, int] = {}
     works: dict[str, Callable[[], None]] = {}
-    times: dict[str, list[float]] = {name: [] for name in names}
     recorded: set[str] = set()
 
     def walk(name: str, count: int) -> Callable[[], None]:
@@ -142,10 +140,10 @@ def measure(
         ):
             works[name] = replay
             recorded.add(name)
-    for repeat in range(repeats):
-        for name in runner.in_order(names, repeat):
-            times[name].append(elapsed(works[name], device) / calls[name])
-    return times, recorded
+    arms = {
+        name: (lambda _, name=name: elapsed(works[name], device) / calls[name]) for name in names
+    }
+    return runner.take_turns(arms, repeats), recorded
 
 
 def rows_of(
@@ -217,74 +215,13 @@ def run(
             report.write(
                 name, facts, rows, directory=args.results, columns=columns, notes=str(limits)
             )
-    if args.results:
-        report.plot(lambda: draw({"facts": facts, "rows": rows}, args.results / f"{name}.png"))
 
 
-PHASES = {
-    "decode": "Decode: one new token per row",
-    "chunk": "Chunk: some tokens of a prompt",
-    "prefill": "Prefill: whole prompts",
-}
-PICTURED = {
-    "ours": "hf_paged",
-    "ours: gather": "hf_paged, without its kernels",
-    "HF sdpa": "transformers, sdpa",
-    "HF eager": "transformers, eager",
-    "flex_attention": "flex_attention",
-}
-"""Contenders that a picture shows. The baseline is the line at 1, and "ours" is the kernel that
-"ours: cpp" names."""
-
-
-def in_words(row: Mapping[str, Any]) -> str:
-    """What a row computes: "llama-3.1-8b: 4 rows, 64 tokens after 512"."""
-    rows, tokens, total = re.fullmatch(r"(\d+) x (\S+)(?: of (\d+))?", row["case"]).groups()  # type: ignore[union-attr]
-    tokens = tokens.replace("..", " to ")
-    what = f" of {tokens} tokens"
-    if total:
-        what = f", {tokens} tokens after {int(total) - int(tokens)}"
-    blocks = f", blocks of {row['block_size']}" if row["block_size"] != 16 else ""
-    return f"{row['heads']}: {rows} row{'s' * (rows != '1')}{what}{blocks}"
-
-
-def draw(data: Mapping[str, Any], path: Path) -> Path | None:
-    """Time relative to contiguous SDPA: a line for each case in bfloat16, a mark for each
-    contender."""
-    chosen = [row for row in data["rows"] if row["dtype"] == "bf16" and "over_contiguous" in row]
-    chosen = [row for row in chosen if row["contender"] in PICTURED]
-    cases: dict[str, list[str]] = {}
-    for row in chosen:
-        titles = cases.setdefault(row["phase"], [])
-        titles += [in_words(row)] if in_words(row) not in titles else []
-    if not cases:
-        return None
-    heights = [len(titles) + 1 for titles in cases.values()]
-    options = dict(nrows=len(cases), squeeze=False, sharex=True, height_ratios=heights)
-    foot = report.caption(data["facts"], "bfloat16, heads of the models named")
-    figure, axes = report.figure(140 + 21 * sum(heights), foot, **options)
-    for axis, (phase, titles) in zip(axes[:, 0], cases.items()):
-        for index, (contender, name) in enumerate(PICTURED.items()):
-            mine = [row for row in chosen if row["contender"] == contender]
-            rows = [row for row in mine if row["phase"] == phase]
-            color, marker = report.PALETTE[index], report.MARKERS[index]
-            ratios = [row["over_contiguous"] for row in rows]
-            heights = [titles.index(in_words(row)) for row in rows]
-            axis.scatter(ratios, heights, s=34, c=color, marker=marker, label=name, zorder=3)
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", ylim=(len(titles) - 0.5, -0.5))
-        axis.set_yticks(range(len(titles)), titles, fontsize=8)
-        axis.set_title(PHASES[phase], fontsize=9, loc="left")
-    report.log_ticks(axes[-1, 0].xaxis)
-    said = "time over that of SDPA on contiguous tensors: left of 1 is faster"
-    axes[-1, 0].set_xlabel(said, fontsize=9)
-    report.legend_below(figure, axes[0, 0], 5, columnspacing=1.2)
-    return report.save(figure, path)
-
+PHASES = ("decode", "chunk", "prefill")
 
 OPTIONS = {
     "--device": runner.DEVICE,
-    "--phase": option(choices=list(PHASES), nargs="+"),
+    "--phase": option(choices=PHASES, nargs="+"),
     "--only": option('regular expression on "heads phase case block dtype"', default=""),
     "--repeats": option("turns of each contender (9; 2 with --quick)", type=int),
     "--threads": runner.THREADS,

@@ -15,7 +15,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
 from hf_paged.step import StepMetadata
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # K/V of all layers, larger than any processor cache
 MAX_LAYERS = 256
 

@@ -26,7 +26,7 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.kernels import quantized
+from hf_paged.kernels import quantized as quantization
 
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
@@ -103,7 +103,7 @@ class Quantized(Peer):
     name = INT8
 
     def prepare(self, data: Data) -> Attention:
-        calls = [call._replace(blocks=self._quantize(call.blocks)) for call in data.calls]
+        calls = [call._replace(blocks=quantized(call.blocks)) for call in data.calls]
         if backends.select(calls[0]) is backends.gather:
             raise Skipped("no kernel takes it")
         return lambda layer: backends.attend(calls[layer]).unflatten(
@@ -111,16 +111,17 @@ class Quantized(Peer):
         )
 
     def expected(self, data: Data) -> Tensor:
-        call = data.calls[0]._replace(blocks=self._quantize(data.calls[0].blocks))
+        call = data.calls[0]._replace(blocks=quantized(data.calls[0].blocks))
         return reference.attend(call).unflatten(0, (-1, data.setting.case.query_len))
 
-    @staticmethod
-    def _quantize(blocks: KVBlocks) -> KVBlocks:
-        keys, values = blocks.keys, blocks.values
-        found = KVBlocks.allocate(*keys.shape[::2], keys, values, kv_dtype="int8")
-        quantized.write(found.keys, slice(None), keys)
-        quantized.write(found.values, slice(None), values)
-        return found
+
+def quantized(blocks: KVBlocks, kv_dtype: str = "int8") -> KVBlocks:
+    """The same keys and values in blocks of one byte a number."""
+    keys, values = blocks.keys, blocks.values
+    found = KVBlocks.allocate(*keys.shape[::2], keys, values, kv_dtype=kv_dtype)
+    quantization.write(found.keys, slice(None), keys)
+    quantization.write(found.values, slice(None), values)
+    return found
 
 
 class Contiguous(Peer):

@@ -16,20 +16,23 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import attention_data
+from benchmarks.attention_data import Case, Setting
+from benchmarks.attention_peers import quantized
 from benchmarks.ceilings import synchronize
 from benchmarks.machine import facts
+from benchmarks.models import SHAPES
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
-from hf_paged.kernels import costs, preferred, quantized
+from hf_paged.kernels import costs, preferred
 from hf_paged.step import StepMetadata
 
 SIZES = [
@@ -50,48 +53,38 @@ class Problem:
     """The last `query_len` tokens of rows of `seq_len` tokens, over layers of blocks in random
     order."""
 
-    tables: torch.Tensor
-    seq_lens: tuple[int, ...]
-    query_len: int
+    calls: list[AttentionCall]
+    case: Case
     block_size: int
-    query: torch.Tensor
-    layers: list[KVBlocks]
 
     @classmethod
     def make(
         cls, stored: str, dim: int, block_size: int, load: tuple[int, int, int, int], device: str
     ) -> Problem:
         """`stored`: a torch dtype, or a `PagedConfig.kv_dtype` for blocks of float32 states."""
-        rows, query_len, seq_len, num_layers = load
+        rows, query_len, seq_len, layers = load
         heads, kv_heads = HEADS[dim]
-        dtype = torch.float32 if stored in KV_DTYPES else getattr(torch, stored)
-        per_row = -(-seq_len // block_size)
-        shape = rows * per_row, kv_heads, block_size, dim
-        keys, values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-        kv_dtype = stored if stored in KV_DTYPES else None
-        first = KVBlocks.allocate(shape[0], block_size, keys, values, kv_dtype=kv_dtype)
-        quantized.write(first.keys, slice(None), keys)
-        quantized.write(first.values, slice(None), values)
-        layers = [first]
-        while len(layers) < num_layers:
-            layers.append(first.like([data.clone() for data in first.data]))
-        tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
-        query = torch.randn(rows * query_len, heads, dim, dtype=dtype, device=device)
-        return cls(tables, (seq_len,) * rows, query_len, block_size, query, layers)
+        shape = replace(SHAPES["llama-tiny"], heads=heads, kv_heads=kv_heads, head_dim=dim)
+        case = Case("", "", (seq_len,) * rows, query_len)
+        dtype = "float32" if stored in KV_DTYPES else stored
+        names = {str(one)[6:]: name for name, one in attention_data.DTYPES.items()}
+        setting = Setting(shape, case, block_size, names[dtype], device)
+        calls = attention_data.make(setting, layers=layers).calls
+        if stored in KV_DTYPES:
+            calls = [call._replace(blocks=quantized(call.blocks, stored)) for call in calls]
+        return cls(calls, case, block_size)
 
     def run(self, backend: Any) -> list[torch.Tensor]:
-        """Runs a step; returns the output of each layer, `(rows * query_len, heads, dim)`."""
-        step = StepMetadata.rectangle(
-            self.tables, self.seq_lens, self.block_size, query_len=self.query_len
-        )
-        scale = self.query.shape[-1] ** -0.5
-        return [
-            backend.attend(AttentionCall(self.query, blocks, step, scale)) for blocks in self.layers
-        ]
+        """Prepares and runs a step; returns the output of each layer, `(rows * query_len, heads,
+        dim)`."""
+        tables = self.calls[0].step.block_tables
+        lengths, queries = self.case.seq_lens, self.case.query_len
+        step = StepMetadata.rectangle(tables, lengths, self.block_size, query_len=queries)
+        return [backend.attend(call._replace(step=step)) for call in self.calls]
 
     def check(self, backend: Any, stored: str) -> None:
         """Raises `RuntimeError` if the backend's output differs from the reference."""
-        (output,), (expected,) = self.run(backend), self.run(reference)
+        output, expected = self.run(backend)[0], self.run(reference)[0]
         most = TOLERANCE[stored]
         if not torch.allclose(output.float(), expected.float(), atol=most, rtol=most):
             blocks = f"{stored} in blocks of {self.block_size} tokens"
@@ -99,11 +92,12 @@ class Problem:
 
     def time(self, backend: Any) -> float:
         """Nanoseconds per context token and layer."""
-        synchronize(self.query.device)
+        device, tokens = self.calls[0].query.device, sum(self.case.seq_lens) * len(self.calls)
+        synchronize(device)
         start = time.perf_counter()
         self.run(backend)
-        synchronize(self.query.device)
-        return 1e9 * (time.perf_counter() - start) / (sum(self.seq_lens) * len(self.layers))
+        synchronize(device)
+        return 1e9 * (time.perf_counter() - start) / tokens
 
 
 def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:

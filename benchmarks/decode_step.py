@@ -12,21 +12,20 @@ prompt.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import statistics
-from dataclasses import asdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks import paired, runner
+from benchmarks import runner
 from benchmarks.models import SHAPES, build
-from benchmarks.report import markdown
 from benchmarks.systems import StopsAt
-from benchmarks.workloads import equal_share
 
 Inputs = dict[str, torch.Tensor]
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -37,16 +36,6 @@ CASES: dict[str, tuple[tuple[int, ...], int]] = {
 """Prompt lengths of the rows in tokens, and turns of plain and paged."""
 QUICK = {"1x128": ((128,), 3), "4 rows of 32..256": ((32, 100, 180, 256), 3)}
 SYSTEMS: dict[str, dict[str, Any]] = {"plain": {}, "paged": {"cache_implementation": "paged"}}
-COLUMNS = {
-    "case": "case",
-    "plain_ms": "plain ms",
-    "paged_ms": "paged ms",
-    "ratio": "paged / plain",
-    "range": "min..max",
-    "in_place": "in place",
-    "kv_mib": "peak KV, MiB",
-    "equal": "equal tokens",
-}
 
 
 def step_seconds(
@@ -75,51 +64,36 @@ def padded(lengths: tuple[int, ...], vocab_size: int, device: str) -> Inputs:
     return {"input_ids": (ids * mask).to(device), "attention_mask": mask.long().to(device)}
 
 
-def compare(model: Any, inputs: Inputs, turns: int, new_tokens: int) -> dict[str, Any]:
-    """The figures of a case."""
-    tokens: dict[str, list[list[int]]] = {}
-    routes: dict[str, hf_paged.Route | None] = {}
-
-    def steps(name: str) -> float:
-        seconds, output = step_seconds(model, inputs, new_tokens, **SYSTEMS[name])
-        tokens[name] = output[:, -new_tokens:].tolist()
-        routes[name] = hf_paged.last_route(model)
-        return statistics.median(seconds)
-
-    arms = {name: (lambda turn, name=name: steps(name)) for name in SYSTEMS}
-    for options in SYSTEMS.values():  # a short warm-up
-        step_seconds(model, {name: x[:, -8:] for name, x in inputs.items()}, 4, **options)
-    seconds = runner.take_turns(arms, turns)
-    ratios = paired.ratios(seconds["paged"], seconds["plain"])
-    route = asdict(routes["paged"] or hf_paged.Route("plain", ""))
-    row: dict[str, Any] = {
-        f"{name}_ms": 1e3 * statistics.median(mine) for name, mine in seconds.items()
-    }
-    row |= {"ratio": statistics.median(ratios), "range": paired.span(ratios), "route": route}
-    row |= {"in_place": route["in_place"], "equal": f"{equal_share(*tokens.values()):.0%}"}
-    return row | {"kv_mib": hf_paged.memory_stats(model).peak_bytes / 2**20}
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape = SHAPES[args.model]
     model = build(shape, args.device, torch.bfloat16)
     cases = QUICK if args.quick else CASES
     if args.case:
         rows, length = map(int, args.case.split("x"))
         cases = {args.case: ((length,) * rows, 5)}
-    found = []
+
+    def steps(turn: int, system: str, inputs: Inputs) -> runner.Turn:
+        seconds, output = step_seconds(model, inputs, args.new_tokens, **SYSTEMS[system])
+        route, figures = hf_paged.last_route(model), {}
+        if system == "paged" and route is not None:
+            figures = {"in place": "yes" if route.in_place else "no"}
+            figures["peak K/V, MiB"] = hf_paged.memory_stats(model).peak_bytes / 2**20
+        tokens = output[:, -args.new_tokens :].tolist()
+        return runner.Turn(statistics.median(seconds), tokens, figures)
+
     for name, (lengths, turns) in cases.items():
         if re.search(args.only, name):
             inputs = padded(lengths, shape.vocab, args.device)
-            found.append({"case": name, **compare(model, inputs, turns, args.new_tokens)})
+            arms = {
+                system: functools.partial(steps, system=system, inputs=inputs) for system in SYSTEMS
+            }
+            yield runner.Case(f"{shape.name}, {name}", arms, {"plain": {}}, turns)
             hf_paged.free(model)
-    return {"model": shape.name, "rows": found}
 
 
 main = runner.Benchmark(
     __doc__,
-    run,
-    lambda runs: [markdown(runs[0]["rows"], COLUMNS)],
+    cases,
     options={
         "--device": runner.DEVICE,
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},

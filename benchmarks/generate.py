@@ -18,7 +18,7 @@ import gc
 import math
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -36,11 +36,11 @@ from benchmarks import (
     runner,
 )
 from benchmarks.continuous import GenerateBatch, tuned
-from benchmarks.generate_tables import COLUMNS, Result
+from benchmarks.generate_tables import COLUMNS, Turns
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
-from benchmarks.runner import flag, option
+from benchmarks.runner import Turn, flag, option
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
@@ -129,36 +129,40 @@ def timed(
     return seconds, answer, latency.summary(answer.times, [start[0]] * len(answer.times))
 
 
-def turn(
-    system: System, result: Result, model: Any, shape: Shape, workload: Workload, repeat: int
-) -> list[list[int]] | None:
-    """Runs one turn of a system, writes figures or the failure to `result`, and returns the tokens.
-    -1: warm-up."""
-    cuda = model.device.type == "cuda"
-    # compiles for exact lengths
-    whole = repeat >= 0 or (isinstance(system, Generate) and system.cache == "static")
-    try:
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        run_now = workload if whole else workload.scaled(prompts=0.1, tokens=0.1)
-        seconds, answer, latencies = timed(system, model, shape, run_now, repeat)
-    except NotAvailable as error:
-        result.problem = str(error)
-        return None
-    except Exception as error:  # a failing peer is a result
-        result.problem = report.failed(error)
-        return None
-    bytes_now = system.kv_bytes(model, shape, workload, workload.batch(repeat, shape.vocab))
-    if repeat < 0:
-        return None
-    result.seconds.append(seconds[0])
-    result.cpu_seconds.append(seconds[1])
-    result.tokens = sum(map(len, answer.rows))
-    result.latencies += [latencies] if latencies else []
-    result.kv_bytes = None if bytes_now is None else max(bytes_now, result.kv_bytes or 0)
-    if cuda:
-        result.device_bytes = max(torch.cuda.max_memory_allocated(), result.device_bytes or 0)
-    return answer.rows
+def arm(
+    system: System, model: Any, shape: Shape, workload: Workload
+) -> Callable[[int], Turn | str]:
+    """Turns of a system, or why it has none: a failing peer is a result. `tuned` has warmed
+    `generate_batch` up; a compiled cache is compiled for exact lengths."""
+    problem, is_cuda = "", model.device.type == "cuda"
+    is_warm = isinstance(system, GenerateBatch | SmallPool)
+    is_whole = isinstance(system, Generate) and system.cache == "static"
+
+    def work(turn: int) -> Turn | str:
+        nonlocal problem
+        if problem or (is_warm and turn < 0):
+            return problem
+        now = workload if turn >= 0 or is_whole else workload.scaled(prompts=0.1, tokens=0.1)
+        try:
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            seconds, answer, latencies = timed(system, model, shape, now, turn)
+        except NotAvailable as error:
+            problem = str(error)
+            return problem
+        except Exception as error:
+            problem = report.failed(error)
+            return problem
+        figures: dict[str, Any] = {"cpu_s": seconds[1], "tokens": sum(map(len, answer.rows))}
+        held = system.kv_bytes(model, shape, workload, workload.batch(turn, shape.vocab))
+        figures |= {} if held is None else {"kv_mib": held / 2**20}
+        if is_cuda:
+            figures["device_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        settings = getattr(system, "settings", "")
+        figures |= latencies | ({"settings": settings} if settings else {})
+        return Turn(seconds[0], answer.rows, figures)
+
+    return work
 
 
 def run(
@@ -167,75 +171,38 @@ def run(
     workload: Workload,
     systems: dict[str, System],
     repeats: int,
-    floor: float,
     fewest: int | None = None,
     until: float = math.inf,
     first: int = 0,
-) -> list[Result]:
-    """Runs turns of every system after a short warm-up of each (`tuned` has warmed
-    `generate_batch` up), in alternating order; on a CPU the slow peers run one turn. Batch sizes of
-    plain that are not the fastest in the first turn run no further turn.
+) -> dict[str, list[Turn | str]]:
+    """Turns of every system after a short warm-up of each; on a CPU the slow peers run one turn.
+    Batch sizes of plain that are not the fastest in the first turn run no further turn. The rest:
+    see `runner.take_turns`."""
+    is_cpu = model.device.type == "cpu"
 
-    Args:
-        repeats, fewest (`int`): Most and fewest turns (all turns without `fewest`).
-        until (`float`): No further turn begins that may end after this moment of
-            `time.perf_counter`.
-        first (`int`): Number of the first turn; each turn has new prompts.
-    """
-    results = {name: Result(workload.name, name, workload.target, floor=floor) for name in systems}
-    names, longest = list(systems), 0.0
-    for repeat in (-1, *range(first, first + repeats)):
-        tokens: dict[str, list[list[int]]] = {}
-        best = generate_tables.best_plain(list(results.values()))
-        start, is_first = time.perf_counter(), repeat == first
-        if repeat - first >= (repeats if fewest is None else fewest) and start + longest > until:
-            break
-        for name in names[::-1] if repeat % 2 else names:
-            system, result = systems[name], results[name]
-            later = repeat >= 0 and not is_first
-            slower_plain = later and name.startswith("plain") and result is not best
-            enough = system.is_peer and later and model.device.type == "cpu"
-            warm = isinstance(system, GenerateBatch | SmallPool) and repeat < 0
-            if result.problem or slower_plain or enough or warm:
-                continue
-            if (rows := turn(system, result, model, shape, workload, repeat)) is not None:
-                tokens[name] = rows
-        if repeat > first:
-            longest = max(longest, time.perf_counter() - start)
-        last = [name for name in names if name.startswith("plain") and name in tokens][-1:]
-        for name, rows in tokens.items():
-            if last and (not workload.sampled or name == "ours"):
-                # other random draws give other samples
-                results[name].equal.append(equal_share(tokens[last[0]], rows))
+    def is_done(name: str, found: Turns) -> bool:
+        is_slower = name.startswith("plain") and name != generate_tables.best_plain(found)
+        return bool(found[name]) and (is_slower or (systems[name].is_peer and is_cpu))
+
+    arms = {name: arm(system, model, shape, workload) for name, system in systems.items()}
+    limits = {"first": first, "fewest": fewest, "until": until}
+    found = runner.take_turns(arms, repeats, 1, workload.name, **limits, is_done=is_done)
     for system in systems.values():
         system.free()
     hf_paged.free(model)
-    return list(results.values())
-
-
-def apart(*arguments: Any) -> list[Result]:
-    """`run` for plain and ours in a separate process: another memory layout, another build of the
-    model. `arguments`: of `_apart`, but for the number of threads."""
-    (found,) = runner.in_processes(1, _apart, torch.get_num_threads(), *arguments)
     return found
 
 
-def _apart(
-    threads: int,
-    device: str,
-    shape: Shape,
-    workload: Workload,
-    kinds: Kinds,
-    repeats: int,
-    floor: float,
-    first: int,
-) -> list[Result]:
-    torch.set_num_threads(threads)
+def apart(
+    device: str, shape: Shape, workload: Workload, kinds: Kinds, first: int
+) -> dict[str, list[Turn | str]]:
+    """`run` for plain and ours in a separate process: another memory layout, another build of the
+    model."""
     with quiet():
         model = model_of(shape, device, kinds.int8)
         systems = systems_for(workload, None, False, kinds=kinds)
         with runner.frozen():
-            return run(model, shape, workload, systems, repeats, floor, first=first)
+            return run(model, shape, workload, systems, workload.repeats, first=first)
 
 
 def floor_of(cost: Cost, limits: ceilings.Ceilings, workload: Workload) -> float:
@@ -316,9 +283,8 @@ class Run:
         kind += ["invariant"] if args.batch_invariant else []
         self.name = "-".join([*kind, args.device, args.model, *parts])
         self.rows: list[dict[str, Any]] = []
-        self.columns = {
-            k: title for k, title in COLUMNS.items() if k != "device_mib" or args.device == "cuda"
-        }
+        absent = {"device_mib": args.device != "cuda", "settings": not args.peers}
+        self.columns = {k: title for k, title in COLUMNS.items() if not absent.get(k)}
         self.extra: dict[str, Any] = {
             "ceilings": asdict(limits),
             "model": asdict(SHAPES[args.model]),
@@ -385,35 +351,32 @@ def tune(run: Run, model: Any, shape: Shape, quick: bool) -> GenerateBatch:
     return peer
 
 
-def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> list[Result]:
-    """Runs all turns of one workload; returns the results."""
+def measure(state: Run, model: Any, workload: Workload, peer: GenerateBatch | None) -> None:
+    """Runs all turns of one workload; adds its rows."""
     args, shape = state.args, SHAPES[state.args.model]
     kinds = Kinds(args.int8, args.batch_invariant)
+    if args.repeats:
+        workload = replace(workload, repeats=args.repeats, fewest=args.repeats)
     systems = systems_for(workload, peer, args.quick, args.peers, kinds)
     floor = 0.0 if args.int8 else floor_of(Cost.of(model, shape), state.limits, workload)
-    repeats, fewest = args.repeats or workload.repeats, args.repeats or workload.fewest
-    found = run(model, shape, workload, systems, repeats, floor, fewest, state.until(workload.name))
+    fewest, until = workload.fewest, state.until(workload.name)
+    runs = [run(model, shape, workload, systems, workload.repeats, fewest, until)]
     for process in range(1, workload.processes):
+        settings = args.device, shape, workload, kinds, process * workload.repeats
         try:
-            arguments = args.device, shape, workload, kinds, repeats, floor, process * repeats
-            others = {one.system: one for one in apart(*arguments)}
+            runs += runner.in_processes(1, apart, *settings)
         except Exception as error:  # the turns of this process are kept
             state.extra["problems"].append(
                 f"{workload.name}, process {process + 1}: {type(error).__name__}: {error}"
             )
-            continue
-        for result in found:
-            if result.system in others and not result.problem:
-                result.add(others[result.system])
-    rows = generate_tables.rows_of(found)
+    rows = generate_tables.rows_of(workload, runner.joined(runs), floor, len(runs))
     report.show(rows, state.columns, is_first=not state.rows)
     state.rows += rows
     third, blocks = systems.get(SMALL_POOL), None
     if isinstance(third, SmallPool) and third.cache_config:
         blocks = third.cache_config.num_blocks
-    memory = kv_memory.of_results(found, shape, workload, SMALL_POOL, blocks)
+    memory = kv_memory.of_rows(rows, shape, workload, SMALL_POOL, blocks)
     state.extra["memory"] += map(asdict, memory)
-    return found
 
 
 def benchmark(args: argparse.Namespace) -> None:
@@ -445,12 +408,11 @@ def benchmark(args: argparse.Namespace) -> None:
     print(*(f"{one.name}: {one.title}" for one in workloads), "", sep="\n", flush=True)
     state.extra["workloads"] = {one.name: one.title for one in workloads}
     state.extra |= {"memory": [], "arrivals": []}
-    results: list[Result] = []
     try:
         for workload in workloads:
             with state.part(workload.name):
-                results += measure(state, model, workload, peer)
-                state.extra["peers"] = generate_tables.peer_rows(results)
+                measure(state, model, workload, peer)
+                state.extra["peers"] = generate_tables.peer_rows(state.rows)
         if state.extra.get("peers"):
             print(f"\n{report.markdown(state.extra['peers'])}\n", flush=True)
         if state.asks_for("arrivals"):

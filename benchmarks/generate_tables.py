@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arrivals, paired, report
-from benchmarks.workloads import WORKLOADS
+from benchmarks import arrivals, paired, report, runner
+from benchmarks.runner import Turn
+from benchmarks.workloads import WORKLOADS, Workload, equal_share
 
 OURS = ("ours", "engine")
 # its time over ours, on W1 to W3
@@ -39,108 +39,87 @@ COLUMNS = {
     "kv_mib": "peak KV, MiB",
     "device_mib": "peak device, MiB",
     "roofline_share": "of the roofline",
+    "settings": "settings",
 }
 
 
-@dataclass
-class Result:
+Turns = Mapping[str, Sequence[Turn | str]]
+"""Of each system the turns, or why it has none, such as "not installed" or "failed: ..."."""
+
+
+def seconds_of(turns: Sequence[Turn | str]) -> list[float]:
+    return [turn.seconds for turn in turns if isinstance(turn, Turn)]
+
+
+def best_plain(turns: Turns) -> str | None:
+    """The fastest batch size of plain `generate`."""
+    plain = {name: seconds_of(mine) for name, mine in turns.items() if name.startswith("plain")}
+    ran = {name: statistics.median(seconds) for name, seconds in plain.items() if seconds}
+    return min(ran, key=ran.__getitem__, default=None)
+
+
+def rows_of(
+    workload: Workload, turns: Turns, floor: float = 0.0, processes: int = 1
+) -> list[dict[str, Any]]:
     """
-    Seconds of each repeat, and how its tokens compare with plain's.
+    One row for each system of one workload.
 
     Args:
-        problem (`str`): Why there are no figures, such as "not installed" or "failed: ..."; empty
-            if there are.
-        tokens (`int`): New tokens per repeat, checked against the number asked for.
-        floor (`float`): Seconds per repeat by the roofline.
-        seconds, cpu_seconds (`list[float]`): Wall time and CPU time of all threads per repeat; CPU
-            time well below `seconds` times threads means that the cores were shared.
-        equal (`list[float]`): Share of tokens equal to plain's, per repeat.
-        latencies (`list[dict[str, float]]`): `latency.summary` of each repeat.
-        kv_bytes, device_bytes (`int`, *optional*): Peak bytes of K/V, and of PyTorch's memory on
-            the device.
+        floor (`float`): Seconds of a turn by the roofline; 0: unknown.
         processes (`int`): Number of processes, one after the other, that ran the turns.
     """
-
-    workload: str
-    system: str
-    target: float | None = None
-    problem: str = ""
-    tokens: int = 0
-    floor: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    equal: list[float] = field(default_factory=list)
-    latencies: list[dict[str, float]] = field(default_factory=list)
-    kv_bytes: int | None = None
-    device_bytes: int | None = None
-    processes: int = 1
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def add(self, other: Result) -> None:
-        """Adds the turns of another process."""
-        self.seconds += other.seconds
-        self.cpu_seconds += other.cpu_seconds
-        self.equal += other.equal
-        self.latencies += other.latencies
-        self.processes += other.processes
-        self.problem = self.problem or other.problem
-
-
-def best_plain(results: Sequence[Result]) -> Result | None:
-    """The fastest batch size of plain `generate`."""
-    plain = [result for result in results if result.system.startswith("plain") and result.seconds]
-    return min(plain, key=lambda result: result.median, default=None)
-
-
-def rows_of(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One row for each system of one workload."""
     rows = []
-    plain = best_plain(results)
-    for result in results:
-        row: dict[str, Any] = {"workload": result.workload, "system": result.system}
+    best = best_plain(turns)
+    for name, all_turns in turns.items():
+        row: dict[str, Any] = {"workload": workload.name, "system": name}
         rows.append(row)
-        if result.problem or not result.seconds:
-            row["time"] = result.problem
+        mine = [turn for turn in all_turns if isinstance(turn, Turn)]
+        problems = [turn for turn in all_turns if isinstance(turn, str)]
+        if problems or not mine:
+            row["time"] = next(iter(problems), "")
             continue
-        speeds = paired.ratios(plain.seconds, result.seconds) if plain else []
-        interval = paired.interval(speeds) if result is not plain else None
+        seconds, plain = seconds_of(mine), turns[best] if best else []
+        median = statistics.median(seconds)
+        speeds = paired.ratios(seconds_of(plain), seconds)
+        figures = runner.joined({key: [one] for key, one in turn.figures.items()} for turn in mine)
         row |= {
-            "time": f"{result.median:.2f} ({min(result.seconds):.2f}..{max(result.seconds):.2f})",
-            "seconds": result.seconds,
-            "cpu_s": statistics.median(result.cpu_seconds),
-            "turns": len(result.seconds),
-            "tokens_per_s": result.tokens / result.median,
-            "processes": result.processes,
+            "time": f"{median:.2f} ({min(seconds):.2f}..{max(seconds):.2f})",
+            "seconds": seconds,
+            "cpu_s": statistics.median(figures.pop("cpu_s", [0.0])),
+            "turns": len(seconds),
+            "tokens_per_s": max(figures.pop("tokens", [0])) / median,
+            "processes": processes,
             "plain_over": statistics.median(speeds) if speeds else None,
-            "interval": paired.span(interval),
-            "target": paired.verdict(speeds, result.target)
-            if speeds and result.system in OURS
-            else "",
-            "equal": f"{statistics.mean(result.equal):.0%}" if result.equal else "",
-            "kv_mib": None if result.kv_bytes is None else result.kv_bytes / 2**20,
-            "device_mib": None if result.device_bytes is None else result.device_bytes / 2**20,
-            "roofline_share": f"{result.floor / result.median:.0%}" if result.floor else "",
+            "interval": paired.span(paired.interval(speeds)) if name != best else "",
+            "target": paired.verdict(speeds, workload.target) if speeds and name in OURS else "",
+            "equal": "",
+            "roofline_share": f"{floor / median:.0%}" if floor else "",
         }
-        for key in result.latencies[0] if result.latencies else ():
-            row[key] = statistics.median(found[key] for found in result.latencies)
+        if plain and (not workload.sampled or name == "ours"):  # other draws, other samples
+            pairs = zip(plain, mine)
+            shares = [equal_share(one.tokens, other.tokens) for one, other in pairs]  # type: ignore[union-attr]
+            row["equal"] = f"{statistics.mean(shares):.0%}"
+        for key in ("kv_mib", "device_mib"):
+            row[key] = max(figures.pop(key, [None]))
+        row |= {
+            key: values[-1] if isinstance(values[-1], str) else statistics.median(values)
+            for key, values in figures.items()
+        }
     return rows
 
 
-def peer_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+def peer_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Time of transformers' continuous batching over that of each of ours."""
-    found = {(result.workload, result.system): result for result in results if result.seconds}
-    rows = []
-    for (workload, system), peer in found.items():
+    found = {(row["workload"], row["system"]): row["seconds"] for row in rows if "seconds" in row}
+    peers = []
+    for (workload, system), seconds in found.items():
         for ours in OURS:
             if system in PEER_TARGETS and (workload, ours) in found:
-                values = paired.ratios(peer.seconds, found[workload, ours].seconds)
+                values = paired.ratios(seconds, found[workload, ours])
                 row = {"workload": workload, "peer": system, "time over": ours}
                 row |= {"ratio": statistics.median(values), "turns": len(values)}
-                rows.append({**row, "target": paired.verdict(values, PEER_TARGETS[system])})
-    return rows
+                peers.append({**row, "target": paired.verdict(values, PEER_TARGETS[system])})
+    return peers
 
 
 def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
-import statistics
+import functools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from transformers.trainer_callback import PrinterCallback
 import hf_paged
 from benchmarks import runner
 from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
-from benchmarks.paired import estimate, ratios
-from benchmarks.report import markdown
 
 STEPS, GENERATIONS = 4, 8
 PROMPTS = (1, 4)  # prompts per step
@@ -40,7 +37,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     # transformers' name, on our engine
     "generate_batch": {"use_transformers_continuous_batching": True},
 }
-OURS = {"paged": "", "generate_batch": "_by_batches"}  # with the ends of their keys
 
 
 class Timed(LlamaForCausalLM):
@@ -128,84 +124,39 @@ def train(
     return sum(model.seconds), whole, [rollouts, losses]
 
 
-def measure(args: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    """Median seconds of each system, speedup of the paged rollouts, and whether tokens and losses
-    are equal."""
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape = SHAPES[args.model]
     model = build(shape, "cpu", torch.float32)
     model.__class__ = Timed
     weights = copy.deepcopy(model.state_dict())
-    answers: list[Any] = []
-    routes: dict[str, Any] = {}
-
-    def rollouts(system: str) -> tuple[float, float]:
-        model.load_state_dict(weights)
-        *seconds, found = train(model, shape, system, prompts, args.new_tokens, args.length)
-        answers.append(found)
-        routes[system] = hf_paged.last_route(model)
-        return seconds[0], seconds[1]
-
-    arms = {system: (lambda turn, system=system: rollouts(system)) for system in SYSTEMS}
-    turns = runner.take_turns(arms, args.turns, warm_ups=1, title=args.model)
-    hf_paged.check_integrity(model)
-    route = routes["generate_batch"]
-    row: dict[str, Any] = {
-        "model": args.model,
-        "dtype": "float32",
-        "turns": args.turns,
-        "prompts": prompts,
-        "new_tokens": args.new_tokens,
-        "length": args.length,
-        "equal": all(found == answers[0] for found in answers),
-        "road": route.road if route else None,
-    }
-    for place, title in enumerate(("rollouts", "training")):
-        of = {system: [seconds[place] for seconds in mine] for system, mine in turns.items()}
-        row[title] = {system: round(statistics.median(values), 3) for system, values in of.items()}
-        for system, suffix in OURS.items():
-            faster = estimate(ratios(of["plain"], of[system]))
-            row[title][f"faster{suffix}"] = round(faster.value, 3)
-            row[title][f"interval{suffix}"] = faster.bounds(3)
-    return row
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
     hf_paged.install(continuous_batching=True)
     transformers.logging.set_verbosity_error()
-    return {"rows": [measure(args, prompts) for prompts in PROMPTS]}
 
+    def rollouts(turn: int, system: str, prompts: int) -> runner.Turn:
+        model.load_state_dict(weights)
+        seconds, whole, found = train(model, shape, system, prompts, args.new_tokens, args.length)
+        route = hf_paged.last_route(model)
+        figures = {"training, s": whole, "route": "plain" if system == "plain" else route.road}
+        return runner.Turn(seconds, found, figures)
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = []
-    for row, title in itertools.product(rows, ("rollouts", "training")):
-        cell = row[title]
-        size = f"{row['prompts']} x {GENERATIONS} x {row['new_tokens']}"
-        for system, suffix in OURS.items():
-            if system not in cell:  # older results lack this system
-                continue
-            by = ", by `generate_batch`" if suffix else ""
-            low, high = cell[f"interval{suffix}"]
-            lines.append(
-                {
-                    "model": f"{row['model']}, {row['dtype']}",
-                    "what": f"{title}: {STEPS} steps of {size} tokens{by}",
-                    "plain, s": str(cell["plain"]),
-                    "paged, s": str(cell[system]),
-                    "plain / paged": f"{cell[f'faster{suffix}']} ({low} to {high})",
-                    "tokens and losses": "equal" if row["equal"] else "NOT equal",
-                }
-            )
-    return markdown(lines, right=("plain, s", "paged, s", "plain / paged"))
+    for prompts in PROMPTS:
+        arms = {
+            system: functools.partial(rollouts, system=system, prompts=prompts)
+            for system in SYSTEMS
+        }
+        size = f"{STEPS} steps of {prompts} x {GENERATIONS} x {args.new_tokens} tokens"
+        over = {"plain": {"paged": 2.2}, "paged": {"generate_batch": 1 / 1.2}}
+        yield runner.Case(f"{args.model}, float32, rollouts: {size}", arms, over)
+        hf_paged.check_integrity(model)
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    run,
-    lambda runs: [table(runs[0]["rows"])],
+    cases,
     title="Rollouts",
     results=(("grpo-cpu-llama-24m",), ("grpo-cpu-llama-24m-avx2",)),
     turns=8,
+    is_exact=True,
     fixed={"model": "llama-24m", "new_tokens": 48, "length": 64},
     quick={"model": "llama-tiny", "turns": 1, "new_tokens": 6, "length": 12},
 )

@@ -1,13 +1,13 @@
 """
 The longest gap between two tokens of a stream while other clients of the server do their worst.
 
-    python -m benchmarks.hostile [--runs 20] [--seconds 6] [--model llama-24m] [--only NAME]
+    python -m benchmarks.hostile [--turns 20] [--seconds 6] [--model llama-24m] [--only NAME]
                                  [--json PATH]
 
 Starts `transformers serve` on the engine (extra `serve` and `transformers[serving]`), with a folder
-of prefix tiers whose files cannot be read or written (EIO) from the first run on. In each run four
-clients stream, while one client for each entry of `ATTACKS` sends requests one after another. A
-run's figure is the longest time between two events of a stream.
+of prefix tiers whose files cannot be read or written (EIO) from the first turn on. In each turn
+four clients stream, alone, or while one client for each entry of `ATTACKS` sends requests one after
+another. A turn's figure is the longest time between two events of a stream.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import http.client
 import itertools
 import json
 import os
 import random
 import socket
-import statistics
 import string
 import subprocess
 import sys
@@ -29,13 +29,14 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import runner
 
 STREAMS = 4
+ALONE, BESIDE = "streams alone", "beside hostile requests"
 MOST_SECONDS, MOST_SLOW = 0.5, 0.05  # a gap, and the share of runs that may have a longer one
 SWITCH = "HF_PAGED_EIO"  # a file: while it exists, the tiers' files cannot be read or written
 NUM_BLOCKS = 2048
@@ -254,52 +255,49 @@ def longest_gap(
     return max(gaps), sum(counts), answers
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    gaps, answers = [], Counter[Any]()
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.model)
         with contextlib.closing(Server(Path(folder))) as server:
-            longest_gap(server, -1, args.seconds, [])  # records steps
-            quiet, num_quiet, _ = longest_gap(server, -2, args.seconds, [])
-            print(f"without others: longest gap {quiet:.3f} s, {num_quiet} events", flush=True)
-            longest_gap(server, -3, args.seconds, ["prompts that fit"])  # leaves files
+            seeds = itertools.count()
+            longest_gap(server, next(seeds), args.seconds, [])  # records steps
+            longest_gap(server, next(seeds), args.seconds, ["prompts that fit"])  # leaves files
             server.switch.touch()
-            for number in range(args.runs):
-                gap, count, statuses = longest_gap(server, number, args.seconds, args.only)
-                gaps.append(gap)
-                answers += statuses
-                print(f"run {number}: longest gap {gap:.3f} s, {count} events", flush=True)
-    for name in args.only:
-        mine = {status: answers[name, status] for each, status in sorted(answers) if each == name}
-        print(f"{name}: answers by status {mine}")
-    rows = [{"run": number, "longest_gap_s": round(gap, 4)} for number, gap in enumerate(gaps)]
-    return {"attacks": args.only, "quiet_s": round(quiet, 4), "rows": rows}
+
+            def gap(turn: int, names: list[str]) -> runner.Turn:
+                seconds, events, answers = longest_gap(server, next(seeds), args.seconds, names)
+                statuses = Counter[int]()
+                for (_, status), count in answers.items():
+                    statuses[status] += count
+                told = ", ".join(
+                    f"{count} of {status}" for status, count in sorted(statuses.items())
+                )
+                return runner.Turn(seconds, figures={"events": events, "answers": told})
+
+            arms = {ALONE: functools.partial(gap, names=[])}
+            arms[BESIDE] = functools.partial(gap, names=args.only)
+            yield runner.Case("longest gap", arms)
 
 
-def slow(rows: Sequence[dict[str, Any]]) -> int:
-    """Number of runs with a gap that is too long."""
-    return sum(row["longest_gap_s"] > MOST_SECONDS for row in rows)
-
-
-def show(runs: Sequence[runner.Data]) -> list[str]:
-    (data,) = runs
-    gaps = [row["longest_gap_s"] for row in data["rows"]]
-    told = f"longest gaps: median {statistics.median(gaps):.3f} s, most {max(gaps):.3f} s"
-    return [f"{told}; above {MOST_SECONDS}: {slow(data['rows'])}"]
+def slow(data: runner.Data) -> int:
+    """Number of runs beside others with a gap that is too long."""
+    (row,) = (row for row in data["rows"] if row["system"] == BESIDE)
+    return sum(seconds > MOST_SECONDS for seconds in row["seconds"])
 
 
 main = runner.Benchmark(
     __doc__,
-    run,
-    show,
+    cases,
+    notes=lambda rows: [f"gaps above {MOST_SECONDS} s beside others: {slow({'rows': rows})}"],
     options={
-        "--runs": runner.option(type=int, default=20),
         "--seconds": runner.option(type=float, default=6.0),
         "--model": runner.MODEL | {"default": "llama-24m"},
         "--only": runner.option(nargs="*", default=list(ATTACKS), choices=list(ATTACKS)),
     },
-    quick={"runs": 1, "seconds": 2.0, "model": "llama-tiny"},
-    is_wrong=lambda data: slow(data["rows"]) > MOST_SLOW * len(data["rows"]),
+    turns=20,
+    fixed={"warm_ups": 0},
+    quick={"turns": 1, "seconds": 2.0, "model": "llama-tiny"},
+    is_wrong=lambda data: slow(data) > MOST_SLOW * len(data["rows"][-1]["seconds"]),
 ).main
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 import hf_paged
 from benchmarks import paired
-from benchmarks.generate_tables import OURS, Result
+from benchmarks.generate_tables import OURS
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.systems import Engine, Generate, NotAvailable
 from benchmarks.workloads import Batch, Workload, contiguous_bytes, equal_share, sharegpt_like
@@ -72,28 +72,33 @@ LIMITS = {"W2": 40.0, "W4": 18.0}
 """Most peak bytes, in percent of plain's."""
 
 
-def of_results(
-    results: Sequence[Result], shape: Shape, workload: Workload, small: str, num_blocks: int | None
+def of_rows(
+    rows: Sequence[Mapping[str, Any]],
+    shape: Shape,
+    workload: Workload,
+    small: str,
+    num_blocks: int | None,
 ) -> list[Measurement]:
     """
-    Memory figures from the turns of a workload.
+    Memory figures from the rows of a workload.
 
     Args:
         small (`str`): Name of the engine with the smaller pool of `num_blocks` blocks.
     """
     found = []
-    by_name = {result.system: result for result in results if result.seconds}
+    by_name = {row["system"]: row for row in rows if "seconds" in row}
     if workload.name in LIMITS:
-        plain = contiguous_bytes(shape, workload, workload.batch(0, shape.vocab), ITEMSIZE)
+        batch = workload.batch(0, shape.vocab)
+        plain = contiguous_bytes(shape, workload, batch, ITEMSIZE) / 2**20
         for name in OURS:
-            used = by_name[name].kv_bytes if name in by_name else None
+            used = by_name[name]["kv_mib"] if name in by_name else None
             if used is not None:
                 share = 100 * used / plain
-                unit = f"% of plain's KV bytes ({used / 2**20:.1f} of {plain / 2**20:.1f} MiB)"
+                unit = f"% of plain's KV bytes ({used:.1f} of {plain:.1f} MiB)"
                 target = paired.at_most(share, LIMITS[workload.name])
                 found.append(Measurement(f"{workload.name} peak", name, share, unit, target))
     if small in by_name and "engine" in by_name:
-        ratios = paired.ratios(by_name[small].seconds, by_name["engine"].seconds)
+        ratios = paired.ratios(by_name[small]["seconds"], by_name["engine"]["seconds"])
         value = statistics.median(ratios)
         told = f"{paired.span(ratios)}, {len(ratios)} turns, num_blocks={num_blocks}"
         unit = f"x the time with all blocks ({told})"

@@ -12,9 +12,8 @@ none in bfloat16, products of more than 128 rows are computed in float32.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +22,10 @@ from torch import Tensor
 from benchmarks import runner
 from benchmarks.ceilings import CPU_BYTES, bandwidth
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paired import estimate, ratios
-from benchmarks.report import markdown
 from hf_paged.kernels.cpp import linear as kernel
 from hf_paged.kernels.cpp.build import PATHS, best_path
 
-MODELS = ("llama-100m", "qwen2.5-0.5b")
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-TURNS = 15
+LINEARS = {"torch": F.linear, "ours": kernel.linear}
 
 
 def weights(shape: Shape) -> list[Tensor]:
@@ -43,63 +38,40 @@ def weights(shape: Shape) -> list[Tensor]:
     return [torch.randn(size, dtype=torch.float32).to(torch.bfloat16) for size in sizes]
 
 
-def compare(layers: list[Tensor], rows: int, turns: int) -> dict[str, Any]:
-    """Seconds of one forward's products by each, and the ratio of PyTorch's to ours."""
+def arms(layers: list[Tensor], rows: int) -> dict[str, Callable[[int], float]]:
+    """Seconds of one forward's products by each."""
     depths = {layer.shape[1] for layer in layers}
     inputs = {depth: torch.randn(rows, depth).to(torch.bfloat16) for depth in depths}
-    works = {
-        name: lambda linear=linear: [linear(inputs[layer.shape[1]], layer) for layer in layers]
-        for name, linear in {"torch": F.linear, "ours": kernel.linear}.items()
-    }
-    seconds = runner.take_turns(runner.timed(works), turns, warm_ups=1)
-    faster = estimate(ratios(seconds["torch"], seconds["ours"]))
-    medians = {name: round(1e3 * statistics.median(x), 2) for name, x in seconds.items()}
-    return {f"{name}_ms": medians[name] for name in works} | faster.entries(2)
+
+    def run(linear: Callable[[Tensor, Tensor], Tensor]) -> None:
+        for layer in layers:
+            linear(inputs[layer.shape[1]], layer)
+
+    return runner.timed({name: functools.partial(run, one) for name, one in LINEARS.items()})
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     reading = bandwidth("cpu", args.num_bytes)  # bytes per second
-    rows = []
     for name in args.models:
         layers = weights(SHAPES[name])
-        floor = sum(layer.nbytes for layer in layers) / reading
-        for count in args.rows:
-            row = {"model": name, "rows": count, "floor_ms": round(1e3 * floor, 2)}
-            rows.append(row | compare(layers, count, args.turns))
-    path = {number: name for name, number in PATHS.items()}[best_path()]
-    return {"path": path, "bandwidth_gb_s": round(reading / 1e9, 1), "rows": rows}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        {
-            "model": row["model"],
-            "rows": row["rows"],
-            "floor, ms": str(row["floor_ms"]),
-            "torch, ms": str(row["torch_ms"]),
-            "ours, ms": str(row["ours_ms"]),
-            "torch / ours": "**{}** ({} to {})".format(row["ratio"], *row["interval"]),
-        }
-        for row in rows
-    ]
-    return markdown(lines, right=("floor, ms", "torch, ms", "ours, ms"))
-
-
-def show(runs: Sequence[dict[str, Any]]) -> list[str]:
-    (data,) = runs
-    said = f"Path of the kernel: {data['path']}. Read: {data['bandwidth_gb_s']} GB/s."
-    return [said, table(data["rows"])]
+        floor = {"floor, ms": 1e3 * sum(layer.nbytes for layer in layers) / reading}
+        for rows in args.rows:
+            case = f"{name}, {rows} row{'s' * (rows > 1)}"
+            yield runner.Case(case, arms(layers, rows), {"torch": {}}, figures=floor)
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    run,
-    show,
+    cases,
     title="Products of few rows",
     results=(("linears-cpu",), ("linears-cpu-avx2",)),
-    options={"--models": runner.option(nargs="+", default=list(MODELS), choices=list(SHAPES))},
-    fixed={"rows": ROWS, "turns": TURNS, "num_bytes": CPU_BYTES},
+    said=lambda args: f"Path of the kernel: {list(PATHS)[best_path()]}.",
+    options={
+        "--models": runner.option(
+            nargs="+", default=["llama-100m", "qwen2.5-0.5b"], choices=list(SHAPES)
+        )
+    },
+    fixed={"rows": [1 << power for power in range(10)], "turns": 15, "num_bytes": CPU_BYTES},
     quick={"models": ["llama-tiny"], "rows": (1, 5), "turns": 1, "num_bytes": 1 << 26},
 )
 main = BENCHMARK.main

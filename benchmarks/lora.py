@@ -16,19 +16,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import statistics
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import hf_paged
-from benchmarks import paired, report, runner, workloads
+from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import checked
 from hf_paged.adapters.loop_adapters import LoopAdapters
@@ -37,36 +36,30 @@ FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PICTURED = {
-    (MIXED := "together"): "all adapters in one forward",
-    (APART := "one adapter a forward"): "one forward per adapter",
-    (FOLDERS := "folders, room for half"): "from folders, room for half of them",
-    (ONE := "one adapter"): "one adapter for all rows",
-    (BASE := "base"): "no adapter",
-}
-
-
-class Turn(NamedTuple):
-    """`loads`: adapters read from files; `rows`: new tokens."""
-
-    seconds: float
-    forwards: int
-    loads: int
-    rows: list[list[int]]
+MIXED, APART, FOLDERS = "together", "one adapter a forward", "folders, room for half"
+ONE, BASE = "one adapter", "base"
 
 
 @dataclass
 class Arm:
-    """An engine and the adapters of its rows. `texts`: of each turn."""
+    """
+    An engine and the adapters of its rows.
+
+    Args:
+        texts (`dict[int, list]`): Prompts of each turn.
+        mixes (`bool`): Whether one forward has rows of several adapters.
+        is_compared (`bool`): Whether its rows have the adapters of the first arm's.
+    """
 
     engine: hf_paged.PagedEngine
     adapters: list[str]
     texts: Mapping[int, list[list[int]]]
     new_tokens: int
     mixes: bool = True
+    is_compared: bool = True
     rows: list[list[list[int]]] = field(default_factory=list)
 
-    def __call__(self, turn: int) -> Turn:
+    def __call__(self, turn: int) -> runner.Turn:
         model_runner, count = self.engine._core.get_loop().executor.runner, 0
         run = type(model_runner).run
 
@@ -85,7 +78,8 @@ class Arm:
             seconds = time.perf_counter() - start
         self.rows.append([result.token_ids for result in checked(results)])
         loads = self.engine.stats().num_adapter_loads - before
-        return Turn(seconds, count, loads, self.rows[-1])
+        figures = {"forwards": count, "adapters loaded": loads}
+        return runner.Turn(seconds, self.rows[-1] if self.is_compared else None, figures)
 
 
 def adapted(model: Any, count: int) -> Any:
@@ -128,8 +122,7 @@ def as_plain(model: Any, arm: Arm, turn: int) -> bool:
     return are_equal
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compares tokens between the arms, and those of one turn with plain `generate`."""
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape, count, new = SHAPES[args.model], args.adapters, args.new_tokens
     model, bare = (build(shape, "cpu", torch.float32) for _ in range(2))
     model = adapted(model, count)
@@ -148,98 +141,29 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         blocks = own * max(1, count // 2) + needed
         small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=blocks)
 
-        def arm(adapters: list[str], mixes: bool = True, **of: Any) -> Arm:
-            engine = hf_paged.PagedEngine(of.get("model", model), of.get("config", config))
-            return Arm(engine, adapters, prompts, new, mixes)
+        def arm(adapters: list[str], *flags: bool, of: Any = model, room: Any = config) -> Arm:
+            return Arm(hf_paged.PagedEngine(of, room), adapters, prompts, new, *flags)
 
         arms = {
+            APART: arm(names, False),
             MIXED: arm(names),
-            APART: arm(names, mixes=False),
-            FOLDERS: arm([folders[name] for name in names], model=bare, config=small),
-            ONE: arm(["a0"] * args.rows),
-            BASE: arm(["__base__"] * args.rows),
+            FOLDERS: arm([folders[name] for name in names], of=bare, room=small),
+            ONE: arm(["a0"] * args.rows, True, False),
+            BASE: arm(["__base__"] * args.rows, True, False),
         }
-        turns = runner.take_turns(arms, args.turns, args.warm_ups, args.model)
-        equal = {name: one.rows == arms[APART].rows for name, one in arms.items()}
-        equal[MIXED] &= as_plain(model, arms[MIXED], args.turns - 1)
+        size = f"{args.rows} rows over {count} adapters of rank {RANK}, {new} new tokens each"
+        over = {APART: {MIXED: FASTER}, ONE: {MIXED: OF_ONE}}
+        yield runner.Case(f"{size}, {args.model}, float32", arms, over)
+        if not as_plain(model, arms[MIXED], args.turns - 1):
+            raise RuntimeError("other tokens than plain generate's with each row's adapter")
         for one in arms.values():
             hf_paged.check_integrity(one.engine.model)
             one.engine.free()
-    seconds = {name: [turn.seconds for turn in mine] for name, mine in turns.items()}
-    rows = []
-    for name, mine in turns.items():
-        median = statistics.median(seconds[name])
-        row = {"system": name, "turns": len(mine), "seconds": median}
-        row["tokens_per_second"] = args.rows * new / median
-        row["forwards"] = statistics.median(turn.forwards for turn in mine)
-        row["loads"] = statistics.median(turn.loads for turn in mine)
-        told = "yes" if equal[name] else "NO"
-        row["equal"] = told if name in (MIXED, APART, FOLDERS) else ""
-        rows.append({**row, "seconds_by_turn": seconds[name]})
-    title = (
-        f"{args.rows} rows over {count} adapters of rank {RANK}, {new} new tokens each,"
-        f" {args.model}, float32"
-    )
-    return {"model": args.model, "title": title, "rows": rows}
-
-
-def draw(data: Mapping[str, Any], path: Path) -> Path:
-    """Tokens per second of every system; a line where both targets of mixed rows are met."""
-    speeds = {row["system"]: row["tokens_per_second"] for row in data["rows"]}
-    drawing, axis = report.figure(320, report.caption(data["facts"], data["title"]))
-    bars = axis.barh(range(len(speeds)), list(speeds.values()), 0.7)
-    axis.bar_label(bars, fmt="%.0f", label_type="center", color="white")
-    axis.set_yticks(range(len(speeds)), [PICTURED[name] for name in speeds], fontsize=9)
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
-    least, row = max(FASTER * speeds[APART], OF_ONE * speeds[ONE]), list(speeds).index(MIXED)
-    said = f"targets: {FASTER:g} times the next bar,\n  {OF_ONE:g} of one adapter for all rows"
-    axis.vlines(least, row - 0.42, row + 0.42, colors="black", linestyles="dashed")
-    axis.text(least, row, f"  {said}", fontsize=8, va="center", in_layout=False)
-    axis.set_xlabel("tokens per second")
-    report.title(axis, "Rows with different LoRA adapters in one forward, and their alternatives")
-    return report.save(drawing, path)
-
-
-def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met
-    if the interval of the ratio reaches it."""
-    parts = runner.grouped(runs, "system")
-    seconds = {
-        name: [one for row in rows for one in row["seconds_by_turn"]]
-        for (name,), rows in parts.items()
-    }
-    bases = {"throughput over one adapter a forward": (APART, FASTER)}
-    bases["of a single adapter's"] = (ONE, OF_ONE)
-    found = []
-    for (name,), rows in parts.items():
-        first, median = rows[0], statistics.median(seconds[name])
-        line: dict[str, Any] = {"rows": name}
-        line["turns, processes"] = f"{len(seconds[name])}, {len(rows)}"
-        line["s"] = median
-        line["tokens/s"] = first["tokens_per_second"] * first["seconds"] / median
-        line |= {"forwards": first["forwards"], "loads a turn": first["loads"]}
-        for title, (base, target) in bases.items():
-            faster = paired.estimate(paired.ratios(seconds[base], seconds[name]))
-            line[title] = faster.text(2)
-            if name == MIXED:
-                line[title] += f", at least {target:g}: {paired.said(faster.high >= target)}"
-        told = {row["equal"] for row in rows} - {""}
-        line["tokens as alone"] = ""
-        if told:
-            line["tokens as alone"] = "equal" if told == {"yes"} else "NOT equal"
-        found.append(line)
-    return found
-
-
-def show(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [runs[0]["title"], report.markdown(pooled(runs))]
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    measure,
-    show,
+    cases,
     title="Adapters",
     results=(("lora-cpu-1", "lora-cpu-2"),),
     options={
@@ -248,10 +172,9 @@ BENCHMARK = runner.Benchmark(
         "--adapters": runner.option(type=int, default=8),
     },
     turns=9,
+    is_exact=True,
     fixed={"warm_ups": 2, "new_tokens": 64, "longest": 32},
     quick={"model": "llama-tiny", "turns": 1, "warm_ups": 1, "new_tokens": 8},
-    draw=draw,
-    picture="Tokens a second with adapters, in one forward and apart",
 )
 main = BENCHMARK.main
 

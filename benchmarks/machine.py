@@ -23,9 +23,9 @@ def devices() -> list[str]:
 def facts(device: str = "cpu") -> dict[str, str | int | float]:
     """Facts needed to compare two tables; RAM in GiB, the date in UTC."""
     found: dict[str, str | int | float] = {
-        "cpu": _told("model name") or platform.processor() or platform.machine(),
+        "cpu": told("model name") or platform.processor() or platform.machine(),
         "isa": torch.backends.cpu.get_cpu_capability(),
-        "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in _told("flags").split())
+        "bf16": ", ".join(flag for flag in BF16_FLAGS if flag in told("flags").split())
         or "no instructions",
         "cores": cores(),
         "threads": torch.get_num_threads(),
@@ -51,7 +51,7 @@ def cores() -> int:
     return os.cpu_count() or 0
 
 
-def _told(key: str) -> str:
+def told(key: str) -> str:
     """What /proc/cpuinfo tells of the first processor; empty if it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -6,7 +6,7 @@ One model over several processes.
 
 First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over
 several CPU processes (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same
-prompts, bytes of K/V per process; medians of turns, with minimum and maximum. Second table,
+prompts, bytes of K/V per process; each turn has new processes and follows a warm-up. Second table,
 computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's share of the weights
 and of K/V once, and sums the hidden states of each row twice per layer over the links (a ring
 all-reduce); all memory beside the weights holds blocks. No GPU has run it.
@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,22 +109,21 @@ def scaling() -> list[dict[str, Any]]:
     return rows
 
 
-def serve(model: Any, vocab: int, count: int, new: int, turns: int) -> dict[str, Any]:
-    """Seconds of each turn after a warm-up, tokens, and peak bytes of this process's blocks."""
-    seconds, tokens = [], []
+def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, Any]:
+    """Seconds of a turn after a warm-up, its tokens, and peak bytes of this process's blocks."""
     options = {"max_new_tokens": new, "do_sample": False}
     with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
-        for turn in range(turns + 1):
-            words = random.Random(f"parallel {turn}")
+        for number in (-2, turn):
+            words = random.Random(f"parallel {number}")
             prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
             start = time.perf_counter()
             results = engine.generate(prompts, options)
-            seconds.append(time.perf_counter() - start)
-            tokens.append([result.token_ids for result in results])
-        return {"seconds": seconds[1:], "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
+            seconds = time.perf_counter() - start
+        tokens = [result.token_ids for result in results]
+        return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 
 
-def child(folder: str, count: int, new: int, turns: int) -> None:
+def child(folder: str, count: int, new: int, turn: int) -> None:
     """Runs one of the processes; the first writes the result of `serve`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -137,110 +136,60 @@ def child(folder: str, count: int, new: int, turns: int) -> None:
     if int(os.environ.get("RANK", "0")):
         hf_paged.serve_rank(model)
     else:
-        found = serve(model, model.config.vocab_size, count, new, turns)
+        found = serve(model, model.config.vocab_size, count, new, turn)
         Path(folder, "found.json").write_text(json.dumps(found))
     if world > 1:
         torch.distributed.destroy_process_group()
 
 
-def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    sizes = args.prompts, args.new_tokens, args.turns
-    expected = None
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    sizes = args.prompts, args.new_tokens
     with tempfile.TemporaryDirectory() as folder:
         build(SHAPES[args.model], "cpu", torch.float32).save_pretrained(folder)
-        for world in (1, args.processes):
+
+        def run(turn: int, world: int) -> runner.Turn:
             command = [sys.executable]
             if world > 1:
                 command += ["-m", "torch.distributed.run", "--standalone"]
                 command += [f"--nproc_per_node={world}"]
-            command += ["-m", "benchmarks.parallel", "--child", folder, *map(str, sizes)]
+            command += ["-m", "benchmarks.parallel", "--child", folder, *map(str, (*sizes, turn))]
             subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
             found = json.loads(Path(folder, "found.json").read_text())
-            expected = expected or found["tokens"]
-            seconds = statistics.median(found["seconds"])
-            row = {
-                "processes": world,
-                "equal": "yes" if found["tokens"] == expected else "NO",
-                "seconds": round(seconds, 3),
-                "tokens_s": round(args.prompts * args.new_tokens / seconds, 1),
-                "kv_bytes": found["kv_bytes"],
-                "turns": len(found["seconds"]),
-            }
-            rows.append({**row, "seconds_by_turn": found["seconds"]})
-    return rows
+            figures = {"K/V of each process, MiB": found["kv_bytes"] / 2**20}
+            return runner.Turn(found["seconds"], found["tokens"], figures)
+
+        arms = {
+            f"{world} process{'es' * (world > 1)}": functools.partial(run, world=world)
+            for world in (1, args.ranks)
+        }
+        size = f"{args.prompts} prompts, {args.new_tokens} new tokens each"
+        yield runner.Case(f"{args.model}, float32, {size}", arms, {"1 process": {}})
 
 
-def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision. Each kind ran its turns in
-    separate processes, so ratios are not taken within a turn."""
-    found = []
-    for (count,), rows in runner.grouped(runs, "processes").items():
-        seconds = [one for row in rows for one in row.get("seconds_by_turn", [row["seconds"]])]
-        median = statistics.median(seconds)
-        equal = all(row["equal"] == "yes" for row in rows)
-        found.append(
-            {
-                "processes": count,
-                "turns, runs": f"{sum(row['turns'] for row in rows)}, {len(rows)}",
-                "s": f"{median:.3g} ({min(seconds):.3g} to {max(seconds):.3g})",
-                "tokens/s": rows[0]["tokens_s"] * rows[0]["seconds"] / median,
-                "peak of K/V in each process, MiB": max(row["kv_bytes"] for row in rows) / 2**20,
-                "tokens": "equal" if equal else "NOT equal",
-            }
-        )
-    return found
-
-
-def draw(data: Mapping[str, Any], path: Path) -> Path:
-    """Computed tokens per second of the models over GPUs."""
-    foot = (
-        f"Computed from data sheets, not measured: A100 of 80 GB, bfloat16, rows of {LENGTH} tokens"
-    )
-    figure, axis = report.figure(460, foot)
-    values: dict[str, dict[str, float]] = {}
-    for row in sorted(data["computed"], key=lambda row: row["gpus"]):
-        if row["rows"]:
-            values.setdefault(f"{row['gpus']} GPU{'s' * (row['gpus'] > 1)}", {})[row["model"]] = (
-                row["tokens_s"]
-            )
-    report.grouped_bars(axis, values)
-    axis.set_xscale("log")
-    report.log_ticks(axis.xaxis)
-    axis.set_xlabel("tokens per second")
-    report.title(axis, "One model over several GPUs (computed)")
-    report.legend_below(figure, axis, 4)
-    return report.save(figure, path)
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    found = {"model": args.model, "prompts": args.prompts, "new_tokens": args.new_tokens}
-    return {**found, "rows": measured(args), "computed": scaling()}
-
-
-def show(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    data, rows = runs[0], f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
+def computed(_: Any) -> list[str]:
+    """The second table."""
+    rows = f"rows of {LENGTH} tokens, at most {MAX_ROWS}"
     return [
-        f"{data['model']}, float32, {data['prompts']} prompts, {data['new_tokens']} new tokens",
-        report.markdown(pooled(runs)),
         f"**Computed from data sheets, not measured**: bfloat16, A100 80 GB, {rows}; the ratio is"
         " the throughput over that of as many independent GPUs:",
-        report.markdown(data["computed"], COMPUTED),
+        report.markdown(scaling(), COMPUTED),
     ]
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    run,
-    show,
+    cases,
     title="A model sharded over processes",
     results=(("parallel-cpu-1", "parallel-cpu-2"),),
-    options={"--model": runner.MODEL, "--processes": runner.option(type=int, default=2)},
+    notes=computed,
+    options={
+        "--model": runner.MODEL,
+        "--processes": runner.option(type=int, default=2, dest="ranks"),
+    },
     turns=3,
-    fixed={"prompts": 32, "new_tokens": 64},
+    is_exact=True,
+    fixed={"prompts": 32, "new_tokens": 64, "warm_ups": 0},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
-    draw=draw,
-    picture="Computed: tokens a second of 7B to 65B over GPUs",
 )
 main = BENCHMARK.main
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from benchmarks import (
     arrivals,
-    attention,
     first_call,
     generate_tables,
     grpo,
@@ -34,7 +33,7 @@ from benchmarks import (
 )
 from benchmarks.paper import plots
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import calls, chips, gpu_day, papers
+from benchmarks.sections import architectures, calls, chips, gpu_day, papers
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,9 +143,9 @@ def benchmarks_section() -> str:
 
 def architectures_section() -> str:
     """Section of docs/guide/compatibility.md."""
-    from tests.support.architectures import section
+    from tests.support.architecture_media import NOT_GIVEN
 
-    return section(result(ARCHITECTURES))
+    return architectures.architectures(result(ARCHITECTURES), NOT_GIVEN)
 
 
 def results_section() -> str:
@@ -203,14 +202,7 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
-    papers.ATTENTION: lambda data, stem: attention.draw(data, stem.with_suffix(".png")),
     papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
-    **{
-        module.BENCHMARK.results[0][0]: lambda data, stem, module=module: module.draw(
-            data, stem.with_suffix(".png")
-        )
-        for module in (lora, parallel)
-    },
 }
 """What draws the pictures of a result, beside its JSON file."""
 

@@ -299,18 +299,6 @@ def grouped_bars(
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
 
 
-def marked(index: int) -> dict[str, Any]:
-    """Style of the line of a series by its number."""
-    return {"color": PALETTE[index], "marker": MARKERS[index], "markersize": 5}
-
-
-def octaves(axis: Any, ticks: Sequence[int], said: str) -> None:
-    """A horizontal axis of powers of two."""
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
-    axis.set_xlabel(said)
-
-
 def title(axis: Any, said: str) -> None:
     """A title at the left of the axes."""
     axis.set_title(said, fontsize=10, loc="left")
@@ -321,10 +309,3 @@ def legend_below(figure: Any, axis: Any, columns: int, **options: Any) -> None:
     marks = axis.get_legend_handles_labels()
     style = {"loc": "outside lower center", "fontsize": 8, "frameon": False, **options}
     figure.legend(*marks, ncols=columns, **style)
-
-
-def legend_above(axis: Any) -> None:
-    """A legend on top of the axes, where it hides no line."""
-    axis.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), fontsize=7.5, frameon=False, borderaxespad=0.2
-    )

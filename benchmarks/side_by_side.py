@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch.nn.functional import pad
-from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks import paired, runner
-from benchmarks.report import markdown
+from benchmarks import runner
 from benchmarks.systems import StopsAt
 
 
@@ -203,7 +201,6 @@ WORKLOADS = {
     "16 new": [16] * ROWS,
     "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)],
 }
-OURS = ("generate", "engine")
 
 
 def sized(value: Any, is_tiny: bool) -> Any:
@@ -261,19 +258,14 @@ def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([wide(name, row[name]) for row in rows]) for name in rows[0]}
 
 
-class Case(NamedTuple):
-    model: str
-    is_tiny: bool
-    workload: str
-
-
-def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -> dict[str, Any]:
-    """Measures in this process: seconds of each system per turn, whether its tokens are plain's,
-    and the route."""
+def case_of(
+    args: argparse.Namespace, name: str, is_tiny: bool, workload: str
+) -> Iterator[runner.Case]:
+    """Plain `generate`, the paged one and the engine on one model and one workload."""
     model = build(name, is_tiny)
     rows = prompts(model)
-    inputs = batch(rows)  # both change in each turn
-    lengths = [max(2, round(scale * length)) for length in WORKLOADS[workload]]
+    inputs = batch(rows)  # both change in each turn, so that prefix caches miss
+    lengths = [max(2, round(args.scale * length)) for length in WORKLOADS[workload]]
     width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1
     # ends no row, but makes `generate` pad finished rows
     never = model.config.get_text_config().vocab_size - 1
@@ -307,111 +299,43 @@ def measure(name: str, is_tiny: bool, workload: str, turns: int, scale: float) -
         "generate": lambda: generate(cache_implementation="paged"),
         "engine": serve,
     }
-    expected = generate()
-    found: dict[str, Any] = {}
-    for system in OURS:
-        is_equal = systems[system]() == expected  # also a warm-up
-        route = hf_paged.last_route(model)
-        found[system] = {
-            "equal": is_equal,
-            "road": f"{route.road}: {route.reason}" if route else "",
-        }
 
-    def timed(turn: int, system: str) -> float:
+    def timed(turn: int, system: str) -> runner.Turn:
         nonlocal rows, inputs
         rows = prompts(model, turn + 1)
         inputs = batch(rows)
-        return runner.seconds_of(systems[system])
+        start = time.perf_counter()
+        tokens = systems[system]()
+        seconds = time.perf_counter() - start
+        route = hf_paged.last_route(model)
+        return runner.Turn(seconds, tokens, {"route": route.road if route else ""})
 
     arms = {system: functools.partial(timed, system=system) for system in systems}
-    found["seconds"] = runner.take_turns(arms, turns)
+    size = "tiny" if is_tiny else "100M"
+    target = 1.3 if len(set(lengths)) > 1 else 1 / 1.1 if is_tiny else 1.0
+    over = {"plain": dict.fromkeys(("generate", "engine"), target)}
+    yield runner.Case(f"{name}, {size}, {workload}", arms, over)
     engine.free()
     hf_paged.check_integrity(model)
-    found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    return found
 
 
-def row_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table."""
-    found = runner.in_processes(args.processes, measure, *case, args.turns, args.scale)
-    seconds = runner.joined(each["seconds"] for each in found)
-    row: dict[str, Any] = case._asdict()
-    row["size"] = "tiny" if row.pop("is_tiny") else "100M"
-    row |= {"parameters": found[0]["parameters"], "turns": len(seconds["plain"])}
-    row["plain_ms"] = round(1e3 * statistics.median(seconds["plain"]), 1)
-    for system in OURS:
-        ratio = paired.estimate(paired.ratios(seconds[system], seconds["plain"]))
-        row[system] = {
-            **ratio.entries(3),
-            "equal": all(each[system]["equal"] for each in found),
-            "road": found[0][system]["road"],
-        }
-    return row
-
-
-def target(row: dict[str, Any]) -> float:
-    """Largest acceptable share of plain's time; met if the interval reaches it."""
-    if len(set(WORKLOADS[row["workload"]])) > 1:
-        return 0.77  # 1.3 times faster
-    return 1.1 if row["size"] == "tiny" else 1.0
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = []
-    for row in rows:
-        line = {"model": row["model"], "size": row["size"]}
-        line["new tokens"] = row["workload"].removesuffix(" new")
-        line["plain ms"] = str(row["plain_ms"])
-        for system in OURS:
-            low, high = row[system]["interval"]
-            line[f"{system} / plain"] = f"**{row[system]['ratio']}** ({low} to {high})"
-        limit = target(row)
-        missed = [system for system in OURS if row[system]["interval"][0] > limit]
-        line["target"] = f"{limit}: {'not met: ' + ', '.join(missed) if missed else 'met'}"
-        told = [f"{system} {'yes' if row[system]['equal'] else 'no'}" for system in OURS]
-        lines.append({**line, "tokens equal": ", ".join(told)})
-    return markdown(lines, right=("plain ms", *(f"{system} / plain" for system in OURS)))
-
-
-def added(runs: list[dict[str, Any]], run: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs plus `run`, whose rows replace older ones; running all of them takes hours."""
-    new = {_case(row) for row in run["rows"]}
-    kept = [{**old, "rows": [row for row in old["rows"] if _case(row) not in new]} for old in runs]
-    return [old for old in kept if old["rows"]] + [run]
-
-
-def _case(row: dict[str, Any]) -> tuple[str, ...]:
-    return row["model"], row["size"], row["workload"]
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    cases = [
-        Case(name, is_tiny, workload)
-        for is_tiny in args.sizes
-        for workload in WORKLOADS
-        for name in SHAPES
-        if re.search(args.only, f"{name} {'tiny' if is_tiny else '100M'} {workload}")
-    ]
-    return {"rows": [row_of(case, args) for case in tqdm(cases)]}
-
-
-def show(runs: Sequence[dict[str, Any]]) -> list[str]:
-    rows = runs[0]["rows"]
-    turns = " or ".join(map(str, sorted({row["turns"] for row in rows})))
-    return [f"{turns} turns:", table(rows)]
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    for is_tiny in args.sizes:
+        for workload in WORKLOADS:
+            for name in SHAPES:
+                if re.search(args.only, f"{name} {'tiny' if is_tiny else '100M'} {workload}"):
+                    yield from case_of(args, name, is_tiny, workload)
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    run,
-    show,
+    cases,
     title="Beyond plain decoders",
     results=(("side_by_side-cpu",),),
     only="regular expression on the model's name, size and workload",
     fixed={"sizes": (True, False), "turns": 8, "processes": 2, "scale": 1.0},
     quick={"sizes": (True,), "turns": 1, "processes": 0, "scale": 0.1},
-    adds=lambda old, data: {"runs": added(old.get("runs", []), data)},
+    keeps=True,
 )
 main = BENCHMARK.main
 

@@ -4,9 +4,6 @@ Compares every candidate with `attention/backends/reference.py`, then times it i
 K/V that no cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the
 kernels read; commit it. `--block-sizes` measures the cost of each block size instead, on the CPU,
 too (`benchmarks.block_costs`).
-
-Compilation takes longer than measuring and needs no GPU: `--compile-only --target sm_90 --cache
-DIR` compiles on any machine with the same version of Triton, and `--cache DIR` uses the result.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from benchmarks import block_costs
-from benchmarks.chips import CHIPS
 from benchmarks.machine import devices, facts
 from benchmarks.runner import flag, option, parser_of
 from hf_paged.attention import backends
@@ -257,10 +253,7 @@ OPTIONS = {
     "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
     "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
     "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
-    "--compile-only": flag("compile candidates into --cache, without a GPU"),
-    "--target": option("the chip to compile for", choices=list(CHIPS)),
     "--cache": option("folder of compiled kernels (Triton's own)", type=Path),
-    "--jobs": option("processes that compile", type=int, default=os.cpu_count() or 1),
     "--quick": flag("two candidates of each entry: shows that it runs"),
     "--block-sizes": flag("a table of what block sizes cost instead"),
     "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
@@ -271,8 +264,7 @@ OPTIONS = {
 
 def main() -> None:
     """Tunes and writes the table, or compiles the candidates."""
-    parser = parser_of(__doc__.splitlines()[0], OPTIONS)
-    options = parser.parse_args()
+    options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
     if options.cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
     if options.block_sizes:
@@ -280,20 +272,9 @@ def main() -> None:
         return
     shapes = list(itertools.product(options.kernels, options.dims, options.dtypes))
     most = 2 if options.quick else None
-    if options.compile_only:
-        from benchmarks.precompile import precompile
-
-        if options.target is None or options.cache is None:
-            parser.error(
-                "--compile-only needs --target, such as sm_90, and --cache, the folder to compile"
-                " into"
-            )
-        print(precompile(options.target, shapes, options.jobs, most))
-        return
     if not torch.cuda.is_available():
         raise SystemExit(
-            "benchmarks.tune measures kernels on a CUDA device, and there is none here;"
-            " --compile-only needs none"
+            "benchmarks.tune measures kernels on a CUDA device, and there is none here"
         )
     device = torch.device("cuda", torch.cuda.current_device())
     chip = configs.chip(device)

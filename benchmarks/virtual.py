@@ -18,9 +18,8 @@ import contextlib
 import functools
 import itertools
 import re
-import statistics
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_paged
-from benchmarks import paired, runner
-from benchmarks.report import markdown
+from benchmarks import runner
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.reference import AttentionCall
@@ -43,7 +41,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "7 blocks ahead": {"blocks_ahead": 7},
     "page groups of 64 KiB": {"page_bytes": 1 << 16},
 }
-TARGETS = {"gpt_neo": 0.95, "gptj": 0.95, "bloom": 1.15}
+TARGETS = {"gpt_neo": 1.05, "gptj": 1.05, "bloom": 0.87}
 
 
 def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
@@ -77,16 +75,6 @@ def own_models(quick: bool, layers: int = 12) -> dict[str, PreTrainedModel]:
     return {name: make(config, dtype=torch.float32).eval() for name, config in configs.items()}
 
 
-def compare(
-    what: str, times: dict[str, list[float]], targets: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """A row for each contender: the turns that `pooled` compares with those of its base."""
-    return [
-        {"what": what, "case": name, "target": targets.get(name), "seconds": seconds}
-        for name, seconds in times.items()
-    ]
-
-
 def steps_seconds(model: PreTrainedModel, cache: Any, token: torch.Tensor, steps: int) -> float:
     """Seconds per decode step over some steps."""
 
@@ -114,11 +102,10 @@ def stepper(
     return work
 
 
-def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
+def decode(args: argparse.Namespace) -> Iterator[runner.Case]:
     rows, length, steps = (2, 64, 4) if args.quick else (8, 512, 16)
-    found = []
     for name, model in own_models(args.quick).items():
-        what = f"decode step of {name}, {rows}x{length}, over DynamicCache"
+        what = f"decode step of {name}, {rows}x{length}"
         if not re.search(args.only, what):
             continue
         ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
@@ -127,10 +114,8 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         arms = {kind: stepper(model, cache, ids, steps) for kind, cache in caches.items()}
         counters = caches[VIRTUAL].counters
         before = counters.gathered
-        times = runner.take_turns(arms, args.turns)
+        yield runner.Case(what, arms, {"DynamicCache": {VIRTUAL: TARGETS[name]}})
         assert counters.gathered == before, "keys and values were gathered"
-        found += compare(what, times, {VIRTUAL: TARGETS[name]})
-    return found
 
 
 # query heads, K/V heads, head dim
@@ -140,8 +125,8 @@ SHAPES = {"qwen2.5-0.5b": (14, 2, 64), "llama-3.1-8b": (32, 8, 128)}
 CASES = (
     # rows, tokens of a row, queries of a row, and the target
     ("decode 8x512", 8, 512, 1, 1.0),
-    ("chunks 4x64 of 576", 4, 576, 64, 1.02),
-    ("chunk 1x256 of 2048", 1, 2048, 256, 1.02),
+    ("chunks 4x64 of 576", 4, 576, 64, 0.98),
+    ("chunk 1x256 of 2048", 1, 2048, 256, 0.98),
 )
 
 
@@ -201,19 +186,19 @@ def masks(queries: int, length: int) -> torch.Tensor:
     return torch.ones(queries, length).tril(length - queries).log().bfloat16()
 
 
-def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
+def attention(args: argparse.Namespace) -> Iterator[runner.Case]:
     """The portable path, as on a host without a C++ compiler: over blocks, over contiguous rows,
-    and SDPA on tensors; of contiguous rows also with the step planned before, and SDPA alone."""
-    found = []
+    and SDPA on tensors; of contiguous rows also with the step planned before, and SDPA alone. Times
+    are of all layers."""
     for (shape, (heads, kv_heads, dim)), case in itertools.product(SHAPES.items(), CASES):
         name, rows, length, queries, target = case
-        what = f"{name}, {shape}, bf16, over contiguous SDPA"
+        what = f"{name}, {shape}, bf16"
         if not re.search(args.only, what):
             continue
-        layers = 2 if args.quick else 12
+        layers = range(2 if args.quick else 12)
         query = torch.randn(rows, heads, queries, dim, dtype=torch.bfloat16)
         sizes = rows, kv_heads, length, dim
-        states = [[torch.randn(sizes).bfloat16() for _ in "kv"] for _ in range(layers)]
+        states = [[torch.randn(sizes).bfloat16() for _ in "kv"] for _ in layers]
         packed = query.transpose(1, 2).flatten(0, 1).contiguous()
         configs = {
             BLOCKS: hf_paged.PagedConfig(storage=BLOCKS, block_size=16),
@@ -221,26 +206,30 @@ def attention(args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         paged = {kind: Paged(states, config, packed, queries) for kind, config in configs.items()}
         seen = paged[VIRTUAL].seen()
-        functions = {
-            "contiguous": lambda layer, query=query, states=states: attend(query, *states[layer]),
+        functions: dict[str, Callable[[int], Any]] = {
+            "contiguous": functools.partial(attend_layer, query, states),
             **paged,
             "virtual, planned before": paged[VIRTUAL].planned,
-            "virtual, SDPA alone": lambda layer, query=query, seen=seen: attend(
-                query, *seen[layer]
-            ),
+            "virtual, SDPA alone": functools.partial(attend_layer, query, seen),
         }
         expected = functions["contiguous"](1).transpose(1, 2).flatten(0, 1).float()
         for kind, mine in paged.items():
             close = torch.allclose(mine(1).float(), expected, atol=3e-2)
             assert close, f"{what}: {kind} differs"
         works = {
-            name: lambda function=function, layers=layers: list(map(function, range(layers)))
-            for name, function in functions.items()
+            name: functools.partial(walk, function, layers) for name, function in functions.items()
         }
-        times = runner.take_turns(runner.timed(works), args.turns, warm_ups=1)
-        seconds = {name: [one / layers for one in mine] for name, mine in times.items()}
-        found += compare(what, seconds, {VIRTUAL: target})
-    return found
+        yield runner.Case(what, runner.timed(works), {"contiguous": {VIRTUAL: target}})
+
+
+def attend_layer(query: torch.Tensor, states: Any, layer: int) -> torch.Tensor:
+    return attend(query, *states[layer])
+
+
+def walk(function: Callable[[int], Any], layers: range) -> None:
+    """Calls a function of the layer for all layers, as a model does."""
+    for layer in layers:
+        function(layer)
 
 
 @contextlib.contextmanager
@@ -259,114 +248,70 @@ def mmaps() -> Iterator[list[int]]:
         yield sizes
 
 
-def mechanisms(args: argparse.Namespace) -> list[dict[str, Any]]:
+def mechanisms(args: argparse.Namespace) -> Iterator[runner.Case]:
     """Decode steps of a small GPT-Neo, for which all contenders can be mapped at once
     (`pages.Extents`), and calls of `mmap` per step, where rows begin after others that ended."""
-    what = "mechanisms, decode steps of gpt_neo of 4 layers, over 'on demand'"
+    what = "mechanisms, decode steps of gpt_neo of 4 layers"
     if not re.search(args.only, what):
-        return []
+        return
     model = own_models(args.quick, layers=4)["gpt_neo"]
     rows, length, steps = (2, 64, 70) if args.quick else (4, 512, 160)
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(0))
 
-    def arm(options: dict[str, Any]) -> Callable[[int], tuple[float, int]]:
+    def arm(options: dict[str, Any]) -> Callable[[int], runner.Turn]:
         cache = PagedCache(model.config, {"storage": VirtualStorage(**options)})
 
-        def work(turn: int) -> tuple[float, int]:
+        def work(turn: int) -> runner.Turn:
             model(ids, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
             calls.clear()
             seconds = steps_seconds(model, cache, ids[:, -1:], steps)
             cache.reset()
-            return seconds, len(calls)
+            return runner.Turn(seconds, figures={"mmaps a step": round(len(calls) / steps, 1)})
 
         return work
 
     arms = {name: arm(options) for name, options in MECHANISMS.items()}
     with mmaps() as calls:
-        turns = runner.take_turns(arms, args.turns, warm_ups=1)
-    seconds = {name: [one for one, _ in mine] for name, mine in turns.items()}
-    counts = {name: statistics.median(n for _, n in mine) / steps for name, mine in turns.items()}
-    found = compare(what, seconds, {})
-    return [{**row, "mmaps a step": round(counts[row["case"]], 1)} for row in found]
+        yield runner.Case(what, arms, {"on demand": {}})
 
 
-def physical(only: str) -> list[dict[str, Any]]:
+def physical(args: argparse.Namespace) -> Iterator[runner.Case]:
     """Bytes of pages in memory with all rows present, relative to contiguous rows, and after their
     release."""
-    found = []
     for name, rows, new, limit in (("8 beams", 8, 32, 0.25), ("16 samples", 16, 32, 0.20)):
         what = f"bytes of pages, {name} over 500 + {new}, qwen2.5-0.5b heads"
-        if not re.search(only, what):
-            continue
-        cache = PagedCache(None, hf_paged.PagedConfig(storage="virtual", block_size=32))
-        for count in [500] + new * [1]:
-            states = torch.randn(1 if count > 1 else rows, 2, count, 64).bfloat16()
-            for layer in range(4):
-                cache.update(states, states, layer)
-            if count > 1:
-                cache.batch_repeat_interleave(rows)
-        storage = next(iter(cache.groups.values())).blocks.storage
-        contiguous = rows * (500 + new) * 4 * 2 * 2 * 64 * 2
-        share = storage.physical_bytes / contiguous
-        held = storage.pages
-        cache.reset()
-        cache.memory.release()
-        found.append(
-            {
-                "what": what,
-                "case": VIRTUAL,
-                "ratio": round(share, 3),
-                "target": limit,
-                "bytes after": held.physical_bytes(),
-            }
-        )
-    return found
+        if re.search(args.only, what):
+            share, after = pages_of(rows, new)
+            figures = {"of contiguous bytes": share, "at most": limit}
+            figures["bytes when all rows are gone"] = after
+            arms = {VIRTUAL: lambda turn: runner.Turn(0.0)}
+            yield runner.Case(what, arms, turns=1, figures=figures)
 
 
-BASES = ("DynamicCache", "contiguous", "on demand")
+def pages_of(rows: int, new: int) -> tuple[float, int]:
+    cache = PagedCache(None, hf_paged.PagedConfig(storage="virtual", block_size=32))
+    for count in [500] + new * [1]:
+        states = torch.randn(1 if count > 1 else rows, 2, count, 64).bfloat16()
+        for layer in range(4):
+            cache.update(states, states, layer)
+        if count > 1:
+            cache.batch_repeat_interleave(rows)
+    storage = next(iter(cache.groups.values())).blocks.storage
+    share, held = storage.physical_bytes / (rows * (500 + new) * 4 * 2 * 2 * 64 * 2), storage.pages
+    cache.reset()
+    cache.memory.release()
+    return round(share, 3), held.physical_bytes()
 
 
-def pooled(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that combine the turns of several runs of one revision, a process each; a target is met
-    if the interval of the ratio reaches it."""
-    titles = {"mmaps a step": "calls of `mmap` a step"}
-    titles["bytes after"] = "bytes when all rows are gone"
-    parts = runner.grouped(runs, "what", "case")
-    seconds = {
-        key: [one for row in rows for one in row.get("seconds", [])] for key, rows in parts.items()
-    }
-    found = []
-    for (what, case), rows in parts.items():
-        base = next((base for base in BASES if (what, base) in parts), "")
-        if case == base:
-            continue
-        ratios = paired.ratios(seconds[what, case], seconds.get((what, base), []))
-        line: dict[str, Any] = {"what": what, "case": case}
-        if ratios:
-            ratio = paired.estimate(ratios)
-            line["turns, processes"] = f"{len(ratios)}, {len(rows)}"
-            line["ms"] = 1e3 * statistics.median(seconds[what, case])
-            line["ratio"] = ratio.text(3)
-        else:
-            ratio = paired.estimate([rows[0]["ratio"]])
-            line["ratio"] = f"{ratio.value:.3f}"
-        limit = rows[0].get("target")
-        line["target"] = "" if limit is None else paired.at_most(ratio.low, limit)
-        more = [f"{rows[0][key]} {title}" for key, title in titles.items() if key in rows[0]]
-        found.append({**line, "more": "; ".join(more)})
-    return found
-
-
-@torch.no_grad()
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    rows = [row for part in (decode, attention, mechanisms) for row in part(args)]
-    return {"rows": rows + physical(args.only)}
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    with torch.no_grad():
+        for part in (decode, attention, mechanisms, physical):
+            yield from part(args)
 
 
 BENCHMARK = runner.Benchmark(
     __doc__,
-    run,
-    lambda runs: [markdown(pooled(runs))],
+    cases,
     title="Rows at contiguous addresses",
     results=(("virtual-cpu-1", "virtual-cpu-2"),),
     options={"--threads": runner.THREADS},

@@ -1,5 +1,5 @@
-"""The package's version at the foot of pages; pages and pictures that are kept elsewhere in the
-checkout."""
+"""MkDocs hooks: put the package's version at the foot of pages, and add pages and pictures from
+other folders of the checkout to the site."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PAGES = {
     "benchmarks/README.md": "benchmarks-method.md",
 }
 RESULTS = "benchmarks/results"
-KEPT = {
+EXTERNAL_FILES = {
     **PAGES,
     **{
         path.relative_to(ROOT).as_posix(): f"results/{path.name}"
         for path in (ROOT / RESULTS).iterdir()
     },
 }
-"""Place in the checkout to place in the site."""
+"""Paths in the site by path in the checkout."""
 
 _LINK = re.compile(r"(\]\()([^)#\s:]+)")
 
@@ -42,21 +42,21 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds them."""
-    for path, uri in KEPT.items():
+    """Adds the files of `EXTERNAL_FILES`."""
+    for path, uri in EXTERNAL_FILES.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they stand in the checkout become links of the site."""
+    """Converts links between files of the checkout to links of the site."""
     uri = page.file.src_uri
-    sources = {site: checkout for checkout, site in KEPT.items()}
+    sources = {site: checkout for checkout, site in EXTERNAL_FILES.items()}
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
     def replace(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        site = KEPT.get(
+        site = EXTERNAL_FILES.get(
             target, target.removeprefix("docs/") if target.startswith("docs/") else None
         )
         return (

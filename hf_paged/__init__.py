@@ -1,11 +1,11 @@
-"""Paged KV memory for Hugging Face `generate`: the same tokens, with K/V in blocks of a pool that
-rows share.
+"""Paged KV memory for Hugging Face `generate`: the same tokens, with keys and values in blocks of a
+pool that rows share.
 
     # any model; threads' calls share forwards
     model.generate(**inputs, cache_implementation="paged")
     # with a limit
     model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})
-    # how the call was served, and why; bytes
+    # the route of the call, and why; bytes
     hf_paged.last_route(model), hf_paged.memory_stats(model)
 
     # many requests: continuous batching
@@ -15,11 +15,11 @@ rows share.
 `PagedConfig` has every option. `PagedCache` is a `transformers.Cache` for decoding loops that you
 write yourself.
 
-The public names, each with a help of its own (`help(hf_paged.PagedEngine)`):
+The public names (`help(hf_paged.PagedEngine)` explains one):
 
-    install, uninstall        add "paged" to `generate`, which importing hf_paged does; undo it
-    last_route, Route         how a model's last call was served, and why
-    memory_stats, MemoryStats what a model's keys and values take, and what plain's cache would
+    install, uninstall        add "paged" to `generate` (importing hf_paged does so); undo it
+    last_route, Route         the route of a model's last call, and why it took that
+    memory_stats, MemoryStats memory of a model's keys and values, and of a plain cache
     free                      frees a model's pool
     budget                    limits the pools of all models together, in bytes
     check_integrity           checks a model's pool against its block tables
@@ -31,7 +31,7 @@ The public names, each with a help of its own (`help(hf_paged.PagedEngine)`):
     RequestResult             a finished request: its sequences, error, timings
     SequenceResult            one generated sequence: token ids, text, log-probabilities
     EngineStats               an engine's state and counters
-    PagedCache                a `transformers.Cache` in blocks
+    PagedCache                a `transformers.Cache` whose keys and values are in blocks
     serve_rank                serves a sharded model's engine in the other processes
     OutOfBlocksError          raised when a limit leaves too few blocks
     EngineStalledError        raised when an engine's requests cannot advance
@@ -47,17 +47,17 @@ __version__ = "0.2.0"
 
 def _is_command() -> bool:
     """Whether Python imports the package to run `python -m hf_paged`. That command starts another
-    program, for which it needs no model: without torch and transformers it starts at once. `import
-    hf_paged` in any other code installs."""
-    # while Python looks for the module, "-m" stands in place of its path; the arguments follow the
-    # module's name
+    program and needs no model, so it starts at once, without torch and transformers. Any other
+    import of hf_paged installs it."""
+    # while Python looks for the module, `sys.argv` has "-m" in place of its path; the original
+    # arguments have the module's name before those that remain
     return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (
         "hf_paged",
         "-mhf_paged",
     )
 
 
-# `as` marks public names for type checkers.
+# `as` makes names public for type checkers.
 if not _is_command():
     from .batching.engine import PagedEngine as PagedEngine
     from .batching.progress import EngineStalledError as EngineStalledError
@@ -85,8 +85,8 @@ if not _is_command():
 
     _install_of_environment()
 
-# `from hf_paged import *` takes what stands here, and would replace a user's `config`, `model` or
-# `cache` by modules. With an `__all__` in place of this, `help(hf_paged)` would print every class
+# `from hf_paged import *` imports all names here: with modules among them it would replace a user's
+# `config`, `model` or `cache`. An `__all__` instead would make `help(hf_paged)` print every class
 # in full.
 for _name in [
     name for name, value in globals().items() if isinstance(value, _Module) and name[:1] != "_"

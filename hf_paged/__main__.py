@@ -37,16 +37,16 @@ STARTUP = Path(__file__).resolve().with_name("tools") / "startup"  # contains `s
 OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}  # of `install`
 
 # An engine shares its cores with the web server, so a thread of a parallel loop may have no core.
-# By default the others wait for it in a loop of their own for milliseconds, and hold the cores that
-# it needs. This many turns take microseconds; then they sleep (manual of libgomp, GOMP_SPINCOUNT).
+# By default the other threads then spin for milliseconds, and occupy the cores that it needs. This
+# many spins take microseconds; then they sleep (manual of libgomp, GOMP_SPINCOUNT).
 WAITING = {"GOMP_SPINCOUNT": "10000"}
 
 RUN = """
 Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts,
 once they use models of transformers. TOOL is a console script of this Python environment (lm_eval,
 trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file (job.sh),
-a module, also as -m MODULE, or a program on PATH (bash, make). All that follows TOOL is the
-program's own. Its exit status, its output and its signals are its own, too: this process becomes
+a module, also as -m MODULE, or a program on PATH (bash, make). The program gets all arguments
+after TOOL. Its exit status, its output and its signals are those of this process, which becomes
 the program.
 
     python -m hf_paged run lm_eval --model hf --gen_kwargs cache_implementation=paged ...
@@ -77,9 +77,9 @@ def scripts() -> str:
 
 
 def command_of(tool: str, is_module: bool) -> list[str]:
-    """Returns the command that starts a tool: the first of a console script of this environment, a
-    file, a module and a program on PATH. Raises `ValueError` if there is none, if a file cannot be
-    run, or if the Python flags of a script would keep hf_paged from being loaded. Imports
+    """Returns the command that starts a tool: a console script of this environment, a file, a
+    module or a program on PATH, whichever exists first. Raises `ValueError` if none does, if a file
+    cannot be run, or if the Python flags of a script would keep hf_paged from loading. Imports
     nothing."""
     is_name = not is_module and os.path.basename(tool) == tool
     if is_name:
@@ -106,8 +106,7 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` finds the module, or a package's `__main__`; its packages are not
-    imported."""
+    """Whether `python -m` finds the module, or a package's `__main__`. Imports no package."""
     first, *others = module.split(".")
     try:
         spec = find_spec(first)
@@ -148,15 +147,15 @@ def command_of_program(path: str) -> list[str]:
 def command_of_file(path: str) -> list[str]:
     """Returns the command for a file: Python scripts run in this environment, executable files
     directly. Raises `ValueError` for other files."""
-    named = interpreter(path)
+    program = interpreter(path)
     _, suffix = os.path.splitext(path)
-    if suffix.startswith(".py") or re.search(r"\bpython[\d.]*( |$)", named):
+    if suffix.startswith(".py") or re.search(r"\bpython[\d.]*( |$)", program):
         return [sys.executable, path]
     content = Path(path).read_bytes()
-    if os.access(path, os.X_OK) and (named or b"\0" in content):  # a binary
+    if os.access(path, os.X_OK) and (program or b"\0" in content):  # a binary
         return [path]
     with contextlib.suppress(SyntaxError, ValueError):
-        if not named:
+        if not program:
             ast.parse(content)
             return [sys.executable, path]
     raise ValueError(
@@ -166,8 +165,8 @@ def command_of_file(path: str) -> list[str]:
 
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
-    """Returns the environment for a program in which `hf_paged` has these defaults and these
-    options of `install`."""
+    """Returns the environment for a program that imports hf_paged with these defaults of
+    `PagedConfig` and these options of `install`."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP), *filter(None, outer_paths)]
     outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
@@ -184,7 +183,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 
 
 def versions() -> str:
-    """Returns the versions of hf_paged, of what it runs on, and of Python, from the packages'
+    """Returns the versions of hf_paged, Python, torch, transformers and Triton, from the packages'
     metadata."""
     others = [f"Python {platform.python_version()}"]
     for name in ("triton", "transformers", "torch"):
@@ -200,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["inspect"]:
-        logging.disable(logging.WARNING)  # of libraries that transformers imports
+        logging.disable(logging.WARNING)  # from libraries that transformers imports
         warnings.simplefilter("ignore")
         from . import inspect
         from .generation.install import install
@@ -264,7 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
         run.error(str(error))
     names = [name for option, name in OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would, too
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would inherit that
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:

@@ -1,5 +1,5 @@
-"""The private names of transformers that hf_paged uses, checked on import. Wrappers of methods take
-the model first."""
+"""The private names of transformers that hf_paged uses, checked on import; no other module uses
+them. Wrappers of methods take the model first."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
     return call
 
 
-# Method that runs vision towers before the first forward; `None` in older versions, where the
+# The method that runs vision towers before the first forward; `None` in older versions, where the
 # forward runs them.
-MEDIA = "mm_encoder_outputs"  # input that holds the towers' outputs
+MEDIA = "mm_encoder_outputs"  # the input with the towers' outputs
 _encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
 
@@ -86,13 +86,13 @@ with_experts_of_decodes = _method("_optimize_model_for_decode")
 _STATEFUL = _name(PreTrainedModel, "_is_stateful")
 
 
-def validate_generation_mode(model: Any, mode: Any, config: Any, given: dict[str, Any]) -> None:
-    """Validates as transformers does, but allows assisted generation of stateful models: the engine
-    restores states."""
+def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    """Validates as transformers does, but allows assisted generation of stateful models, whose
+    states the engine restores."""
     if getattr(model, _STATEFUL):
         model = copy.copy(model)
         setattr(model, _STATEFUL, False)
-    _validate_generation_mode(model, mode, config, given)
+    _validate_generation_mode(model, mode, config, kwargs)
 
 
 # methods called between two forwards
@@ -119,12 +119,12 @@ BEAM_METHODS = (
 
 def _replaced_methods(*loops: str) -> tuple[str, ...]:
     """The private methods that these loops of transformers call on the model and the engine's loops
-    do not. Left out is `UPDATE_INPUTS`, which some of the engine's layouts call."""
+    do not, except `UPDATE_INPUTS`, which some of the engine's layouts call."""
     codes = []
     for loop in loops:
         function = getattr(GenerationMixin, loop, lambda: None)
         codes.append(inspect.unwrap(function).__code__)
-    for code in codes:  # grows: functions and comprehensions inside
+    for code in codes:  # the list grows by the functions and comprehensions inside
         codes += filter(inspect.iscode, code.co_consts)
     names: dict[str, Any] = {}
     for code in codes:
@@ -133,7 +133,7 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
                 names[name] = code
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
-    # some models alone define those that a loop looks up by `hasattr`
+    # a loop looks up by `hasattr` the methods that only some models define
     return tuple(
         name
         for name, code in names.items()
@@ -144,7 +144,7 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
 REPLACED_METHODS = {
     loop: _replaced_methods(loop, PREFILL) for loop in (SAMPLE, BEAM_SEARCH, ASSISTED_DECODING)
 }
-"""By decoding loop: the methods that transformers' loop calls on the model, and the engine's does
+"""By decoding loop: the methods that transformers' loop calls on the model and the engine's does
 not."""
 
 
@@ -153,26 +153,26 @@ _of_top_k = inspect.signature(
 ).parameters
 
 
-def top_k_continuations(model: Any, log_probs: Any, **given: Any) -> tuple[Any, Any, Any]:
+def top_k_continuations(model: Any, log_probs: Any, **arguments: Any) -> tuple[Any, Any, Any]:
     """Returns the best continuations of running beams, or drawn ones: their scores, sequences and
-    beam indices, by prompt. `log_probs`: `(prompts, beams * vocab_size)`, with the beams'
+    beam indices, by prompt. `log_probs` `(prompts, beams * vocab_size)` include the beams'
     scores."""
     if "vocab_size" in _of_top_k:  # up to 5.17
-        given["vocab_size"] = log_probs.shape[-1] // given["num_beams"]
-    return _top_k_continuations(model, accumulated_log_probs=log_probs, **given)
+        arguments["vocab_size"] = log_probs.shape[-1] // arguments["num_beams"]
+    return _top_k_continuations(model, accumulated_log_probs=log_probs, **arguments)
 
 
 _STOP_MODE = _name(StopStringCriteria, "_get_stop_string_matching_mode")
 
 
 def _stop_mode(tokenizer: Any) -> str | None:
-    """Whether `StopStringCriteria` compares bytes, by the kind of decoder, or text (`None`)."""
+    """The kind of decoder by which `StopStringCriteria` compares bytes; `None` if it compares
+    text."""
     return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
 
 
 def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
-    """Returns stop strings in the form in which `StopStringCriteria` compares them: bytes, or
-    text."""
+    """Returns stop strings as `StopStringCriteria` compares them: as bytes, or as text."""
     if _stop_mode(tokenizer) is None:
         return strings
     return tuple(string.encode() for string in strings)
@@ -205,7 +205,7 @@ def token_text(tokenizer: Any, name: str, token: int) -> Any:
 
 
 candidate_generator = _method("_get_candidate_generator")
-# `generate` recognizes them by name, too
+# assistants that read the target's cache; `generate` recognizes them by name, too
 READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
@@ -213,7 +213,7 @@ def assisted_candidates(
     input_ids: Any, assistant: Any, config: Any, processors: Any
 ) -> tuple[Any, Any]:
     """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
-    the logits processors that its `generate` would build: the assistant's and the target's."""
+    the logits processors that its `generate` would build, those of the target included."""
     generator = AssistedCandidateGenerator(
         input_ids, assistant, config, {"use_cache": True}, logits_processor=processors
     )
@@ -256,7 +256,7 @@ CACHE_NAMES: tuple[str, ...] = tuple(
 )
 _of_generation = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current = [name for name in CACHE_NAMES if name in _of_generation]
-# the installed version's own name, also the field of `generate`'s outputs
+# the name in the installed version, also of the field in `generate`'s outputs
 OUTPUT_CACHE = (_current or CACHE_NAMES)[0]
 if not _current:
     logger.warning(
@@ -269,13 +269,13 @@ if not _current:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the name of the cache argument of the model's forward: that of the signature, else
-    the version's own."""
+    """Returns the name of the cache argument of the model's forward: the one in its signature, else
+    that of the installed version."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
 
-# inputs that only the first forward gets when there is a cache
+# inputs that, with a cache, only the first forward gets
 _name(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
 PREFILL_INPUTS = frozenset(
     getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
@@ -283,7 +283,7 @@ PREFILL_INPUTS = frozenset(
 
 
 def special_token(config: Any, name: str) -> Any:
-    """Returns the tensor of `"pad"` or `"eos"` ids that `prepare_special_tokens` put on a config,
+    """Returns the tensor of `"pad"` or `"eos"` ids that `prepare_special_tokens` set on a config,
     or `None`."""
     return getattr(config, f"_{name}_token_tensor")
 
@@ -300,7 +300,7 @@ _CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
 _MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
 _name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
-# attribute of a model: the manager kept for the next session
+# attribute of a model: the continuous batching manager for the next session
 CACHED_MANAGER = "_cached_continuous_batching_manager"
 # attribute of `CBGenerateManager` (`transformers serve`): the continuous batching manager
 SERVED_MANAGER = "_cb"
@@ -309,9 +309,9 @@ from_config = _method("_from_config", PreTrainedModel)
 
 
 def attribute(module: Any, name: str) -> Any:
-    """Returns an attribute of a module or its class, `None` if there is none: without the error of
-    `nn.Module.__getattr__`, which takes several times as long. Finds no parameter, buffer or
-    module."""
+    """Returns an attribute of a module or its class, or `None`, without the error that
+    `nn.Module.__getattr__` raises, which takes several times as long. Finds no parameters, buffers
+    and modules."""
     attributes = vars(module)
     if name in attributes:
         return attributes[name]
@@ -383,16 +383,16 @@ def shard_style(model: Any, name: str) -> str | None:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """The config of each layer if they differ, since the model's then refuses to be read; else
-    `[config]`."""
+    """The config of each layer if layers differ, where the model's own config refuses to be read;
+    else `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config
 
 
 def split_heads(model: Any) -> tuple[int, int] | None:
-    """Returns the number of KV heads (of layers that differ, one that divides all of theirs) and
-    the processes they are sharded over; `None` if they are not sharded."""
+    """Returns the number of KV heads (if layers differ, the greatest common divisor of theirs) and
+    the number of processes they are sharded over; `None` if they are not sharded."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
     split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

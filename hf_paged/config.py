@@ -1,4 +1,5 @@
-"""`PagedConfig`: every option of the paged memory, with units and validation."""
+"""`PagedConfig`: every option of the paged memory and of the engine, with units and validation. It
+allocates nothing and imports no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ REMOVED = {
 }
 # environment variable: JSON that overrides the defaults in this process
 VARIABLE = "HF_PAGED_CONFIG"
-# environment variable: options of `install` that the import uses
+# environment variable: the options with which the import calls `install`
 INSTALL_VARIABLE = "HF_PAGED_INSTALL"
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, of Python or numpy."""
+    """Whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -40,62 +41,65 @@ def shown(value: Any) -> str:
     """Returns a shortened `repr`, or the type's name if `repr` fails."""
     try:
         return " ".join(reprlib.repr(value).split())  # one line
-    except Exception:  # from the object's `__repr__`, or an integer with too many digits
+    except Exception:  # an object's `__repr__` fails, or an integer has too many digits
         return f"a value of type {type(value).__name__}"
 
 
-def meant(names: Iterable[str], known: Iterable[str]) -> str:
-    """Returns a question that ends a message about unknown names, if some are close to known ones;
-    else an empty string."""
+def suggest(names: Iterable[str], valid: Iterable[str]) -> str:
+    """Returns the end of a message about unknown names: a question, if some are close to `valid`
+    ones; else an empty string."""
     names = sorted(names)
-    known = list(known)
+    valid = list(valid)
     hints = []
     for name in names:
-        if name not in known:
+        if name not in valid:
             instead = f" instead of `{name}`" if len(names) > 1 else ""
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            close = difflib.get_close_matches(name, valid, n=1, cutoff=0.7)
             hints += [f"`{match}`{instead}" for match in close]
     return f": did you mean {', '.join(hints)}?" if hints else ""
 
 
-def _check_known(
-    what: str, names: Iterable[Any], known: Iterable[str], error_class: type[Exception] = ValueError
+def _check_names(
+    owner: str,
+    names: Iterable[Any],
+    valid: Iterable[str],
+    error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an error about those of the `names` that are not known."""
-    known = list(known)
-    unknown = sorted(str(name) for name in names if name not in known)
+    """Raises an error that lists the `names` that are not `valid`."""
+    valid = list(valid)
+    unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
         return
     for option in unknown:
         if option in REMOVED:
-            raise error_class(f"{what} has no option `{option}` any more: {REMOVED[option]}")
-    # not at the top: a command starts other programs without transformers
+            raise error_class(f"{owner} has no option `{option}` any more: {REMOVED[option]}")
+    # imported here, since the command starts other programs without transformers
     from transformers import GenerationConfig
 
     quoted = ", ".join(f"`{name}`" for name in unknown)
     of_generate = set(unknown) & set(vars(GenerationConfig()))
-    hint = meant(unknown, known) or "."
+    hint = suggest(unknown, valid) or "."
     if of_generate:
         hint = f": `{min(of_generate)}` is an argument of `generate`."
-    raise error_class(f"{what} has no option {quoted}{hint} The options are {', '.join(known)}")
+    raise error_class(f"{owner} has no option {quoted}{hint} The options are {', '.join(valid)}")
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
-    """Makes the options that the argument `name` holds as a dict. `allowed` says what else it may
+    """Makes a `cls` from the dict in the argument `name`. `allowed` says what else the argument may
     be."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
-    _check_known(f"`{name}`", value, cls.__annotations__)
+    _check_names(f"`{name}`", value, cls.__annotations__)
     return cls(**value)
 
 
 def _refuses_unknown(cls: type[T]) -> type[T]:
-    """A dataclass whose `TypeError` for an unknown option suggests one."""
+    """Makes a dataclass raise a `TypeError` for unknown options that suggests a valid one."""
     init = cls.__init__
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **options: Any) -> None:
-        _check_known(f"`{cls.__name__}`", options, cls.__annotations__, TypeError)
+        _check_names(f"`{cls.__name__}`", options, cls.__annotations__, TypeError)
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -120,7 +124,7 @@ def _with_defaults_of_environment(cls: type) -> type:
         raise ValueError(
             f'{VARIABLE} is {text!r}: it must be a JSON object, such as {{"num_blocks": 4096}}'
         )
-    _check_known(VARIABLE, defaults, cls.__annotations__)
+    _check_names(VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
             if isinstance(value, (list, dict)) and name not in _NESTED:
@@ -136,25 +140,25 @@ class PrefixTiers:
     Storage tiers for prefix blocks that the pool evicts; later prompts can restore them from there.
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
-    process ends, and written in the background once the weights that computed it are fingerprinted:
-    at the latest when 64 MiB wait or an engine has no more requests. Blocks that arrive faster than
-    the disk takes them are skipped once those that wait fill a quarter of the free memory. If the
-    disk is full, writing is tried again after a minute. If the folder itself fails later
-    (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine, or a call after
-    `free`, tries it again. An engine that is collected without `free` writes none of its cached
-    blocks.
+    process ends. A thread writes it to disk once the weights that computed it are fingerprinted: at
+    the latest when 64 MiB wait or an engine has no more requests. If blocks arrive faster than the
+    disk takes them, further ones are skipped once those that wait fill a quarter of the free
+    memory. If the disk is full, writing is tried again after a minute. If the folder itself fails
+    later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine, or a call
+    after `free`, tries it again. An engine that is collected without `free` writes none of its
+    cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
             Folder, created with mode 700 if missing, that processes and engines of one user may
-            share. It holds blocks of any model, one safetensors file each, named by a hash of what
-            the block depends on. If it cannot be created, listed or entered, making an engine, or
-            the first call, raises `OSError`. `None`: no disk tier.
+            share. It holds blocks of any model, each in a safetensors file named by a hash of all
+            that the block depends on. If the folder cannot be created, listed or entered, making an
+            engine, or the first call, raises `OSError`. `None`: no disk tier.
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device, used before the
-            disk. A pool in host memory has no host tier.
+            Maximum host memory in bytes for blocks of a pool on another device. It is filled before
+            the disk. A pool in host memory has no host tier.
 
     Raises:
         ValueError: if a value is out of range.
@@ -196,13 +200,13 @@ class VirtualStorage:
     """Presents the keys and values of a row as plain strided tensors: pages are mapped on demand
     into the row's reserved address range (vAttention, arXiv 2405.04437). For models on the CPU
     under Linux, and on CUDA devices with `cuda.bindings`; elsewhere a call raises `ValueError`
-    before anything is allocated.
+    before it allocates memory.
 
-    A batch is read as one tensor if its rows begin alike, up to whole blocks; a model's own code
-    gets a copy otherwise. A tensor that such code keeps beyond its step keeps its values. Rows take
-    at most half of the mappings that the system allows a process (`vm.max_map_count`): idle rows
-    lose theirs first, then rows are gathered, and the log says so. A child process (`os.fork`) gets
-    its own copy of the pages.
+    A model's own code reads a batch as one tensor if the paddings of its rows differ by whole
+    blocks only, else as a copy. A tensor that such code keeps beyond its step keeps its values.
+    Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
+    beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
+    process (`os.fork`) gets its own copy of the pages.
 
     Args:
         page_bytes (`int`, *optional*):
@@ -212,7 +216,7 @@ class VirtualStorage:
             Keep a finished row's mappings for the next row that gets the same blocks (deferred
             reclamation, section 6.1.2). `False`: unmap the addresses before another row gets them.
         blocks_ahead (`int`, defaults to 0):
-            How many extra blocks to map after a row's last one in the same call (eager mapping):
+            Number of extra blocks to map after a row's last one in the same call (eager mapping):
             those that follow it in the pool, which then allocates blocks in contiguous runs.
 
     Raises:
@@ -298,7 +302,7 @@ class PagedConfig:
             Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows
             it is given.
         preemption (`str`, defaults to `"auto"`):
-            What happens to a request whose blocks another one needs: `"recompute"` drops its keys
+            How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
             measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Those from before a
             change of the model are always copied.
@@ -331,12 +335,12 @@ class PagedConfig:
             when training follows each rollout. `None`: only with `hf_paged.free(model)` or
             `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: where a row's last tokens occurred before, in its text or in what other
-            requests of its `cache_salt` generated, drafts the tokens that followed and verifies
+            `"ngram"`: where a row's last tokens occurred before, in its text or in the output of
+            other requests with its `cache_salt`, drafts the tokens that followed and verifies
             them in one forward (prompt lookup decoding). The generated tokens do not change; a row
             whose drafts are rejected pauses, longer each time. Several sampled rows of one
-            `generate` call do not draft, since they draw from one random stream. `None`: only what
-            a call or request asks for (`prompt_lookup_num_tokens`, `assistant_model`).
+            `generate` call do not draft, since they draw from one random stream. `None`: only as
+            a call or request asks (`prompt_lookup_num_tokens`, `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
             folder. Needs `prefix_caching`. `None`: evicted blocks are dropped.

@@ -1,5 +1,5 @@
-"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's masks (arXiv
-2411.15100)."""
+"""Constrained decoding by JSON schema, regular expression or grammar, with xgrammar's token masks
+(arXiv 2411.15100)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .config import shown
 from .interrupts import is_interrupt
 from .step import to_device
 
-NAMES = {  # and the methods of xgrammar's compiler
+NAMES = {  # options of a request, and the methods of xgrammar's compiler for them
     "schema": "compile_json_schema",
     "regex": "compile_regex",
     "grammar": "compile_grammar",
 }
-MAX_CHARACTERS = 1 << 16  # of a schema, as text, a regular expression or a grammar
+MAX_CHARACTERS = 1 << 16  # of a schema (as text), a regular expression or a grammar
 CACHE_BYTES = 1 << 28  # size of an engine's LRU cache of compiled grammars
 
 
@@ -30,11 +30,11 @@ class NoTokenError(RuntimeError):
     """No token may follow under a request's `schema`, `regex` or `grammar`."""
 
 
-class Grammars:
-    """Compiles and caches the grammars of an engine's requests. For use by several threads."""
+class GrammarCompiler:
+    """Compiles and caches the grammars of an engine's requests. Thread-safe."""
 
     def __init__(self) -> None:
-        # (tokenizer, vocabulary size, compiler for these)
+        # (tokenizer, vocabulary size, their compiler)
         self._compiler: tuple[Any, int, Any] | None = None
 
     def processor(
@@ -44,8 +44,8 @@ class Grammars:
         model: PreTrainedModel,
     ) -> GrammarProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` for more than one, for one that is too long or cannot be compiled, and without
-        a tokenizer; `ImportError` without xgrammar."""
+        `ValueError` if there are several, if the constraint is too long or cannot be compiled, and
+        without a tokenizer; `ImportError` without xgrammar."""
         name, value = _constraint_of(options)
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
@@ -69,7 +69,7 @@ class Grammars:
                 raise ValueError(
                     f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}"
                 ) from error
-            num_threads = max(1, (os.cpu_count() or 1) // 2)  # the rest is for steps
+            num_threads = max(1, (os.cpu_count() or 1) // 2)  # steps use the other cores
             compiler = xgrammar.GrammarCompiler(
                 info,
                 max_threads=num_threads,
@@ -81,13 +81,12 @@ class Grammars:
 
 def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
     """Returns the name and the value of a request's constraint. Raises `ValueError`."""
-    given = {name: getattr(options, name) for name in NAMES}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(
-            f"{', '.join(f'`{name}`' for name in given)} exclude one another: pass one of them"
-        )
-    ((name, value),) = given.items()
+    values = {name: getattr(options, name) for name in NAMES}
+    constraints = {name: value for name, value in values.items() if value is not None}
+    if len(constraints) > 1:
+        names = ", ".join(f"`{name}`" for name in constraints)
+        raise ValueError(f"{names} exclude one another: pass one of them")
+    ((name, value),) = constraints.items()
     if name != "schema" and not isinstance(value, str):
         raise ValueError(f"`{name}` is {shown(value)}: it must be text")
     length = len(value) if isinstance(value, str) else len(repr(value))
@@ -100,27 +99,27 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks the tokens that may not follow, for each row of one request. Looks up a row's matcher
-    by the row's tokens, since rows may be beams that change places, and forks it if several rows
-    continue it."""
+    """Masks the tokens that may not follow, for each row of one request. Rows may be beams that are
+    reordered, so a row's matcher is looked up by the row's tokens; if several rows continue it, it
+    is forked."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
         self._matcher_type = _xgrammar().GrammarMatcher
         self._vocab_size = compiled.tokenizer_info.vocab_size
-        self._stops: list[int] = []
+        self._stop_tokens: list[int] = []
         self._start: int | None = None  # number of prompt tokens
-        # of the last step, by new tokens; `None` after the end
+        # of the last step, by a row's new tokens; `None` after the end of the text
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """Sets the EOS tokens, allowed once the text is complete. Raises `ValueError` if there are
-        none."""
+        """Sets the EOS tokens, which are allowed once the text is complete. Raises `ValueError` if
+        there are none."""
         if tokens is None:
             raise ValueError(
                 "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
             )
-        self._stops = tokens.flatten().tolist()
+        self._stop_tokens = tokens.flatten().tolist()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         vocab_size = self._vocab_size
@@ -145,30 +144,31 @@ class GrammarProcessor(LogitsProcessor):
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
-        # columns without a token; negative: tokens without a column
+        # number of columns without a token; negative: of tokens without a column
         missing = scores.shape[1] - vocab_size
         allowed = torch.nn.functional.pad(allowed, (0, missing))
         if ended:
-            for token in self._stops:
+            for token in self._stop_tokens:
                 allowed[ended, token] = True
         return scores.masked_fill(~allowed, float("-inf"))
 
     def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last step."""
         matchers: dict[tuple[int, ...], Any] = {}
-        parents = Counter(tokens[:-1] for tokens in set(rows) if tokens)
+        num_children = Counter(tokens[:-1] for tokens in set(rows) if tokens)
         for tokens in rows:
             if tokens in matchers:
                 continue
             if not tokens:
-                stops = self._stops
-                matchers[tokens] = self._matcher_type(self._compiled, override_stop_tokens=stops)
+                matchers[tokens] = self._matcher_type(
+                    self._compiled, override_stop_tokens=self._stop_tokens
+                )
                 continue
-            earlier = tokens[:-1]
-            matcher = self._matchers.get(earlier)
+            parent = tokens[:-1]
+            matcher = self._matchers.get(parent)
             if matcher is not None:
-                parents[earlier] -= 1
-                if parents[earlier]:  # the last child reuses the parent
+                num_children[parent] -= 1
+                if num_children[parent]:  # the last child reuses the parent's matcher
                     matcher = matcher.fork()
                 if not matcher.accept_token(tokens[-1]) or matcher.is_terminated():
                     matcher = None

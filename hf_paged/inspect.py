@@ -1,10 +1,11 @@
-"""Reports a model's K/V memory, how many sequences fit this machine, its route and its kernels.
+"""Reports a model's K/V memory, the number of sequences that fit this machine, its route and its
+kernels.
 
     python -m hf_paged inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE]
                                      [--length TOKENS] [--kv-dtype DTYPE] [--json]
 
 MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of
-transformers (Qwen2Config, LlamaForCausalLM). It reads no weights and downloads nothing.
+transformers (Qwen2Config, LlamaForCausalLM). The command reads no weights and downloads nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Group:
     reason: str | None  # for the block size, with "auto"
     block_bytes: int  # over all layers of the group
     token_bytes: int
-    kernels: dict[str, str]  # the backend of a decode and of a prefill chunk
+    kernels: dict[str, str]  # the backends of a decode and of a prefill chunk
 
     def num_blocks(self, length: int) -> int:
         """Returns the most blocks that a sequence holds at once while it grows to `length`
@@ -79,7 +80,7 @@ class Report:
     tokens_per_gib: int  # of `hf_paged.budget`, or of a tier in host memory or on disk
     other_layers: dict[str, int]  # number of cache layers without blocks, by class
     dtype: str
-    kv_dtype: str | None  # dtype in which K/V are stored, if not the computed one
+    kv_dtype: str | None  # dtype in which K/V are stored, if not the one computed
     device: str
     groups: list[Group]
     fits: list[dict[str, int]]  # how many sequences of each length fit beside the weights
@@ -102,9 +103,9 @@ def examine(
     kv_dtype: str | None = None,
 ) -> Report:
     """Examines a model (named as in `find_model`) without its weights. `dtype` `"auto"` is the
-    configuration's, else float32; `length` defaults to 2,048 tokens, or the model's positions if
-    fewer; `kv_dtype` and `block_size` are as in `PagedConfig`, and `"auto"` chooses for sequences
-    of `length` tokens. Raises `ValueError` for invalid arguments."""
+    configuration's, else float32. `length` defaults to 2,048 tokens, or to the model's positions if
+    fewer. `kv_dtype` and `block_size` are as in `PagedConfig`; `"auto"` chooses block sizes for
+    sequences of `length` tokens. Raises `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
@@ -115,22 +116,22 @@ def examine(
         dtype = config.dtype or text.dtype or torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    built = build(config, cls, dtype, "meta")
-    built.generation_config = saved_generation_config(model) or built.generation_config
+    meta_model = build(config, cls, dtype, "meta")
+    meta_model.generation_config = saved_generation_config(model) or meta_model.generation_config
     max_positions = getattr(text, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
     is_auto = block_size == AUTO
     costs = Costs(*find_costs(device, dtype, kv_dtype)) if is_auto else None
     sizes = BlockSizes(costs, [length])
     size_of = sizes.of if is_auto else lambda spec: int(block_size)
-    stored, other_layers = measure(built, size_of, kv_dtype)
-    route = find_route(built)
+    stored, other_layers = measure(meta_model, size_of, kv_dtype)
+    route = find_route(meta_model)
     kernel_device = device if route.in_place else None
     groups = [
-        _group(built, spec, blocks, kernel_device, sizes.chosen.get(spec))
+        _group(meta_model, spec, blocks, kernel_device, sizes.chosen.get(spec))
         for spec, blocks in stored.items()
     ]
-    weight_bytes = built.get_memory_footprint()
+    weight_bytes = meta_model.get_memory_footprint()
     free = free_bytes(device)
     left_bytes = max(0, free - weight_bytes)
     token_bytes = sum(group.token_bytes for group in groups)
@@ -149,7 +150,7 @@ def examine(
     return Report(
         model=cls.__name__,
         model_type=config.model_type,
-        num_parameters=built.num_parameters(),
+        num_parameters=meta_model.num_parameters(),
         weight_bytes=weight_bytes,
         free_bytes=free,
         left_bytes=left_bytes,
@@ -205,13 +206,13 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 def print_report(report: Report) -> None:
     """Prints the report in lines of at most 80 columns."""
     groups = report.groups
-    stored = ""
+    storage = ""
     if report.kv_dtype is not None:
-        stored = f", stored as {report.kv_dtype} with a scale a token and head"
+        storage = f", stored as {report.kv_dtype} with a scale a token and head"
     lines = [
         f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}",
         f"{report.num_parameters:,} parameters, {format_bytes(report.weight_bytes)} of weights",
-        f"Keys and values{stored}:" if groups else "It keeps no keys and values in blocks.",
+        f"Keys and values{storage}:" if groups else "It keeps no keys and values in blocks.",
     ]
     for group in groups:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
@@ -241,12 +242,12 @@ def print_report(report: Report) -> None:
             " tokens"
         )
     if any(group.kind == "cross" for group in groups):
-        lines.append("The encoder's output is taken to be as long as the sequence.")
+        lines.append("The encoder's output is assumed to be as long as the sequence.")
     lines.append(f"Road: {report.route.road}: {report.route.reason}")
     if report.route.in_place:
         for group in groups:
-            chosen = ", ".join(f"{what}: {backend}" for what, backend in group.kernels.items())
-            lines.append(f"Kernels, {group.name}: {chosen}")
+            backends = ", ".join(f"{step}: {backend}" for step, backend in group.kernels.items())
+            lines.append(f"Kernels, {group.name}: {backends}")
     wrapped = [textwrap.fill(line, 80, subsequent_indent="    ") for line in lines]
     print("\n".join(wrapped))
 
@@ -277,10 +278,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--block-size",
         type=lambda text: text if text == AUTO else int(text),
         default=PagedConfig.block_size,
-        help="tokens, or auto: what suits sequences of --length (%(default)s)",
+        help="tokens, or auto: the best size for sequences of --length (%(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=dtypes, default="auto", help="auto: what the configuration says"
+        "--dtype", choices=dtypes, default="auto", help="auto: the dtype of the configuration"
     )
     parser.add_argument(
         "--device", type=device, default=devices[-1], help="whose memory (%(default)s)"

@@ -1,11 +1,11 @@
-"""What an interrupt leaves behind is put right where it arrives.
+"""Restores the state that interrupted calls leave changed.
 
 Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
-step's bookkeeping recovers by itself (`StepLoop.recover`). What else a call changes for a while,
-such as a model's attention, it puts back in `finally` blocks and contexts. An interrupt that is
-raised just as one of them begins keeps it from its work: then the call around them, which is
-[`guarded`], ends contexts that are [`restoring`], and has owners of other things drop what the
-call left there (`ends_with_calls`).
+step's bookkeeping recovers by itself (`StepLoop.recover`). Other state that a call changes for a
+while, such as a model's attention, is restored in `finally` blocks and contexts. An interrupt that
+arrives just as one of these begins prevents the restoring: then the [`guarded`] call around it ends
+the contexts that are [`restoring`], and makes owners of other state end the calls that left it
+there (`ends_with_calls`).
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ T = TypeVar("T")
 
 
 class _Contexts(threading.local):
-    """Of a thread: the `restoring` contexts that it has entered and not left, in order, the number
-    of `guarded` calls that it is in, and whether a nested one has raised."""
+    """Of one thread: the `restoring` contexts that it has entered and not left, in order; the
+    number of `guarded` calls that it is in; whether a nested one of these has raised."""
 
     def __init__(self) -> None:
         self.open: list[Generator[Any, None, None]] = []
         self.num_calls = 0
-        self.is_ending_due = False  # what it left with owners is to be ended with the outermost
+        self.is_ending_due = False  # whether the outermost call must run `_end_calls`
 
 
 _contexts = _Contexts()
-_OURS = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
-_CASTING = ("cpu", "cuda")  # devices with autocast
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ends_with_calls(owner: Any) -> None:
-    """Makes a call of no other that raises, or in which another raised, call `owner.end_calls()` at
-    its end: what calls of this thread have left there is of none that goes on."""
+    """Makes an outermost guarded call that raises, or in which another call raised, call
+    `owner.end_calls()` at its end: no call of this thread then goes on, so the owner can drop the
+    state that they left there."""
     _owners.add(owner)
 
 
@@ -67,14 +68,14 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
             self._leave()
 
     def _leave(self) -> None:
-        with contextlib.suppress(ValueError):  # another thread's, as of a generator that it ends
+        with contextlib.suppress(ValueError):  # another thread entered it, and this one ends it
             _contexts.open.remove(self.gen)
 
 
 def restoring(
     function: Callable[P, Iterator[T]],
 ) -> Callable[P, contextlib.AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`, for a context that puts back what it changes."""
+    """As `contextlib.contextmanager`, for a context that restores the state that it changes."""
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
@@ -85,8 +86,8 @@ def restoring(
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call that raises end the contexts which an interrupt has kept from ending, and put
-    back torch's gradient mode, modes and autocast, whose own contexts are Python as well."""
+    """Makes a call that raises end the contexts that an interrupt has prevented from ending, and
+    restore torch's gradient mode, modes and autocast, whose own contexts are Python as well."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -96,12 +97,12 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
         try:
             result = function(*args, **kwargs)
             if _contexts.is_ending_due and _contexts.num_calls == 1:
-                surely(_end_calls)
+                ensure_done(_end_calls)
             return result
         except BaseException as error:
-            surely(lambda: _put_back(depth, restore_torch))
+            ensure_done(lambda: _restore_state(depth, restore_torch))
             if is_interrupt(error):
-                _let_go(error)
+                _clear_frames(error)
             raise
         finally:
             _contexts.num_calls -= 1
@@ -110,33 +111,34 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def num_modes() -> tuple[int, int]:
-    """The numbers of torch's function and dispatch modes that are on."""
+    """The numbers of torch's active function modes and dispatch modes."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
-def end_modes(before: tuple[int, int]) -> None:
-    """Ends the modes behind `num_modes()` of before, which an interrupt has kept from ending."""
-    num_functions, num_dispatched = before
+def end_modes(num_before: tuple[int, int]) -> None:
+    """Ends the modes that were entered since `num_modes()` was `num_before`."""
+    num_functions, num_dispatched = num_before
     while torch._C._len_torch_function_stack() > num_functions:
         torch._C._pop_torch_function_stack()
     while (number := torch._C._len_torch_dispatch_stack()) > num_dispatched:
         mode = torch._C._get_dispatch_stack_at(number - 1)
-        with contextlib.suppress(IndexError):  # if it had begun to end
+        with contextlib.suppress(IndexError):  # it has begun to end
             mode.__exit__(None, None, None)
         if torch._C._len_torch_dispatch_stack() == number:
             torch._C._pop_torch_dispatch_stack(None)
 
 
 def _torch_state() -> Callable[[], None]:
-    """Returns what puts back torch's gradient mode, modes and autocast as they are now."""
+    """Returns a function that restores torch's present gradient mode, modes and autocast."""
     has_gradients = torch.is_grad_enabled()
     modes = num_modes()
-    # one step of Python's: an interrupt between the two functions would leave it one deeper
+    # `map` calls both functions in one bytecode: an interrupt between them would leave autocast
+    # nested one level deeper
     starts, ends = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     _, depth = map(next, (iter(starts, None), iter(ends, None)))
     caches = torch.is_autocast_cache_enabled()
     casts = []
-    for device in _CASTING:
+    for device in _AUTOCAST_DEVICES:
         is_enabled = torch.is_autocast_enabled(device)
         casts.append((device, is_enabled, torch.get_autocast_dtype(device)))
 
@@ -156,14 +158,14 @@ def _torch_state() -> Callable[[], None]:
     return restore
 
 
-def _put_back(depth: int, restore_torch: Callable[[], None]) -> None:
+def _restore_state(depth: int, restore_torch: Callable[[], None]) -> None:
     try:
         while len(_contexts.open) > depth:
             _contexts.open[-1].close()
             _contexts.open.pop()
         if _contexts.num_calls == 1:
             _end_calls()
-        else:  # its caller may go on
+        else:  # the caller may catch the error and go on
             _contexts.is_ending_due = True
     finally:
         restore_torch()
@@ -175,19 +177,19 @@ def _end_calls() -> None:
     _contexts.is_ending_due = False
 
 
-def _let_go(error: BaseException) -> None:
-    """Clears our frames of a traceback, which a notebook keeps: they hold blocks that were on their
-    way to a sequence. And torch's: those of inference mode hold the mode."""
+def _clear_frames(error: BaseException) -> None:
+    """Clears our frames and torch's in a traceback, which a notebook keeps: ours hold blocks that
+    no sequence has got yet, and torch's frames of inference mode hold the mode."""
     trace = error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
             with contextlib.suppress(RuntimeError):  # the frame of the guarded call itself
                 trace.tb_frame.clear()
         trace = trace.tb_next
 
 
-def surely(undo: Callable[[], object]) -> None:
-    """Calls `undo`, and again if an interrupt ends it: it must be right to call it twice."""
+def ensure_done(undo: Callable[[], object]) -> None:
+    """Calls `undo`, which must be idempotent, and calls it again if an interrupt ends it."""
     try:
         undo()
     except BaseException:
@@ -196,8 +198,8 @@ def surely(undo: Callable[[], object]) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an error is for the caller, and not to be handled as one of the code that runs: it is
-    no `Exception`, or a signal's handler raised it."""
+    """Whether an error must reach the caller instead of being handled as an error of the code that
+    runs: it is no `Exception`, or a signal handler raised it."""
     if not isinstance(error, Exception):
         return True
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -205,7 +207,9 @@ def is_interrupt(error: BaseException) -> bool:
     interrupted: FrameType | None = None
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code in codes or (interrupted is not None and _got(frame, interrupted)):
+        if frame.f_code in codes or (
+            interrupted is not None and _received_frame(frame, interrupted)
+        ):
             return True
         interrupted, trace = frame, trace.tb_next
     return False
@@ -221,11 +225,11 @@ def _code_of(handler: Any) -> CodeType | None:
     return code
 
 
-def _got(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a frame was called with the frame that it interrupted, as handlers are: one that
-    raises may have set another handler before."""
+def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do. (A
+    handler may have set another one before it raises, so its code alone does not tell.)"""
     code = frame.f_code
-    if code.co_filename.startswith(_OURS):
+    if code.co_filename.startswith(_PACKAGE):
         return False
     names = code.co_varnames[: code.co_argcount]
     return any(frame.f_locals.get(name) is interrupted for name in names)

@@ -1,5 +1,5 @@
-"""What one step computes, as columns of plain data. Nothing here changes after it was planned, and
-nothing here reads tensors."""
+"""`StepPlan`: what one step computes, as columns of plain data. A plan is immutable, and reads no
+tensors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
-    """Of each row, the tokens that a step computes: `counts[i]` of them, behind the `starts[i]`
-    that are in the blocks of `sequences[i]`, whose tables have room for them. A row's draft counts,
-    behind its last token. Decodes are in front.
+    """The tokens that a step computes: of row `i`, `counts[i]` tokens behind the `starts[i]` that
+    are in the blocks of `sequences[i]`, whose tables have room for them. A count includes the row's
+    draft, which follows its last token. Decodes are in front.
 
-    A plan advances no row: that is for whoever commits it, once the forward has run."""
+    A plan advances no row: the loop that commits it does, once the forward has run."""
 
     sequences: Items[Any]
     starts: Items[int]
     counts: Items[int]
-    num_logits: Items[int]  # of each row: one after its last token, and one for each draft token
+    num_logits: Items[int]  # per row: one after its last token, and one for each draft token
     num_decodes: int  # rows that compute one token, or their last token and a draft
     has_drafts: bool = False
-    has_inputs: bool = False  # whether a row may have inputs beside token ids
-    has_chunks: bool = False  # whether there are rows behind the decodes
+    has_inputs: bool = False  # a row may have inputs beside token ids
+    has_chunks: bool = False  # there are rows behind the decodes
     admitted: Collection[Any] = ()  # requests that begin to run in this step
     preempted: Collection[Any] = ()  # requests that lost their blocks to this step
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans so many more tokens of each of these sequences; decodes are in front already."""
+        """Plans `count` more tokens of each `(sequence, count)`, of which decodes come first."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -66,7 +66,7 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """The plan of these rows alone, in this order, decodes in front."""
+        """The plan of these rows alone, in this order, in which decodes come first."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         num_decodes = _count_leading(counts, num_logits)
@@ -83,12 +83,12 @@ class StepPlan:
         )
 
     def rows_of_logits(self) -> list[range]:
-        """Each row's rows in the step's logits."""
+        """For each row, the range of its rows in the step's logits."""
         bounds = accumulate(self.num_logits, initial=0)
         return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
-        """A hash of what must be equal in every process that runs this step; block ids may
+        """A hash of the data that must be equal in every process that runs this step; block ids may
         differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
@@ -115,10 +115,11 @@ class StepPlan:
 
 
 def _count_leading(counts: Items[int], num_logits: Items[int]) -> int:
-    """Counts the decodes in front: with a draft, each of a row's tokens gives logits."""
+    """Counts the decodes in front; the model computes logits for every token of a row with a
+    draft."""
     number = 0
-    for count, wanted in zip(counts, num_logits):
-        if count != 1 and count != wanted:
+    for num_tokens, num_row_logits in zip(counts, num_logits):
+        if num_tokens != 1 and num_tokens != num_row_logits:
             break
         number += 1
     return number

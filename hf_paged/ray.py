@@ -8,8 +8,8 @@ Runs one `PagedEngine` in each Ray worker, on many machines. Needs the extra `ra
     # Ray Serve
     app = serve.deployment(hf_paged.ray.LLMServer).bind(name, {"max_new_tokens": 64})
 
-Ray starts the workers, assigns devices, restarts workers that died and repeats their unfinished
-work.
+Ray itself starts the workers, assigns devices, restarts workers that died and repeats their
+unfinished work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body
+_FIELDS = {"generation_config", "prompt", "seed"}  # those of an HTTP body, beside "stream"
 
 
 class _Worker:
@@ -61,16 +61,16 @@ class _Worker:
                 f"`model_source` made a {type(self.engine).__name__}: it must be the name or the"
                 " folder of a model, or a function that returns a `PagedEngine`"
             )
-        # raises now rather than in each request
+        # raises here instead of in each request
         check_options(self.engine.model, generation_config)
         self._options = _options(generation_config)
         if isinstance(generation_config, Mapping):
-            # keep its `None` values, as `PagedEngine.add_request` does
+            # `None` values stay, as in `PagedEngine.add_request`
             self._options = dict(generation_config)
 
     def _config(self, options: Any) -> Any:
-        """Merges a request's options over the defaults. Returns invalid types as they are, for the
-        engine to refuse."""
+        """Merges a request's options over the defaults. Returns an invalid type as it is: the
+        engine refuses it."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
         return {**self._options, **_options(options)}
@@ -80,19 +80,19 @@ class LLMPredictor(_Worker):
     """
     A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker creates an engine and runs batches through it, keeping the order of rows. A row that
-    cannot be served gets its error in a column, and the others finish. If a worker dies, Ray
+    Each worker creates an engine and runs batches through it, in the order of their rows. If a row
+    cannot be served, a column holds its error, and the other rows finish. If a worker dies, Ray
     restarts it and repeats its unfinished batches, which give the same rows.
 
-    Prompts are a column of text, token ids or chat messages. Two optional columns are read.
+    Prompts are a column of text, token ids or chat messages. Two more columns are optional.
     `generation_config`: options of the row, which override those of all rows; nulls, with which
     Arrow fills missing fields, are ignored. (Where rows set different options, pass
     `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert the column to
-    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. With it the
-    samples do not depend on how rows are batched, ordered and repeated; without it they do.
+    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without a seed,
+    the samples depend on how rows are batched, ordered and repeated.
 
-    All columns are kept, and these are added, named as in `ray.data.llm`: `generated_text` and
-    `generated_tokens` (`list[int64]`) of the first sequence, `num_input_tokens`,
+    The result has the columns of the batch and these, named as in `ray.data.llm`: `generated_text`
+    and `generated_tokens` (`list[int64]`) of the first sequence, `num_input_tokens`,
     `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the row, as structs with
     the fields of [`SequenceResult`]), `prompt_logprobs` and `prompt_top_logprobs` (null unless
     requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
@@ -104,7 +104,7 @@ class LLMPredictor(_Worker):
         engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the
             function: `config`, `tokenizer`, `dtype`, `device_map`, ...
         prompt_column (`str`): The column of prompts.
-        row_options (`tuple[str, ...]`): The columns with options of a row: `generation_config`, and
+        row_options (`tuple[str, ...]`): The columns with a row's options: `generation_config`, and
             arguments of `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`,
             ...).
         options: Arguments of `PagedEngine.generate` for all rows.
@@ -156,27 +156,28 @@ class LLMPredictor(_Worker):
                 f"the batch has the columns {names}, and no `{self.prompt_column}`: set"
                 " `prompt_column`"
             )
-        given_options = [name for name in self.row_options if name in names]
-        read = [self.prompt_column, *given_options]
-        accessor = BlockAccessor.for_block(table.select(read))
+        option_columns = [name for name in self.row_options if name in names]
+        input_columns = [self.prompt_column, *option_columns]
+        accessor = BlockAccessor.for_block(table.select(input_columns))
         rows = list(accessor.iter_rows(public_row_format=True))
-        columns: dict[str, Any] = {name: [_plain(row[name]) for row in rows] for name in read}
+        columns: dict[str, Any] = {
+            name: [_plain(row[name]) for row in rows] for name in input_columns
+        }
         prompts = columns.pop(self.prompt_column)
         row_configs = columns.pop("generation_config", [None] * len(rows))
         seed = self.options.get("seed")
         if is_whole(seed):
-            # the samples must not depend on a row's place in a batch
+            # the samples must not depend on a row's position in a batch
             columns.setdefault("seed", [seed] * len(rows))
         configs = [self._config(config) for config in row_configs]
         results = self.engine.generate(prompts, configs, **{**self.options, **columns})
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
                 raise result.error  # the process has lost the device: all rows would fail
-        added = _table(results)
-        kept = [name for name in names if name not in added.column_names]
-        table = table.select(kept)
-        for name in added.column_names:
-            table = table.append_column(name, added[name])
+        generated = _table(results)
+        table = table.select([name for name in names if name not in generated.column_names])
+        for name in generated.column_names:
+            table = table.append_column(name, generated[name])
         return table
 
 
@@ -187,17 +188,17 @@ class LLMServer(_Worker):
     Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)`
     streams outputs. Over HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ...,
     "stream": true}` returns them as server-sent events, or only the result without `stream`, as
-    JSON with the fields of [`RequestOutput`] and [`RequestResult`]. If a client disconnects, or a
-    handle's response is cancelled, its request ends and its blocks are freed.
-    `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to
-    a replica at once: set it to the batch size that the engine should reach.
+    JSON with the fields of [`RequestOutput`] and [`RequestResult`]. When a client disconnects, or a
+    handle's response is cancelled, its request ends and frees its blocks. `max_ongoing_requests` of
+    the deployment, by default 5, limits the requests that Serve sends to a replica at once: set it
+    to the batch size that the engine should reach.
 
     Args:
-        model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): What each
-            replica's engine is made from.
+        model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): From these each
+            replica makes its engine.
     """
 
-    _lost: Exception | None = None  # the error with which this process lost the device
+    _device_error: Exception | None = None  # the error with which this process lost the device
 
     async def generate(
         self, prompt: Any, generation_config: Any = None, **options: Any
@@ -208,14 +209,14 @@ class LLMServer(_Worker):
             async for output in outputs:
                 error = None if output.result is None else output.result.error
                 if isinstance(error, torch.AcceleratorError):
-                    self._lost = error
+                    self._device_error = error
                 yield output
 
     def check_health(self) -> None:
         """Raises the error with which this process lost its device, if any: Serve then starts
         another replica."""
-        if self._lost is not None:
-            raise self._lost
+        if self._device_error is not None:
+            raise self._device_error
 
     def stats(self) -> EngineStats:
         """Returns the statistics of this replica's engine."""
@@ -265,13 +266,13 @@ async def _events(
 def _json(value: Any) -> str:
     def default(part: Any) -> Any:
         if isinstance(part, Exception):
-            return _said(part)
+            return _error_text(part)
         return vars(part)
 
     return json.dumps(value, default=default)
 
 
-def _said(error: Exception | None) -> str:
+def _error_text(error: Exception | None) -> str:
     if error is None:
         return ""
     return f"{type(error).__name__}: {error}"
@@ -293,8 +294,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a row's value with lists in place of the arrays of NumPy and pandas; `None` if it is
-    missing."""
+    """Converts a row's value: arrays of NumPy and pandas to lists, missing values to `None`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -307,8 +307,8 @@ def _plain(value: Any) -> Any:
 
 
 def _table(results: list[RequestResult]) -> Any:
-    """Makes a `pyarrow.Table` of results. Types do not depend on values, so that batches can be
-    concatenated."""
+    """Makes a `pyarrow.Table` of results. Its types do not depend on values, so that the tables of
+    batches can be concatenated."""
     import pyarrow as pa
 
     token = pa.int64()
@@ -348,7 +348,7 @@ def _table(results: list[RequestResult]) -> Any:
             sequences,
             result.prompt_logprobs,
             result.prompt_top_logprobs,
-            _said(result.error),
+            _error_text(result.error),
         )
         rows.append(dict(zip(types, values)))
     return pa.Table.from_pylist(rows, schema=pa.schema(types))

@@ -1,6 +1,6 @@
-"""The rooms beside the core: features in folders of their own, each imported when a call first
-needs it, and what the core asks of each room's module. It never decides whether a call needs a
-room: its caller does."""
+"""The rooms beside the core: features in separate folders or modules, each imported when a call
+first needs it, and the protocol that each room's module implements. The caller decides whether a
+call needs a room."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ class RoomMissingError(ImportError):
 
 @functools.cache
 def is_installed(name: str) -> bool:
-    """Whether the room with this name (`ROOMS`) is there."""
+    """Whether the room with this name (`ROOMS`) is installed."""
     return importlib.util.find_spec(f"{__package__}.{name}") is not None
 
 
 @functools.cache
 def room(name: str, option: str) -> Any:
-    """Imports the room with this name (`ROOMS`), which `option`, as its users write it, needs, and
-    returns its module, whose type is a protocol below. Raises [`RoomMissingError`] if
-    the room is not there."""
+    """Imports the room with this name (`ROOMS`) and returns its module, whose type is a protocol
+    below. `option`: the feature that needs the room, as users write it. Raises [`RoomMissingError`]
+    if the room is not installed."""
     require(name, option)
     return importlib.import_module(f"{__package__}.{name}")
 
 
 def require(name: str, option: str) -> None:
     """Raises [`RoomMissingError`] if the room with this name, which `option` needs, is not
-    there."""
+    installed."""
     assert name in ROOMS
     if not is_installed(name):
         raise RoomMissingError(
@@ -71,26 +71,26 @@ def require(name: str, option: str) -> None:
 
 
 def optional(name: str) -> Any | None:
-    """Returns the module of the room with this name, `None` if the room is not there."""
+    """Returns the module of the room with this name; `None` if the room is not installed."""
     return room(name, "") if is_installed(name) else None
 
 
 class OnDemand(Generic[Part]):
-    """A part that few calls need: made when it is first asked for; `made` is `None` before. Without
-    `make` no call needs it."""
+    """A part that few calls need: the first call makes it. Until then `instance` is `None`. Without
+    `make`, it must not be called."""
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
-        self.made: Part | None = None
+        self.instance: Part | None = None
 
     def __call__(self) -> Part:
-        if self.made is None:
+        if self.instance is None:
             assert self._make is not None
-            self.made = self._make()
-        return self.made
+            self.instance = self._make()
+        return self.instance
 
 
-# What the core asks of the rooms' modules
+# Protocols of the rooms' modules
 
 
 class TapeRoom(Protocol):
@@ -99,15 +99,15 @@ class TapeRoom(Protocol):
     recorder: MakeRecorder
 
     def own_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-        """Around forwards of a model with these modules, which are no replays: faster products in
-        half precision."""
+        """A context for forwards, other than replays, of a model with these modules: faster matrix
+        products in half precision."""
 
     def in_fixed_order(self) -> AbstractContextManager[None]:
-        """Within it, our kernels sum in an order that depends on the row only."""
+        """A context in which our kernels sum in an order that depends on the row only."""
 
     def by_kernels(self) -> AbstractContextManager[None]:
-        """Within `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
-        `NotPackable` before an operation without a kernel."""
+        """A context within `in_fixed_order` that makes all computations of this thread
+        batch-invariant. Raises `NotPackable` before an operation without a kernel."""
 
 
 class ResolvedAdapter(NamedTuple):
@@ -122,32 +122,32 @@ class AdaptersRoom(Protocol):
     """`hf_paged.adapters`."""
 
     def check_wrapped(self, levels: Sequence[Any]) -> None:
-        """Raises `ValueError` for adapters that PEFT's own `generate` computes; `levels`: a model
-        and its wrappers, from the outside."""
+        """Raises `ValueError` for adapters that only PEFT's own `generate` computes. `levels`: the
+        wrappers of a model, outermost first, and the model."""
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
-        """Raises `ValueError` if layers in the model do not compute what PEFT computes with the
-        adapter; `None`: as the model is."""
+        """Raises `ValueError` if layers in the model compute other results than PEFT does with the
+        adapter; `None`: with the model as it is."""
 
     def has_activated(self, model: nn.Module) -> bool:
-        """Whether `check_served` may raise for an adapter that it has let pass: one that is active
-        now."""
+        """Whether an adapter is active now, for which `check_served` may raise although it passed
+        before."""
 
     def resolve_adapter(
         self, model: nn.Module, name: str | None, takes_ids: bool
     ) -> ResolvedAdapter:
-        """The adapter of a request's option `adapter`. Raises `ValueError` if it cannot be served;
-        `takes_ids`: whether the prompt is of token ids alone."""
+        """The adapter of a request's option `adapter`. `takes_ids`: whether the prompt consists of
+        token ids alone. Raises `ValueError` if the adapter cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
-        """Around a forward of `model` with its adapter of this name."""
+        """A context for a forward of `model` with its adapter of this name."""
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Takes `adapter_names` of PEFT's `generate` away from the running call's forwards; enters
-        with the names, `None` if it got none."""
+        """A context that hides `adapter_names` of PEFT's `generate` from the running call's
+        forwards; its value are the names, `None` if the call got none."""
 
     def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
-        """The adapters of a new loop."""
+        """Makes the adapters of a new loop."""
 
 
 class TiersRoom(Protocol):
@@ -166,12 +166,12 @@ class TiersRoom(Protocol):
         compute: Callable[[list[int]], tuple[Hashable, ...]],
         path: Any,
     ) -> int:
-        """Writes the full blocks of a prompt to a file, after `compute`, which computes its token
-        ids and returns the blocks' namespace; returns how many tokens they hold."""
+        """Writes the full blocks of a prompt to a file and returns the number of tokens in them.
+        `compute` computes the prompt's token ids and returns the blocks' namespace."""
 
     def load(self, core: EngineCore, path: Any) -> int:
-        """Loads the blocks of such a file into the prefix cache; returns how many tokens they
-        hold."""
+        """Loads the blocks of such a file into the prefix cache and returns the number of tokens in
+        them."""
 
 
 class VirtualRoom(Protocol):
@@ -186,14 +186,14 @@ class VirtualRoom(Protocol):
 
 
 class ToolsRoom(Protocol):
-    """`hf_paged.tools`: texts, HTML for notebooks, figures of matplotlib, without which `plot_*`
-    raise `ImportError`."""
+    """`hf_paged.tools`: text, HTML for notebooks, and figures; `plot_*` raise `ImportError` without
+    matplotlib."""
 
-    engine_html: Callable[[Any], str]  # of an engine
-    cache_html: Callable[[Any], str]  # of a `PagedCache`
-    stats_text: Callable[[Any], str]  # of a `MemoryStats`
+    engine_html: Callable[[Any], str]  # takes an engine
+    cache_html: Callable[[Any], str]  # takes a `PagedCache`
+    stats_text: Callable[[Any], str]  # takes a `MemoryStats`
     stats_html: Callable[[Any], str]
-    plot_engine: Callable[[Any, Any], Any]  # the blocks of an engine, on axes
+    plot_engine: Callable[[Any, Any], Any]  # takes an engine, and axes
     plot_cache: Callable[[Any, Any], Any]
     plot_intervals: Callable[..., Any]
 
@@ -205,10 +205,10 @@ class NativeRoom(Protocol):
     through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrappers of models
 
     def set_default(self, config: PagedConfig) -> None:
-        """Sets the config of managers that are given none."""
+        """Sets the default config of managers."""
 
     def destroy_kept(self) -> None:
-        """Destroys the managers that models keep for a next session."""
+        """Destroys the managers that models keep for the next session."""
 
 
 class SpeculationRoom(Protocol):
@@ -219,8 +219,8 @@ class SpeculationRoom(Protocol):
     def reason_against(
         self, model: PreTrainedModel, config: Any, assistance: Assistance
     ) -> str | None:
-        """Why rows with this generation config cannot be drafted for, their layout aside; `None` if
+        """Why rows with this generation config cannot have drafts, their layout aside; `None` if
         they can."""
 
     def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
-        """Yields why rows of a `generate` call cannot; the first counts."""
+        """Yields why rows of a `generate` call cannot have drafts; the first reason counts."""

@@ -1,6 +1,6 @@
-"""The seams of the core: the protocols that features implement, and `EngineParts`, which gives an
-engine what implements them. It never holds code of a feature, nor what only a room's module does
-(`hf_paged.rooms`)."""
+"""The seams of the core: the protocols that features implement, and `EngineParts`, which passes
+implementations to an engine. It contains no code of a feature; the protocols of rooms' modules are
+in `hf_paged.rooms`."""
 
 from __future__ import annotations
 
@@ -43,35 +43,36 @@ if TYPE_CHECKING:  # types of the core alone
 
 
 class Drafter(Protocol):
-    """Drafts the next tokens of a loop's rows, each a generation with one row, which get the tokens
-    that they would get without. `PagedEngine` makes one by `EngineParts.drafter`."""
+    """Drafts the next tokens of a loop's rows, each a generation with one row. Drafts do not change
+    the rows' tokens. `PagedEngine` makes one by `EngineParts.drafter`."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """Begins to draft for a row, whose request is not queued yet. Returns whether it also
-        drafts the first new token, and the namespace within which the request shares prefixes:
-        usually that of the request."""
+        """Begins to draft for a row whose request is not queued yet. Returns whether it also drafts
+        the first new token, and the namespace within which the request shares prefixes, usually the
+        request's own."""
 
     def detach(self, generation: Generation) -> None:
-        """Ends a row, also one that is not attached, and during a step of another thread."""
+        """Ends a row, which need not be attached; also during a step of another thread."""
 
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> Iterable[tuple[Generation, Draft | Exception]]:
-        """Before each step, of `num_rows` rows without drafts: returns drafts, of token ids below
-        `num_embeddings`, for rows that have a `sequence_to_draft`; an error ends its
-        row."""
+        """Called before each step, which without drafts has `num_rows` rows. Returns drafts of
+        token ids below `num_embeddings` (`decoding.base.Draft`) for rows with a
+        `Generation.sequence_to_draft`. An error that it returns ends its row; one that it raises
+        ends the step, which is then recovered."""
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
-        """After a step that verified a draft of a row and has appended its new tokens."""
+        """Called after a step has verified a row's draft and appended the new tokens."""
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """After the forward of a step without prompts."""
+        """Called after the forward of a step without prompts."""
 
     def reclaim(self) -> bool:
-        """Frees the drafter's blocks, which others need; returns whether there were any."""
+        """Frees the drafter's blocks for other rows; returns whether it had any."""
 
     def change_weights(self) -> None:
-        """Between steps: notes that weights may have changed."""
+        """Called between steps when weights may have changed."""
 
 
 MakeDrafter = Callable[..., Drafter]
@@ -80,45 +81,46 @@ proxy: nothing of a loop keeps it alive), and the function that makes other mode
 order."""
 
 
-# What tells the tokens of one forward apart
+# Differences between the tokens of one forward
 
 
 class ForwardContext(Protocol):
-    """What tells the tokens of a packed forward apart beside ids and positions, while its context
-    manager is open."""
+    """Distinguishes the tokens of a packed forward by more than ids and positions, such as their
+    adapters, while its context manager is open."""
 
-    variant: Hashable  # in the keys of recorded steps
-    names: Any  # from which another process makes the same context
-    num_ranges: int = 0  # ranges of tokens that recorded steps read on the device, as `ranges` says
+    variant: Hashable  # part of the keys of recorded steps
+    names: Any  # another process makes the same context from these
+    num_ranges: int = 0  # ranges of tokens, from `ranges`, that recorded steps read on the device
     is_fixed: bool = False  # whether a recorded step serves these ranges alone
     takes_chunks: bool = True  # whether recorded steps may have chunks
-    tensors: Sequence[Tensor] = ()  # what forwards read beside the model's tensors
+    tensors: Sequence[Tensor] = ()  # tensors that forwards read beside the model's
 
-    def begin(self, num_tokens: int, kept: list[int] | None) -> None:
-        """Before the model's forward of so many tokens. `kept`: those that its head gets, where
-        that is not all; in a recorded step, where the device knows them, none."""
+    def begin(self, num_tokens: int, head_tokens: list[int] | None) -> None:
+        """Called before the model's forward of `num_tokens` tokens. `head_tokens`: those whose
+        logits the head computes, if not all; in a recorded step, where only the device knows them,
+        an empty list."""
         return None
 
     def ranges(
         self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
-        """This step's ranges for a recorded step, in the order of its `keys`: of decodes, of
-        others."""
+        """This step's ranges for a recorded step, in the order of its `keys`: (range of decodes,
+        range of other tokens)."""
         return []
 
     def record(self, ranges: Tensor, most: int, has_others: bool) -> RecordedContext | None:
-        """Before a step of up to `most` tokens is recorded, which reads `ranges` `(n, 2)` on the
-        device: two for each key, or one if all tokens are decodes."""
+        """Called before a step of up to `most` tokens is recorded. The step reads `ranges` `(n, 2)`
+        on the device: two for each key, or one if all tokens are decodes."""
         return None
 
 
 class RecordedContext(Protocol):
     """The `ForwardContext` of a recorded step, which keeps it alive."""
 
-    keys: Sequence[Hashable]  # of its ranges
+    keys: Sequence[Hashable]  # those of its ranges
 
     def reading(self) -> AbstractContextManager[None]:
-        """Around each run of the forward that is recorded."""
+        """A context for each run of the forward that is recorded."""
 
 
 # Adapters of requests
@@ -129,38 +131,42 @@ class Adapters(Protocol):
     one."""
 
     def admit(self, request: Request, bring_in: Callable[[], bool]) -> bool:
-        """Brings a waiting request in, with the memory that its adapter takes in the pool; returns
-        whether it is in. Under the memory's lock, like `release`."""
+        """Admits a waiting request, with the memory that its adapter takes in the pool; returns
+        whether it fits. Called with the memory's lock held, like `release`."""
 
     def release(self, request: Request) -> None:
-        """After the request has left the running ones."""
+        """Called after the request has left the running ones."""
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Before each forward, with the requests that are admitted next."""
+        """Called before each forward, with the requests to be admitted next."""
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """As `Runner.run`, each row with its adapter, in as few forwards (`Executor.compute`) as
-        can be. Raises `RowsError` if an adapter cannot be used."""
+        possible. Raises `RowsError` if an adapter cannot be used."""
 
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
-        """Around a forward of rows with one adapter. Raises as `run`."""
+        """A context for a forward of rows with one adapter. Raises as `run`."""
 
     def forget_model(self) -> None:
-        """Drops what depends on the model, which may have changed."""
+        """Drops all state that depends on the model, which may have changed."""
 
     def counts(self) -> dict[str, int]:
-        """Fields of `EngineStats`."""
+        """Returns fields of `EngineStats`."""
 
 
 # Steps that run again, or ahead
 
 
 class Recorder(Protocol):
-    """Records the packed steps of a model over one memory, where it outlives their runner, and
-    replays them."""
+    """Records the packed steps of a model over one memory and replays them. The memory keeps the
+    recorder, which outlives the runner of the steps."""
+
+    verdicts: dict[Hashable, bool]
+    """Which kinds of steps may be replays, as their runners have found; `begin` empties it when the
+    model's state has changed."""
 
     def begin(self, state: ModelState) -> None:
-        """Before steps of the model in this state: forgets what was recorded in another."""
+        """Called before steps of the model in this state: drops recordings of another state."""
 
     def run(
         self,
@@ -171,20 +177,21 @@ class Recorder(Protocol):
         keeps_hidden: bool = False,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if none serves it: `forward` then computes it, from token ids and
-        positions `(1, n)`, a step of each layer group, the tokens whose logits are wanted, and
-        the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
+        caller owns, or `None` if no recording serves it: `forward` then computes it, from token ids
+        and positions `(1, n)`, the step of each layer group, the tokens whose logits are computed,
+        and the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
         `keeps_hidden`: whether the forward also stores hidden states."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Around a step: orders its device work after the previous step's, also across streams."""
+        """A context for a step: orders its device work after the previous step's, also across
+        streams."""
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
-        """What launches steps before their tokens are on the host; `None` if the host computes
-        replays."""
+        """Returns the part that launches steps before their tokens are on the host; `None` if the
+        host computes replays."""
 
     def clear(self) -> None:
-        """Forgets what was recorded: its addresses are no longer valid, or memory is needed."""
+        """Drops all recordings: their addresses are no longer valid, or their memory is needed."""
 
 
 class RunAhead(Protocol):
@@ -195,16 +202,16 @@ class RunAhead(Protocol):
         ready: list[tuple[Generation, LogitRows]],
         launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
     ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
-        and meanwhile launches the next step; `None` if these rows need the host. `launch` returns
-        logits `(n, vocab)` of sequences with these next tokens `(n,)`, or `None`."""
+        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host
+        and meanwhile launches the next step; `None` if these rows need the host. `launch` takes
+        sequences and their next tokens `(n,)`, and returns logits `(n, vocab)` or `None`."""
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
-        and `n`."""
+        """Returns the logits `(n, vocab)` of the first `n` rows of a step, which were launched
+        ahead, and `n`."""
 
     def clear(self) -> None:
-        """Forgets the step that was launched."""
+        """Drops the step that was launched."""
 
 
 MakeRecorder = Callable[["PreTrainedModel", "PagedCache"], "Recorder | None"]
@@ -216,10 +223,11 @@ if nothing can be recorded."""
 
 
 class Storage(Protocol):
-    """The memory behind the blocks of one layer group. A pool gives out their ids."""
+    """The memory behind the blocks of one layer group. A pool gives out their ids. The format of a
+    block's content is that of `KVBlocks` and `kernels/quantized.py`."""
 
-    pool: BlockPool  # of this storage, which says in what order blocks are taken
-    layers: dict[int, Any]  # the `KVBlocks` of each layer that was made, by index
+    pool: BlockPool  # of this storage, which orders the free blocks
+    layers: dict[int, Any]  # `KVBlocks` of the layers made so far, by index
 
     @property
     def block_bytes(self) -> int:
@@ -231,7 +239,7 @@ class Storage(Protocol):
 
     @property
     def most_bytes(self) -> int | None:
-        """Bytes that the pool's blocks take at most; `None`: no less than `block_bytes` each."""
+        """Maximum bytes of the pool's blocks; `None`: `block_bytes` for each block."""
 
     @property
     def num_rows(self) -> int:
@@ -243,12 +251,12 @@ class Storage(Protocol):
 
     @property
     def growth_step(self) -> int:
-        """Blocks by which a pool without a limit grows at least, where they take no memory until
-        first used; 0: by as many as the memory chooses."""
+        """Minimum number of blocks by which a pool without a limit grows, where blocks take no
+        memory until first used; 0: the memory chooses."""
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Sets the sizes of layers made or grown from now on. With `drops`, allowed only while no
-        block is used or cached, drops smaller layers."""
+        """Sets the sizes of layers that are made or grown from now on. `drops`: drops smaller
+        layers, which is allowed only while no block is used or cached."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
         """Returns a block of a layer with K/V like these, `(batch, heads, n, dim)`, on the meta
@@ -263,7 +271,7 @@ class Storage(Protocol):
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Makes room for `num_blocks` blocks in every layer, or for up to `most`. Raises as
+        """Grows every layer to at least `num_blocks` blocks, and at most `most`. Raises as
         `make`."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -275,8 +283,8 @@ class Storage(Protocol):
 
 
 StorageFactory = Callable[["PagedConfig", "GroupSpec", int, Callable[[], None]], Storage]
-"""Makes the storage of a layer group, with an empty pool, for blocks of so many tokens. It calls
-the function before blocks get other addresses."""
+"""Makes the storage of a layer group, with an empty pool, from the config, the group, the tokens
+per block and a function that the storage calls before it moves blocks to other addresses."""
 
 
 class MappedRows(Protocol):
@@ -292,12 +300,12 @@ class MappedRows(Protocol):
     def stop_lending(self) -> None:
         """Makes `lend` return `None` from now on: the model's code needs contiguous tensors."""
 
-    def settle(self) -> None:
-        """Preserves lent views that are still alive. Call before writing to blocks."""
+    def preserve_views(self) -> None:
+        """Preserves borrowed views that are still alive. Call before writing to blocks."""
 
 
 class PlacedRows(Protocol):
-    """The rows of a step, readable while the step and these views live."""
+    """The rows of a step, which can be read while the step and these views live."""
 
     def parts(self, kv_heads: int) -> Parts:
         """Returns the parts of the step for the portable attention."""
@@ -306,11 +314,12 @@ class PlacedRows(Protocol):
         """Returns the keys and values of a part, each `(rows, kv_heads, length, dim)`."""
 
 
-# Blocks that left the pool
+# Blocks evicted from the pool
 
 
 class TierCounts(NamedTuple):
-    """Figures of a tier, for `memory_stats`: bytes that it holds now, and blocks so far."""
+    """Figures of a tier, for `memory_stats`: bytes that it holds now, and counts of blocks so
+    far."""
 
     host_bytes: int = 0
     disk_bytes: int = 0  # of the folder, as far as this process knows
@@ -322,9 +331,9 @@ class Tier(Protocol):
     """Keeps the content of blocks that the prefix cache of one block manager evicts. Its methods
     are called with the memory's lock held."""
 
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
-        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). If not vouched
-        for, it is served only after `confirm`."""
+    def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
+        """Keeps a block that is being evicted, by its digest (`prefix_index.Link`). Unless the
+        weights that computed it are verified, the tier serves it only after `confirm`."""
 
     def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
         """Returns how many tokens of a sequence `BlockManager.match` would find after
@@ -332,18 +341,18 @@ class Tier(Protocol):
 
     def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
         """Registers kept blocks in the pool, for `match` to find, if that gives a longer prefix
-        than the sequence has. `False`, with nothing changed, if there are none, or no room, or if
-        they cannot be copied. The current weights have been vouched for."""
+        than the sequence has. `False`, with nothing changed, if there are no such blocks or too few
+        free ones, or if they cannot be copied. The caller has verified the current weights."""
 
     @property
     def wants_confirmation(self) -> bool:
-        """Whether many kept bytes are not vouched for."""
+        """Whether many kept bytes are not verified."""
 
     def confirm(self) -> None:
         """Marks all kept blocks as computed with the last fingerprinted weights."""
 
     def discard(self) -> None:
-        """Drops kept blocks that are not vouched for."""
+        """Drops kept blocks that are not verified."""
 
     def counts(self) -> TierCounts: ...
 
@@ -352,8 +361,8 @@ MakeTier = Callable[
     ["PreTrainedModel", "PagedMemory", "BlockManager", "PagedConfig", "Layout"],
     tuple[Tier | None, str | None],
 ]
-"""Returns the tier for a new loop of a model on these blocks, perhaps an earlier one, or `None` and
-why they have none."""
+"""Returns the tier for a new loop of a model on these blocks, which may be that of an earlier loop;
+or `None` and why there is none."""
 
 
 # Several processes
@@ -362,7 +371,7 @@ why they have none."""
 class Processes(Protocol):
     """The processes that compute each forward of a model together, each with a shard of its weights
     and the K/V heads of that shard. Either all make the same calls, or one leads: it schedules and
-    samples, and the others do what it tells them."""
+    samples, and the others execute its orders."""
 
     leads: bool
 
@@ -370,60 +379,60 @@ class Processes(Protocol):
         """Returns the minimum of a number over all processes."""
 
     def agree(self, number: int) -> int:
-        """Returns the first process's number, where each must decide alike but measures its own
-        times."""
+        """Returns the first process's number, for decisions that must be equal although each
+        process measures its own times."""
 
     def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
         """`model.state.fingerprint` over the shards of all processes; `None` if one cannot be
         read."""
 
     def check(self, plan: StepPlan) -> None:
-        """Before a step's forward. Raises `RankLostError` if another process has scheduled other
-        tokens."""
+        """Called before a step's forward. Raises `RankLostError` if another process has scheduled
+        other tokens."""
 
     def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
         """Announces the next `PackedRunner.compute`, with the context that has these `names`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around a forward of all processes: an error passes through if all of them have one, else
-        it becomes a `RankLostError`."""
+        """A context for a forward of all processes: an error passes through if all of them raise
+        one, else it becomes a `RankLostError`."""
 
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
     ) -> None:
-        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, returned
-        `result`. These, in order, are all changes to the content of blocks except what forwards
-        write."""
+        """Called after `move(group, *arguments)`, which is `group_memory.mirrored`, has returned
+        `result`. Moves, in order, make all changes to the content of blocks, except the writes of
+        forwards."""
 
     def adapters(self, method: str, *arguments: Any) -> str | None:
-        """Has the others call this method of their loop's `Adapters`, before the next forward.
-        After `"load"` returns by which of them an adapter cannot be loaded, and why."""
+        """Makes the others call this method of their loop's `Adapters` before the next forward.
+        For `"load"`, returns which of them cannot load an adapter, and why."""
         return None
 
 
 class Leader(Processes, Protocol):
-    """What an engine asks of the processes that it leads."""
+    """The processes that an engine leads."""
 
     def locked(self, lock: Any) -> AbstractContextManager[Any]:
-        """Returns a context that holds the engine's lock: an interrupt between the messages of
-        processes would leave them waiting for each other."""
+        """Returns a context that holds the engine's lock and defers interrupts: one between two
+        messages would leave the processes waiting for each other."""
 
     def check_request(self, options: RequestOptions) -> None:
-        """Raises `ValueError` for what an engine over several processes does not serve,
+        """Raises `ValueError` for options that an engine over several processes does not serve,
         `RuntimeError` once the engine is closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
-        """Calls `factory.choose_layout`, here as `choose`, in all processes. Raises `ValueError`
-        for a layout that is not packed."""
+        """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises
+        `ValueError` for a layout that is not packed."""
 
     def make(self, loop: StepLoop) -> None:
-        """Has the others make a loop's memory and executor."""
+        """Makes the others create a loop's memory and executor."""
 
     def begin(self) -> None:
-        """Has the others begin work, on the model's current state."""
+        """Makes the others begin work on the model's current state."""
 
     def retire(self) -> None:
-        """Has the others drop what they have made."""
+        """Makes the others drop their memory and executor."""
 
     def close(self) -> None:
         """Makes `serve_rank` return in the others."""
@@ -433,7 +442,7 @@ class Leader(Processes, Protocol):
 
 
 class Grammars(Protocol):
-    """What `hf_paged.grammar` makes for an engine. For use by several threads."""
+    """Compiles the grammars of an engine's requests (`hf_paged.grammar`). Thread-safe."""
 
     def processor(
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
@@ -447,8 +456,8 @@ class Grammars(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is built from. A field that is `None` stands for the part that its config asks
-    for."""
+    """The parts of an engine that a caller provides. For a field that is `None`, the engine makes
+    the part that its config selects."""
 
     recorder: MakeRecorder | None = None
     tier: MakeTier | None = None

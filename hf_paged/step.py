@@ -1,5 +1,5 @@
 """Attention metadata of one step: rows, lengths and block tables, built once and read by every
-layer. README.md draws what `seq_len`, `context_len` and `query_len` count.
+layer. The vocabulary in README.md draws `seq_len`, `context_len` and `query_len`.
 
 Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row:
 position `t` is stored in block `block_tables[row, t // block_size]` at offset `t % block_size`. A
@@ -33,13 +33,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def numbers_on(
     device: torch.device, numbers: Sequence[Any], dtype: torch.dtype | None = torch.long
 ) -> Tensor:
-    """Copies numbers, or lists of equally many, to `device`, as `to_device` does; `None`: in
-    torch's dtype for them."""
+    """Copies numbers, or lists of equal length, to `device`, as `to_device` does; dtype `None`: the
+    one that torch infers."""
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 class NotPackable(RuntimeError):
-    """The model used packed keys, values or masks in a way that is only correct with one sequence
+    """The model uses packed keys, values or masks in a way that is correct only with one sequence
     per row."""
 
 
@@ -49,8 +49,8 @@ class NotCapturable(RuntimeError):
 
 @dataclasses.dataclass
 class ReadCounters:
-    """Counts how often attention over cached tokens read blocks in place or gathered them first,
-    also in decodes."""
+    """Counts how often attention over cached tokens read blocks in place, and how often it gathered
+    them first."""
 
     in_place: int = 0
     gathered: int = 0
@@ -62,8 +62,8 @@ class ReadCounters:
 
 
 class Lengths(NamedTuple):
-    """Lengths as int32 tensors on the block tables' device; `query_start` is `None` where the host
-    knows no lengths."""
+    """Lengths as int32 tensors on the block tables' device. `query_start` is `None` where only the
+    device knows the lengths."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
@@ -101,8 +101,8 @@ class Cascade(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """`n` rows with `T` tokens in all. The cache makes one per layer group; attention narrows it to
-    what a mask shows. Query `i` of a row is at position `seq_len - query_len + i`, which is
-    negative for a padding query."""
+    the positions that a mask shows. Query `i` of a row is at position `seq_len - query_len + i`,
+    which is negative for a padding query."""
 
     block_tables: Tensor
     """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last
@@ -115,24 +115,24 @@ class StepMetadata:
     causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
-    """`(batch, query_len)` or, packed, `(1, T)` int64: where K and V of each token are stored;
-    negative: nowhere."""
+    """`(batch, query_len)` or, packed, `(1, T)` int64: the slot for K and V of each token;
+    negative: not stored."""
     block_ids: Sequence[list[int]] = ()
-    """Block tables, on the host, of the leading one-query rows; empty if no shared prefix should be
-    looked for."""
+    """Block tables, on the host, of the leading one-query rows; empty to skip the search for shared
+    prefixes."""
     lengths: Lengths | None = None
-    """In a captured step: the tensors from which a replay reads its lengths. `query_start` then
-    gives the capacity: the number of rows, with one-query rows first, and of tokens."""
+    """In a captured step: the tensors from which a replay reads its lengths. `query_start` is then
+    the capacity in rows, one-query rows first, and in tokens."""
     cascade: Cascade | None = None
     """In a captured step: the prefix blocks that its leading one-query rows share; other steps use
     `block_ids`."""
     key_len: int | None = None
-    """For packed rows with the model's own attention code: number of keys it is shown, that of the
-    longest row."""
+    """For packed rows with the model's own attention code: the number of keys that it sees, which
+    is that of the longest row."""
     columns: range | None = None
     """Columns of the padded batch that a layer shows, including new ones; `None` for packed
     rows."""
-    # where each row's position 0 is: a column with `columns`, else a sequence position
+    # of each row's position 0: the column if there are `columns`, else the sequence position
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
@@ -152,12 +152,12 @@ class StepMetadata:
         identity."""
         key = (make, *args) if args else make
         try:
-            known: Plan = self._plans[key]
-            return known
+            cached: Plan = self._plans[key]
+            return cached
         except KeyError:
             pass  # `make` runs outside, so that its errors are not chained to this one
-        made = self._plans[key] = make(self, *args)
-        return made
+        created = self._plans[key] = make(self, *args)
+        return created
 
     @classmethod
     def rectangle(
@@ -186,8 +186,8 @@ class StepMetadata:
         )
 
     def on(self, device: torch.device) -> StepMetadata:
-        """Returns the step with its tensors on `device`: layers that share tables may be on several
-        devices."""
+        """Returns the step with its tensors on `device`, since layers that share tables may be on
+        several devices."""
         if self.block_tables.device == device:
             return self
         return self.plan(_moved, device)
@@ -219,9 +219,9 @@ class StepMetadata:
         return latest > self.columns.start
 
     @property
-    def begins(self) -> bool:
-        """Whether every row is a first prefill of the same length (at least 2): plain causal
-        attention on new K/V."""
+    def is_first_prefill(self) -> bool:
+        """Whether every row is a first prefill of the same length (at least 2), so that plain
+        causal attention over the new K/V suffices."""
         query_len = self.query_len
         if query_len is None or query_len < 2:
             return False
@@ -245,7 +245,7 @@ class StepMetadata:
         return dataclasses.replace(
             self,
             block_tables=self.block_tables[first:last],
-            query_start=tuple(at - start for at in query_start),
+            query_start=tuple(offset - start for offset in query_start),
             seq_lens=self.seq_lens[first:last],
             starts=self.starts[first:last],
             origins=self.origins[first:last],
@@ -293,7 +293,7 @@ def _moved(step: StepMetadata, device: torch.device) -> StepMetadata:
 
 
 def _copy_lengths(step: StepMetadata) -> Lengths:
-    # making a tensor from an array's buffer is three times as fast as from a list
+    # a tensor from an array's buffer takes a third of the time of one from a list
     origins = step.origins if step.columns is None else ()
     numbers = (*step.seq_lens, *step.starts, *step.query_start, *origins)
     buffer = array("i", numbers)
@@ -306,7 +306,7 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Splits a step into runs of rows of equal `query_len`, all or none of them first prefills:
+    """Splits a step into runs of rows with equal `query_len`, which are all first prefills or none:
     (token slice, step)."""
 
     def kind(row: int) -> tuple[int, bool]:

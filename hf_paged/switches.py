@@ -1,4 +1,4 @@
-"""Objects that calls switch for their duration, also where calls of several threads overlap."""
+"""Switches objects for the duration of calls, which may overlap in several threads."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from .interrupts import ends_with_calls
 
 T = TypeVar("T")
 Switching = tuple[Callable[[], None], Callable[[], None]]
-"""What switches an object, and what restores it as it was before."""
+"""A function that switches an object, and one that restores its state before."""
 
 
 class _Nothing:
-    """A step enters several of these: its methods are functions of C, which take any arguments and
-    return something empty, while those of `contextlib.nullcontext` are Python."""
+    """A step enters several of these, so its methods are C functions, which take any arguments and
+    return an empty value; those of `contextlib.nullcontext` are Python."""
 
     __enter__ = "".format
     __exit__ = "".format
 
 
 NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
-"""Changes nothing; may be entered any number of times."""
+"""A context that changes nothing and may be entered any number of times."""
 
 
 class Switches(Generic[T]):
-    """Objects that calls have switched, each with what `switching` returned and the threads of its
-    calls, which may overlap: each call switches, the last restores what the first found."""
+    """The objects that calls have switched, each with the functions from `switching` and the
+    threads of its calls. Calls may overlap: each one switches, the last restores the state before
+    the first."""
 
     def __init__(
         self, switching: Callable[[T], Switching], after: Callable[[], None] | None = None
     ) -> None:
-        """`after`: called when the last item has been restored."""
+        """`after` is called when the last item has been restored."""
         self._lock = forks.lock()
         self._switching = switching
         self.held: dict[int, tuple[T, Switching, list[int]]] = {}
@@ -43,8 +44,8 @@ class Switches(Generic[T]):
         ends_with_calls(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
-        """Within it, `items` are switched; it may be entered any number of times, also by threads
-        at once."""
+        """A context in which `items` are switched. It may be entered any number of times, also by
+        several threads at once."""
         return _Switching(self, list(items))
 
     def enter(self, item: T) -> None:
@@ -64,17 +65,18 @@ class Switches(Generic[T]):
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: ends the calls of other threads, which do not exist there."""
         me = threading.get_ident()
-        self._keep(lambda thread: thread == me)
+        self._retain(lambda thread: thread == me)
 
     def end_calls(self) -> None:
         """Ends the calls of this thread."""
         me = threading.get_ident()
         with self._lock:
-            self._keep(lambda thread: thread != me)
+            self._retain(lambda thread: thread != me)
 
-    def _keep(self, stays: Callable[[int], bool]) -> None:
+    def _retain(self, is_retained: Callable[[int], bool]) -> None:
+        """Ends the calls of all threads but those that are retained."""
         for item, _, threads in list(self.held.values()):
-            threads[:] = filter(stays, threads)
+            threads[:] = filter(is_retained, threads)
             self._end(item, threads)
 
     def _end(self, item: T, threads: list[int]) -> None:
@@ -108,11 +110,11 @@ class _Switching(Generic[T]):
         self._leave(self._items)
 
     def _leave(self, items: list[T]) -> None:
-        raised: BaseException | None = None
+        last_error: BaseException | None = None
         for item in reversed(items):
             try:
                 self._switches.leave(item)
-            except BaseException as problem:  # the others too, if this one raises
-                raised = problem
-        if raised is not None:
-            raise raised
+            except BaseException as error:  # the other items must be left, too
+                last_error = error
+        if last_error is not None:
+            raise last_error

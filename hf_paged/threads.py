@@ -1,5 +1,5 @@
-"""Starts threads where the system may refuse them, under a limit of processes or of memory; and the
-lock under which threads run a model."""
+"""Starts threads where limits of processes or memory may refuse them, and provides the lock under
+which threads run a model. The caller handles a refusal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ START_SECONDS = 5.0
 
 
 class _Started(threading.Event):
-    """`Thread.start` waits for this without a limit, although a thread that lacks memory ends
-    before it sets it."""
+    """The event for which `Thread.start` waits without a limit, although a thread that lacks memory
+    ends before it sets the event."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(START_SECONDS)
@@ -29,8 +29,8 @@ def make(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread:
-    """A thread that calls `run` once it is begun, and `on_error`, in the thread, with the error
-    that ends it. `run` itself could not catch one that is raised where it begins."""
+    """Makes a thread that calls `run` once it is begun. If an error ends the thread, the thread
+    calls `on_error` with it; `run` itself could not catch an error that is raised as it begins."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread._started = _Started()  # type: ignore[attr-defined]
     if on_error is not None:
@@ -45,8 +45,8 @@ def make(
 
 
 def begin(thread: threading.Thread) -> Exception | None:
-    """Begins a thread that `make` returned, within `START_SECONDS`; returns why there can be none:
-    the caller goes on without it. A thread that merely begins later calls `run` all the same."""
+    """Begins a thread from `make` within `START_SECONDS`. Returns the reason if it does not begin,
+    so that the caller goes on without it; a thread that only begins later still calls `run`."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:  # at the limit, or at interpreter shutdown
@@ -63,14 +63,14 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and begins a thread; `None` if there can be none."""
+    """Makes and begins a thread; `None` if it does not begin."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
-    """Waits for a condition of `lock`, which this thread holds once, and holds again whatever is
-    raised: an interrupt may fall between `Condition.wait`'s release and its `try`."""
+    """Waits for a condition of `lock`, which this thread holds once. It holds the lock again after
+    any error, although an interrupt may arrive between `Condition.wait`'s release and its `try`."""
     try:
         condition.wait(seconds)
     except BaseException:
@@ -83,7 +83,7 @@ _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.Wea
 
 
 def step_lock(model: nn.Module, whole: nn.Module | None = None) -> threading.RLock:
-    """Returns the model's lock, held from scheduling to the end of a forward and while the model's
-    state is read: all callers share its adapters. A model that shares modules with another
-    (`whole`) gets the other's lock."""
+    """Returns the model's lock. Callers share the model's adapters, so they hold the lock from
+    scheduling to the end of a forward, and while they read the model's state. A model that shares
+    modules with another (`whole`) gets the other's lock."""
     return _step_locks.setdefault(model, forks.rlock() if whole is None else step_lock(whole))

@@ -1,5 +1,5 @@
-"""Counts the seconds that a call spends on what later calls reuse: checks of the model, builds,
-recordings."""
+"""Counts the seconds that a call spends on work that later calls reuse: checks of the model,
+builds, recordings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ counted: ContextVar[dict[str, float] | None] = ContextVar("hf_paged_setup_second
 
 @restoring
 def counting(seconds: dict[str, float]) -> Iterator[None]:
-    """Within it, `timed` adds to `seconds`, by part."""
+    """A context in which `timed` adds to `seconds`, by part."""
     token = counted.set(seconds)
     try:
         yield
@@ -30,7 +30,7 @@ def timed(part: str) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    # of this thread alone: several may share `seconds`
+    # `inner` is this thread's alone: several threads may share `seconds`
     start = time.perf_counter()
     inner = dict[str, float]()
     try:

@@ -35,7 +35,8 @@ hypothesis.settings.register_profile(  # tests do not fail on a busy machine
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tests")
-pytest.register_assert_rewrite("tests.support")  # its assertions show both sides, too
+# their assertions show both sides, too
+pytest.register_assert_rewrite("tests.support", "tests.batching.decoding.driver")
 
 from tests.support import slow  # noqa: E402  once its folder is found and its assertions are rewritten
 
@@ -133,7 +134,7 @@ def fixed_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The length of drafts does not follow the times of steps, so that no outcome depends on
     them."""
     if "hf_paged" in sys.modules:
-        from tests.support.prices import fix_prices
+        from tests.support.rooms import fix_prices
 
         fix_prices(monkeypatch.setattr)
 

@@ -99,11 +99,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "processor": (
         {"logits_processor": [5]},
-        "`logits_processor` holds 5 at place 0: it must be callable",
+        "`logits_processor` holds 5 at index 0: it must be callable",
     ),
     "criterion": (
         {"stopping_criteria": [5]},
-        "`stopping_criteria` holds 5 at place 0: it must be callable",
+        "`stopping_criteria` holds 5 at index 0: it must be callable",
     ),
 }
 
@@ -231,11 +231,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "processor": (
         {"logits_processor": [5]},
-        "`logits_processor` holds 5 at place 0: it must be callable",
+        "`logits_processor` holds 5 at index 0: it must be callable",
     ),
     "criterion": (
         {"stopping_criteria": [5]},
-        "`stopping_criteria` holds 5 at place 0: it must be callable",
+        "`stopping_criteria` holds 5 at index 0: it must be callable",
     ),
     "option of another library": (
         {"max_tokens": 3},
@@ -317,7 +317,7 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
         {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1), "labels": None},
         (
             "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows"
-            " are unknown: pass a list of such mappings, one a prompt, with `input_ids` of shape"
+            " are unknown: pass a list of such mappings, one per prompt, with `input_ids` of shape"
             " (1, length)"
         ),
     ),
@@ -332,15 +332,15 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     "another mask": (
         {"input_ids": [[5, 6, 7], [5]], "attention_mask": [[1, 1, 1]]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
+            " returned them"
         ),
     ),
     "a flat mask": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [1, 1, 1]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
+            " returned them"
         ),
     ),
     "one text": (

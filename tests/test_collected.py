@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.collected import ROOT, Collected, lost
+from tests.support.collected import Collected, lost
+from tests.support.tools import ROOT
 
 # What a machine has that runs the package and its tests; `.ci/collect` installs no more.
 REQUIRED = {

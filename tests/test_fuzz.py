@@ -195,7 +195,7 @@ WRONGS: dict[Callable[[Any, Any], None], str] = {
     wrong_state: r"hidden_states\[1\]",
     wrong_dtype: r"sequences: torch.int64 became torch.int32",
     missing_step: r"logits: \d+ steps became \d+",
-    missing_field: r"fields .* became",
+    missing_field: r"fields: .* became",
     random_number_drawn: r"another random state",
     other_batch_shown: r"shown to user code",
     raises: r"plain is served, paged raises .*KeyError",

@@ -35,8 +35,9 @@ from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.checks import model_state
-from tests.support.interrupts import MODES, Case, Engine, Generate, interrupt_calls, interrupt_often
+from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import records_on_cpu
+from tests.support.scenarios import MODES, Case, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
@@ -191,7 +192,7 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except the one whose token is just being counted."""
-    owner: Any = {"append": Ledger, "accept": sampler.Choice}.get(place, sampler)
+    owner: Any = {"append": Ledger, "accept": sampler.SampledBatch}.get(place, sampler)
     original, results = getattr(owner, place), dict[str, Any]()
     prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
     options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
@@ -389,7 +390,7 @@ def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
         assert not interrupts._contexts.open
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(is_free, lock).result()
-    assert not engine._core._num_keeping
+    assert not engine._core._num_keepers
 
 
 class Nowhere(Exception):

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from hf_paged.cache.block_pool import BlockPool
 from tests.support import line_faults, models
-from tests.support.interrupts import Case
 from tests.support.line_faults import Place, Site, choose_sites, run_in_child, visited
+from tests.support.scenarios import Case
+from tests.support.tools import run_apart
 
 
 class Blocks(Case):
@@ -86,20 +85,8 @@ def test_each_line_fails_in_the_first_scenario_that_visits_it() -> None:
 @pytest.mark.parametrize("name", line_faults.SCENARIOS)
 def test_faults_at_random_bytecodes_are_survived(name: str) -> None:
     """Runs in a process of its own: children are forked from one that has run nothing else."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.line_faults",
-        "--scenario",
-        name,
-        "--sample",
-        "22",
-        "--opcodes",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=line_faults.ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
+    options = ("--scenario", name, "--sample", 22, "--opcodes")
+    done = run_apart(".line_faults", *options, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "\n22 faults in " in done.stdout
 

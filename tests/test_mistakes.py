@@ -285,12 +285,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "no such adapter": (
         lambda: add(adapter="french"),
         ValueError,
-        ("adapter 'french' does not exist", "the model has none", "no such folder"),
+        ("adapter 'french' does not exist", "the model has none", "no folder has this name"),
     ),
     "folder without an adapter": (
         lambda: add(adapter=str(Path(__file__).parent)),
         ValueError,
-        ("tests' has no adapter_config.json", "pass the folder that holds it"),
+        ("tests' has no adapter_config.json", "pass the folder that contains it"),
     ),
     "stop strings without tokenizer": (
         lambda: add(config={**OPTIONS, "stop_strings": ["a"]}),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from transformers.utils import ModelOutput
 import hf_paged
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
-from tests.support.checks import model_state
+from tests.support.checks import assert_equal, assert_pool_empty, model_state
 
 NEW_TOKENS = 12
 SEED = 1
@@ -1019,10 +1018,8 @@ def assert_same_tensor(expected: torch.Tensor, actual: torch.Tensor, where: str)
 
 
 def assert_same_output(expected: ModelOutput, actual: ModelOutput, where: str) -> None:
-    assert type(expected) is type(actual), (
-        f"{where}: {type(expected).__name__} became {type(actual).__name__}"
-    )
-    assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
+    assert_equal(type(expected), type(actual), where)
+    assert_equal(list(expected), list(actual), f"{where}: fields")
     assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
     for field in expected:
         left, right = expected[field], actual[field]
@@ -1049,14 +1046,6 @@ def assert_same_scores(
             f"{where}[{step}]: {tuple(left.shape)} became {tuple(right.shape)}"
         )
         assert_same_tensor(left[open_rows], right[open_rows], f"{where}[{step}]")
-
-
-def assert_pool_empty(model: PreTrainedModel) -> None:
-    hf_paged.check_integrity(model)
-    if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may be in a reference cycle
-    used = hf_paged.memory_stats(model).used_blocks
-    assert used == 0, f"{used} blocks are still in use after the call"
 
 
 CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF[cell]]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,24 +14,16 @@ import torch
 import hf_paged
 from hf_paged.batching import shared_loop
 from tests.support import thread_mixes, threads
-from tests.support.full import ROOT
-from tests.support.thread_mixes import Call, Mix, OwnError, draw, get_model
+from tests.support.thread_mixes import Call, Mix, draw, get_model
+from tests.support.tools import run_apart
+from tests.support.user_code import OwnError, Processor
 
 SEED = 5
 
 
 def play(count: int) -> None:
     """Plays mixes in a separate process, which a hang ends: it prints all stacks."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.threads",
-        "--seed",
-        str(SEED),
-        "--mixes",
-        str(count),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_apart(".threads", "--seed", SEED, "--mixes", count)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {
         name: int(found)
@@ -214,7 +204,7 @@ def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> 
         }
         held.append(get_model("llama").generate(ids, cache_implementation="paged", **options))
 
-    assert "blocks are in use" in played(mix_of(GREEDY), holds, monkeypatch)
+    assert "blocks are still in use" in played(mix_of(GREEDY), holds, monkeypatch)
 
 
 def test_the_error_of_another_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +229,7 @@ def test_a_call_in_half_precision_computed_in_another_is_caught(
 
 @pytest.mark.slow
 def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, right = threading.Event(), thread_mixes.Processor.__call__
+    ended, right = threading.Event(), Processor.__call__
 
     def waits(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.is_paged and self.kind == "slow":
@@ -247,7 +237,7 @@ def test_a_hang_is_told_with_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None
         return right(self, input_ids, scores)
 
     monkeypatch.setattr(threads, "HANG_SECONDS", 1.0)
-    monkeypatch.setattr(thread_mixes.Processor, "__call__", waits)
+    monkeypatch.setattr(Processor, "__call__", waits)
     try:
         with pytest.raises(threads.Hang) as caught:
             threads.run_mix(mix_of(GREEDY, with_processor("slow")), threads.Observer())

@@ -26,7 +26,14 @@ REASONS = re.compile(
     r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_other_inputs$|_difference$"
 )
 """Functions that return or yield reasons: why a route, a layout or a draft is ruled out."""
-WRAPPED = {"unsupported_reason", "_prefill_reason", "_reason", "wrapper_reason"}
+WRAPPED = {
+    "unsupported_reason",
+    "_prefill_reason",
+    "_reason",
+    "wrapper_reason",
+    "unmixable_reason",
+    "_unswitchable_reason",
+}
 """Those whose reasons become parts of another message or error, which points to its topic."""
 
 

@@ -8,16 +8,18 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import hf_paged
 from benchmarks import generate, generate_tables, machine, readme, report
-from benchmarks.generate_tables import Result
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from benchmarks.runner import Turn
 from benchmarks.sections import calls
+from benchmarks.workloads import WORKLOADS
 from hf_paged import PagedConfig
 from tests.support.rooms import needs_all_rooms
 
@@ -114,7 +116,11 @@ def headings(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md", "benchmarks/README.md"]
+    "name",
+    [
+        *("README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md"),
+        *("benchmarks/README.md", "tests/README.md"),
+    ],
 )
 def test_links_of_the_checkout_lead_somewhere(name):
     path = ROOT / name
@@ -122,6 +128,22 @@ def test_links_of_the_checkout_lead_somewhere(name):
         linked = path.parent / target if target else path
         assert linked.exists(), f"{name} links to {target}"
         assert not anchor or anchor in headings(linked), f"{name} links to {target}#{anchor}"
+
+
+@needs_all_rooms
+def test_the_tables_of_tests_name_all_tests_and_tools_and_no_others():
+    text, tests = (ROOT / "tests" / "README.md").read_text(), ROOT / "tests"
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m (tests\.[\w.]+)", text)]
+    named = {*re.findall(r"`(tests/[\w/.]+)`", text), *(f"{module}.py" for module in modules)}
+    assert not [name for name in named if not (ROOT / name).exists()]
+    folders = [path for path in tests.iterdir() if (path / "__init__.py").exists()]
+    programs = [
+        path for path in (tests / "support").rglob("*.py") if "__main__" in path.read_text()
+    ]
+    there = {
+        str(path.relative_to(ROOT)) for path in (*tests.glob("test_*.py"), *folders, *programs)
+    }
+    assert not there - named
 
 
 def test_the_readme_is_short():
@@ -144,19 +166,17 @@ def test_whole_calls_are_one_run_of_one_clean_revision():
     assert shown.count("| not met |") == len(missed) and f"{len(missed)} are not." in shown
 
 
-def results() -> list[Result]:
-    slow = [{"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}]
-    late = [{"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}]
-    ones = dict(tokens=10, cpu_seconds=[1.0], floor=0.5)
-    return [
-        Result(
-            "W1", "plain", 2.0, seconds=[2.0], equal=[1.0], latencies=slow, kv_bytes=1 << 20, **ones
-        ),
-        Result(
-            "W1", "ours", 2.0, seconds=[4.0], equal=[0.25], latencies=late, kv_bytes=1 << 19, **ones
-        ),
-        Result("W1", "vLLM", 2.0, problem="not installed"),
-    ]
+def rows() -> list[dict[str, Any]]:
+    slow = {"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}
+    late = {"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}
+    common = {"cpu_s": 1.0, "tokens": 10}
+    found = {
+        "plain": [Turn(2.0, [[1, 2, 3, 4]], {**common, **slow, "kv_mib": 1.0})],
+        "ours": [Turn(4.0, [[1, 5, 5, 5]], {**common, **late, "kv_mib": 0.5})],
+        "vLLM": ["not installed"],
+    }
+    workload = dataclasses.replace(WORKLOADS["W1"], target=2.0)
+    return generate_tables.rows_of(workload, found, 0.5)
 
 
 def test_what_is_missed_or_worse_is_shown():
@@ -183,7 +203,7 @@ def test_what_is_missed_or_worse_is_shown():
         "facts": {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"},
         "model": {"name": "llama-tiny"},
         "ceilings": {"bandwidth": 1e10, "flops": {"bfloat16": 1e12}},
-        "rows": generate_tables.rows_of(results()),
+        "rows": rows(),
         "memory": [{**memory, "problem": ""}],
         "arrivals": arrivals,
         "problems": ["W4 failed: RuntimeError: no"],

@@ -421,7 +421,7 @@ def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
     def begin(guard: WeightsGuard) -> None:
         guard.begin(True, None)
         guard.open()
-        guard.vouch()
+        guard.verify()
 
     begin(guards[0])
     blocks, tokens = packed.new(), list(range(16))

@@ -81,10 +81,10 @@ def run(record: Record) -> None:
                 )
                 floor = generate.floor_of(Cost.of(models[model], SHAPES[model]), limits, workload)
                 until = time.perf_counter() + record.left - 2
-                results = generate.run(
-                    models[model], SHAPES[model], workload, systems, turns, floor, 1, until
+                found = generate.run(
+                    models[model], SHAPES[model], workload, systems, turns, 1, until
                 )
-                for row in generate_tables.rows_of(results):
+                for row in generate_tables.rows_of(workload, found, floor):
                     record.add(**(about | of_interest(row)))
 
 

@@ -102,33 +102,6 @@ def assisted(job: Job) -> dict[str, Any]:
     return called(job, rows=1, assistant_model=models.get_assistant("llama").to(job.device))
 
 
-def swapped(job: Job) -> dict[str, Any]:
-    """An engine that preempts by copying blocks to the host and back."""
-    model, _ = llama(job)
-    prompts = [
-        models.token_ids(1, length, seed).tolist()[0]
-        for seed, length in enumerate((5, 19, 9, 12, 30, 3))
-    ]
-    config = hf_paged.PagedConfig(
-        block_size=8, num_blocks=26, preemption="swap", prefix_caching=False
-    )
-    with hf_paged.PagedEngine(model, config) as engine:
-        results = engine.generate(prompts, GREEDY)
-        engine.check_integrity()
-        swaps = engine.stats().num_swaps
-    problems = [] if swaps else ["nothing was swapped"]
-    for prompt, result in zip(prompts, results):
-        ids = torch.tensor([prompt], device=job.device)
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[
-            0, len(prompt) :
-        ].tolist()
-        if result.error is not None or result.token_ids != expected:
-            problems.append(
-                f"the prompt of {len(prompt)} tokens: {result.error or result.token_ids}"[:200]
-            )
-    return {"equal": not problems, "swaps": swaps, "problem": "; ".join(problems)}
-
-
 def int8(job: Job) -> dict[str, Any]:
     """Keys and values of one byte a number, against plain caches that round theirs."""
     model, inputs = llama(job)
@@ -176,9 +149,6 @@ def threads(job: Job) -> dict[str, Any]:
 FEATURES: dict[str, Callable[[Job], dict[str, Any]]] = {
     "graphs": with_graphs,
     "graphs off": without_graphs,
-    "sampled": functools.partial(called, do_sample=True, num_return_sequences=4, max_new_tokens=40),
-    "beams": functools.partial(called, num_beams=4, num_return_sequences=2, max_new_tokens=40),
-    "swap": swapped,
     "int8": int8,
     "assisted": assisted,
     "prompt lookup": functools.partial(called, rows=1, prompt_lookup_num_tokens=3),

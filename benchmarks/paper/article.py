@@ -6,22 +6,22 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
 import hf_paged
-from benchmarks import paired, parallel
+from benchmarks import paired, parallel, runner
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.kernel import BLOCKS, seconds_of
+from benchmarks.paper import kernel
+from benchmarks.paper.kernel import BLOCKS
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, details_of, in_turns, measured, said, small_shape
-from benchmarks.systems import Generate, System, quiet
-from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes
+from benchmarks.paper.turns import details_of, measured, said, small_shape, times_of
+from benchmarks.systems import Generate, System
+from benchmarks.workloads import WORKLOADS, Workload
 
 ENGINE_SLOTS = 1024
 SWEEP = tuple(block for block in BLOCKS if block <= 64)
@@ -48,17 +48,17 @@ def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
     ]
 
 
-def block_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole runs, and of a layer's attention, by block size."""
+def block_cases(size: Size) -> Iterator[runner.Case]:
+    """Whole runs, and a layer's attention, by block size."""
     shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
     model = build(shape, "cpu", torch.float32)
 
-    def work(block: int) -> float:
+    def work(turn: int, block: int) -> float:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
         return serve(model, shape, pairs, config)[0]
 
-    works = {str(block): functools.partial(work, block) for block in SWEEP}
-    return {"engine": in_turns(works, size.turns), "kernel": seconds_of(size, size.turns)}
+    yield runner.Case("engine", {str(one): functools.partial(work, block=one) for one in SWEEP})
+    yield runner.Case("kernel", kernel.arms(size))
 
 
 def sweep(size: Size) -> list[Row]:
@@ -71,7 +71,8 @@ def sweep(size: Size) -> list[Row]:
     row), and allocated but empty slots, simulated in OPT-13B's 15.7K slots. Throughput is the
     engine's on a small random model in float32 on this CPU.
     """
-    times, rows = measured(block_times, size), []
+    found, rows = measured(block_cases, size), []
+    times = {case: times_of(contenders) for case, contenders in found.items()}
     trace = make_trace(SHAREGPT, max(60, size.short // 8))
     for block in SWEEP:
         speeds = paired.ratios(times["engine"]["16"], times["engine"][str(block)])
@@ -88,8 +89,8 @@ def sweep(size: Size) -> list[Row]:
         details = {"block_size": block, "published": share, **details_of(speeds)}
         rows.append(Row(name, figure, said(speeds, size), "times", TOLD, _WHY_SWEEP, details))
         name = f"overhead at block size {block}: attention over contiguous rows; empty slots"
-        kernel = said(over, size, ".1f") if over else "not measured: contexts are shorter"
-        ours = f"{kernel}; {empty:.1f} empty"
+        layer = said(over, size, ".1f") if over else "not measured: contexts are shorter"
+        ours = f"{layer}; {empty:.1f} empty"
         why = "S4 does not say of what; its figures are least at 16"
         details = {"block_size": block, "published": OVERHEAD[block]}
         details |= {"kernel_percent": over, "empty_percent": empty}
@@ -114,28 +115,23 @@ def preempting_pairs(size: Size) -> list[tuple[int, int]]:
     return [(draw.randrange(16, 49), 128 if size.turns > 1 else 32) for _ in range(count)]
 
 
-def preempted_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole runs with each preemption method in a memory that is too small, by block
-    size."""
+def preempted_cases(size: Size) -> Iterator[runner.Case]:
+    """Whole runs with each preemption method in a memory that is too small, by block size."""
     shape, pairs = small_shape(size, 2), preempting_pairs(size)
-    model, found = build(shape, "cpu", torch.float32), {}
+    model = build(shape, "cpu", torch.float32)
     slots = 384 if size.turns > 1 else 128
+
+    def work(turn: int, method: str, block: int) -> runner.Turn:
+        config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
+        seconds, stats = serve(model, shape, pairs, config)
+        counts = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swaps"
+        if not stats.num_preemptions or (method == "swap") != (stats.num_swaps > 0):
+            raise RuntimeError(f"{method}: {counts}")
+        return runner.Turn(seconds, figures={"preemptions": stats.num_preemptions})
+
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
-        counts: Times = {f"{method}, preemptions": [] for method in METHODS}
-
-        def work(method: str, block: int = block, counts: Times = counts) -> float:
-            config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
-            seconds, stats = serve(model, shape, pairs, config)
-            if not stats.num_preemptions or (method == "swap") != (stats.num_swaps > 0):
-                raise RuntimeError(
-                    f"{method}: {stats.num_preemptions} preemptions, {stats.num_swaps} swaps"
-                )
-            counts[f"{method}, preemptions"].append(stats.num_preemptions)
-            return seconds
-
-        works = {method: functools.partial(work, method) for method in METHODS}
-        found[str(block)] = in_turns(works, size.turns) | counts
-    return found
+        arms = {method: functools.partial(work, method=method, block=block) for method in METHODS}
+        yield runner.Case(str(block), arms)
 
 
 def preempted(size: Size) -> list[Row]:
@@ -148,10 +144,11 @@ def preempted(size: Size) -> list[Row]:
     """
     said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
     rows = []
-    for block, times in measured(preempted_times, size).items():
+    for block, found in measured(preempted_cases, size).items():
+        times = times_of(found)
         ratios = paired.ratios(times["swap"], times["recompute"])
         seconds = {method: statistics.median(times[method]) for method in METHODS}
-        counts = {method: statistics.median(times[f"{method}, preemptions"]) for method in METHODS}
+        counts = {method: found[method]["figures"]["preemptions"] for method in METHODS}
         figures = ", ".join(
             f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions"
             for method in METHODS
@@ -223,35 +220,22 @@ def beam_workload(size: Size) -> Workload:
     return WORKLOADS["W5"] if size.turns > 1 else WORKLOADS["W5"].scaled(1, 0.125)
 
 
-def beam_times(size: Size) -> dict[str, Times]:
-    """Seconds of whole calls, bytes of K/V, and the share of equal tokens."""
+def beam_cases(size: Size) -> Iterator[runner.Case]:
+    """Whole calls, and their bytes of K/V."""
     shape, workload = SHAPES[size.small], beam_workload(size)
     model = build(shape, "cpu", torch.float32)
     systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
-    numbers: Times = {"bytes": [], "contiguous bytes": []}
-    answers: dict[str, Any] = {}
-    calls = 0
 
-    def work(name: str) -> float:
-        nonlocal calls
-        batch = workload.batch(calls // 2, shape.vocab)  # the same for both within a turn
-        calls += 1
+    def work(turn: int, name: str) -> runner.Turn:
+        batch = workload.batch(turn, shape.vocab)
         start = time.perf_counter()
-        answers[name] = systems[name](model, shape, workload, batch).rows
+        rows = systems[name](model, shape, workload, batch).rows
         seconds = time.perf_counter() - start
-        if name == OURS:
-            held = systems[OURS].kv_bytes(model, shape, workload, batch)
-            numbers["bytes"].append(float(held or 0))
-            numbers["contiguous bytes"].append(float(contiguous_bytes(shape, workload, batch, 4)))
-        if calls % 2 == 0 and answers[PLAIN] != answers[OURS]:
-            raise RuntimeError("beams differ from those of plain generate")
-        return seconds
+        held = systems[name].kv_bytes(model, shape, workload, batch)
+        return runner.Turn(seconds, rows, {"bytes": float(held or 0)})
 
-    with quiet():
-        works = {name: functools.partial(work, name) for name in systems}
-        found = in_turns(works, size.turns)
+    yield runner.Case("W5", {name: functools.partial(work, name=name) for name in systems})
     hf_paged.free(model)
-    return {"W5": found | numbers}
 
 
 def beam_speed(size: Size) -> list[Row]:
@@ -263,9 +247,10 @@ def beam_speed(size: Size) -> list[Row]:
     batch; the gain comes from moving and reading fewer bytes. The announcement's figure is of a
     server whose batch grows into the saved memory.
     """
-    times, workload = measured(beam_times, size)["W5"], beam_workload(size)
+    found, workload = measured(beam_cases, size)["W5"], beam_workload(size)
+    times = times_of(found)
     ratios = paired.ratios(times[PLAIN], times[OURS])
-    saved = 100 * (1 - max(times["bytes"]) / max(times["contiguous bytes"]))
+    saved = 100 * (1 - found[OURS]["figures"]["bytes"] / found[PLAIN]["figures"]["bytes"])
     part = "" if size.turns > 1 else ", an eighth of it"
     name = f"plain's time over ours, W5 ({workload.title}, {size.small}, float32{part})"
     seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}

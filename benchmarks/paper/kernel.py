@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from benchmarks import attention, attention_data, paired, runner
@@ -37,16 +40,15 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     return found
 
 
-@torch.no_grad()
-def seconds_of(size: Size, turns: int) -> dict[str, list[float]]:
-    """Seconds per layer by contender; each turn reverses the order of the turn before."""
+def arms(size: Size) -> dict[str, Callable[[int], float]]:
+    """Seconds per layer by contender."""
+
+    @torch.no_grad()
+    def work(turn: int, function: Attention) -> float:
+        return runner.seconds_of(lambda: [function(layer) for layer in range(LAYERS)]) / LAYERS
+
     functions = contenders(SHAPES[size.shape], size.context)
-    works = {
-        name: lambda function=function: list(map(function, range(LAYERS)))
-        for name, function in functions.items()
-    }
-    seconds = runner.take_turns(runner.timed(works), turns, warm_ups=1)
-    return {name: [one / LAYERS for one in mine] for name, mine in seconds.items()}
+    return {name: functools.partial(work, function=one) for name, one in functions.items()}
 
 
 def overhead(size: Size) -> list[Row]:
@@ -60,7 +62,7 @@ def overhead(size: Size) -> list[Row]:
     every other turn reverses the order. Each figure is the median of the ratios within turns, with
     minimum and maximum. Blocks are in random order unless stated otherwise.
     """
-    seconds = seconds_of(size, 3 * size.repeats)
+    seconds = runner.take_turns(arms(size), 3 * size.repeats, warm_ups=1)
     rows = []
     for name in seconds:
         if not name.startswith("blocks"):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
@@ -20,30 +18,23 @@ Times = dict[str, list[float]]
 """Seconds of each contender, turn by turn."""
 
 
-def measured(measure: Callable[[Size], Mapping[str, Times]], size: Size) -> dict[str, Times]:
-    """Collects the turns of `size.processes` processes, which run one after the other, each with
-    separate memory and models; runs in this process if `size.processes` is 1.
-
-    Args:
-        measure (`Callable`): A module-level function that returns the times of each case.
-    """
+def measured(
+    cases: Callable[[Size], Iterable[runner.Case]], size: Size
+) -> dict[str, dict[str, runner.Data]]:
+    """Rows of `runner.rows_of` by case and contender, with the turns of `size.processes` processes.
+    Raises if a contender's tokens differ from those of the case's first one."""
     processes = size.processes if size.processes > 1 else 0
-    found = runner.in_processes(processes, _child, measure, size, torch.get_num_threads())
-    cases = {case: None for part in found for case in part}
-    return {case: runner.joined(part[case] for part in found if case in part) for case in cases}
+    found: dict[str, dict[str, runner.Data]] = {}
+    runs = runner.in_processes(processes, runner.rows_of, cases, size)
+    for row in runner.pooled({"rows": rows} for rows in runs):
+        if row.get("equal", 1.0) < 1:
+            raise RuntimeError(f"{row['case']}: {row['system']} gives other tokens")
+        found.setdefault(row["case"], {})[row["system"]] = row
+    return found
 
 
-def _child(
-    measure: Callable[[Size], Mapping[str, Times]], size: Size, threads: int
-) -> Mapping[str, Times]:
-    torch.set_num_threads(threads)
-    return measure(size)
-
-
-def in_turns(works: Mapping[str, Callable[[], float]], turns: int) -> Times:
-    """What each of these returns, by turn, after a warm-up."""
-    arms = {name: (lambda turn, work=work: work()) for name, work in works.items()}
-    return runner.take_turns(arms, turns, warm_ups=1)
+def times_of(rows: Mapping[str, runner.Data]) -> Times:
+    return {name: row["seconds"] for name, row in rows.items()}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import functools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,15 @@ from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import Times, backend, details_of, in_turns, measured, said, small_shape
+from benchmarks.paper.turns import (
+    Times,
+    backend,
+    details_of,
+    measured,
+    said,
+    small_shape,
+    times_of,
+)
 from benchmarks.systems import checked
 from benchmarks.virtual import mmaps
 from benchmarks.workloads import texts
@@ -81,9 +89,8 @@ def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
     return int(model.lm_head(hidden[0, -1]).argmax())
 
 
-@torch.no_grad()
-def prefill_times(size: Size) -> dict[str, Times]:
-    """Seconds to the first token of one prompt, by context length."""
+def prefill_cases(size: Size) -> Iterator[runner.Case]:
+    """Times to the first token of one prompt, by context length."""
     shape = small_shape(size, 2)
     model = build(shape, "cpu", torch.float32)
     common = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
@@ -96,33 +103,25 @@ def prefill_times(size: Size) -> dict[str, Times]:
         name: hf_paged.PagedEngine(model, {"storage": kind, **common})
         for name, (kind, _) in systems.items()
     }
-    found = {}
+    options = {"max_new_tokens": 1, "do_sample": False}
+
+    @torch.no_grad()
+    def first_token(turn: int, name: str, prompt: list[int]) -> list[int]:
+        if name == RESERVED:
+            return [contiguous_first_token(model, shape, torch.tensor([prompt]))]
+        with backend(systems[name][1]):
+            (result,) = checked(engines[name].generate([prompt], options))
+        return result.token_ids
+
     for context in contexts(size):
         (prompt,) = texts(random.Random(context), [context], shape.vocab)
-        expected = contiguous_first_token(model, shape, torch.tensor([prompt]))
-
-        def work(name: str, prompt: list[int] = prompt, expected: int = expected) -> float:
-            start = time.perf_counter()
-            if name == RESERVED:
-                token = contiguous_first_token(model, shape, torch.tensor([prompt]))
-            else:
-                options = {"max_new_tokens": 1, "do_sample": False}
-                with backend(systems[name][1]):
-                    (result,) = checked(engines[name].generate([prompt], options))
-                (token,) = result.token_ids
-            seconds = time.perf_counter() - start
-            if token != expected:
-                raise RuntimeError(
-                    f"{name}: the first token behind {len(prompt)} others is {token}, not"
-                    f" {expected}"
-                )
-            return seconds
-
-        works = {name: functools.partial(work, name) for name in (*systems, RESERVED)}
-        found[str(context)] = in_turns(works, size.turns)
+        works = {
+            name: functools.partial(first_token, name=name, prompt=prompt)
+            for name in (RESERVED, *systems)
+        }
+        yield runner.Case(str(context), runner.compared(works))
     for engine in engines.values():
         engine.free()
-    return found
 
 
 def prefill(size: Size) -> list[Row]:
@@ -149,7 +148,8 @@ def prefill(size: Size) -> list[Row]:
         (RESERVED, longest): ("1", unchanged, _WHY_RESERVED),
     }
     rows = []
-    for context, times in measured(prefill_times, size).items():
+    for context, found in measured(prefill_cases, size).items():
+        times = times_of(found)
         title = f"prompt of {context} tokens: throughput"
         case, tokens = {"context": int(context)}, int(context)
         bases = BLOCKS, GATHERED, RESERVED
@@ -213,13 +213,12 @@ def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Te
     ]
 
 
-@torch.no_grad()
-def decode_times(size: Size) -> dict[str, Times]:
-    """Seconds per decode step, by rows."""
+def decode_cases(size: Size) -> Iterator[runner.Case]:
+    """Times of a decode step, by rows."""
     shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
     own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
     ours.set_attn_implementation("hf_paged")
-    context, found = contexts(size)[-1], {}
+    context = contexts(size)[-1]
     for rows in BATCHES:
         states, longest = random_states(shape, rows, context), context + steps * (size.turns + 1)
         systems: dict[str, tuple[Any, Any, str | None]] = {
@@ -231,31 +230,27 @@ def decode_times(size: Size) -> dict[str, Times]:
         }
         for _, cache, _ in systems.values():
             filled(cache, states)
-        token, logits = torch.full((rows, 1), 5), {}
+        token, logits = torch.full((rows, 1), 5), dict[str, Tensor]()
 
+        @torch.no_grad()
         def work(
-            name: str, token: Tensor = token, systems: Any = systems, logits: Any = logits
+            turn: int, name: str, token: Tensor = token, systems: Any = systems, out: Any = logits
         ) -> float:
             model, cache, forced = systems[name]
             with backend(forced):
                 start = time.perf_counter()
                 for _ in range(steps):
                     # every cache grows by the same number of tokens in each turn
-                    logits[name] = model(
-                        token, **{compat.OUTPUT_CACHE: cache}, use_cache=True
-                    ).logits
+                    options = {compat.OUTPUT_CACHE: cache, "use_cache": True}
+                    out[name] = model(token, **options).logits
                 return (time.perf_counter() - start) / steps
 
-        works = {name: functools.partial(work, name) for name in systems}
-        found[str(rows)] = in_turns(works, size.turns)
-        for name, found_logits in logits.items():
-            torch.testing.assert_close(
-                found_logits, logits[DYNAMIC], atol=1e-3, rtol=1e-3, msg=f"{name} differs"
-            )
-        virtual = systems[VIRTUAL][1]
-        if virtual.counters.gathered:
+        yield runner.Case(str(rows), {name: functools.partial(work, name=name) for name in systems})
+        for name, found in logits.items():
+            near = dict(atol=1e-3, rtol=1e-3, msg=f"{name} differs")
+            torch.testing.assert_close(found, logits[DYNAMIC], **near)
+        if systems[VIRTUAL][1].counters.gathered:
             raise RuntimeError("keys and values of rows side by side were gathered")
-    return found
 
 
 def decode(size: Size) -> list[Row]:
@@ -279,12 +274,12 @@ def decode(size: Size) -> list[Row]:
         (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1, _WHY_DECODE),
         (RESERVED, 8): ("1", f"{abstract}: kernels unchanged ({READ})", ""),
     }
-    rows, found = [], measured(decode_times, size)
-    for batch, times in found.items():
+    rows, found = [], measured(decode_cases, size)
+    for batch, contenders in found.items():
+        times = times_of(contenders)
         title = f"{batch} rows of {context} tokens: decode throughput"
         case, bases = {"rows": int(batch)}, (BLOCKS, LARGE, RESERVED, DYNAMIC)
         rows += compared(title, times, bases, case, int(batch), published, size, ".1f")
-    batch, times = list(found.items())[-1]
     needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
     why = (
         f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and"
@@ -303,9 +298,9 @@ _WHY_DECODE = (
 )
 
 
-def map_seconds(page: int, total: int) -> tuple[float, float]:
+def map_seconds(turn: int, page: int, total: int, writes: bool) -> float:
     """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
-    to write once to each Linux page in them, which allocates the page."""
+    with `writes` to write once to each Linux page in them, which allocates the page."""
     from hf_paged.virtual import pages
 
     mapper = pages.pages_for(torch.device("cpu"), page)
@@ -313,20 +308,22 @@ def map_seconds(page: int, total: int) -> tuple[float, float]:
     start = time.perf_counter()
     for at in range(0, total, page):
         mapper.map(addresses.address + at, offset + at, page)
-    mapped = time.perf_counter()
-    addresses.tensor(torch.uint8)[:: PAGE_BYTES[0]] = 1
-    return mapped - start, time.perf_counter() - mapped
+    if writes:
+        addresses.tensor(torch.uint8)[:: PAGE_BYTES[0]] = 1
+    return time.perf_counter() - start
 
 
-def allocation_times(size: Size) -> dict[str, Times]:
-    """Seconds to map, and to write, by page-group size."""
-    total = size.context * 1024 * 256
-    arms = {str(page): (lambda turn, page=page: map_seconds(page, total)) for page in PAGE_BYTES}
-    turns = runner.take_turns(arms, size.turns, warm_ups=1)
-    return {
-        page: {"map": [one for one, _ in mine], "write": [one for _, one in mine]}
-        for page, mine in turns.items()
-    }
+MAPPED = {"mapped": False, "mapped and written to once": True}
+
+
+def allocation_cases(size: Size) -> Iterator[runner.Case]:
+    for page in PAGE_BYTES:
+        sizes = {"page": page, "total": size.context * 1024 * 256}
+        arms = {
+            what: functools.partial(map_seconds, **sizes, writes=writes)
+            for what, writes in MAPPED.items()
+        }
+        yield runner.Case(str(page), arms)
 
 
 def allocation(size: Size) -> list[Row]:
@@ -339,19 +336,17 @@ def allocation(size: Size) -> list[Row]:
     the second is comparable with a GPU's.
     """
     total = size.context * 1024 * 256
-    rows, found = [], measured(allocation_times, size)
-    for page, times in found.items():
-        both = [mapping + writing for mapping, writing in zip(times["map"], times["write"])]
+    rows = []
+    for page, found in measured(allocation_cases, size).items():
         count, name = total // int(page), named(int(page))
-        details = {"page_bytes": int(page), "bytes": total}
-        details |= {"map_seconds": times["map"], "write_seconds": times["write"]}
-        for what, seconds in (("mapped", times["map"]), ("mapped and written to once", both)):
+        for what, seconds in times_of(found).items():
             rates = ranged([total / one / 1e9 for one in seconds], ".3g")
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
             is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
             published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
             why = _WHY_ZEROS if source else ""
             title = f"groups of {name}, {what}"
+            details = {"page_bytes": int(page), "bytes": total, "seconds": seconds}
             rows.append(Row(title, published, rates + most, "GB/s", source, why, details))
     return rows
 
@@ -457,35 +452,26 @@ def latencies(
     return found
 
 
-@torch.no_grad()
-def spike_times(size: Size) -> dict[str, Times]:
-    """By mechanism, for each turn: the median step, the largest, and the median of the steps that
-    map less that of the others; for the last turn all steps."""
+def spike_cases(size: Size) -> Iterator[runner.Case]:
+    """By mechanism: the median of the steps that map less that of the others."""
     shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
     model = build(shape, "cpu", torch.float32)
     model.set_attn_implementation("hf_paged")
     states = random_states(shape, rows, length)
-    found: dict[str, Times] = {name: {} for name in MECHANISMS}
 
-    def turn_of(turn: int, name: str) -> None:
+    @torch.no_grad()
+    def work(turn: int, name: str) -> runner.Turn:
         # the first step maps the existing blocks
         taken = latencies(model, MECHANISMS[name], states, steps)[1:]
-        if turn < 0:
-            return
         seconds = [one for one, _ in taken]
         maps = [one for one, calls in taken if calls]
         others = [one for one, calls in taken if not calls]
         more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
-        figures |= {"more": more, "maps": len(maps)}
-        for key, value in figures.items():
-            found[name].setdefault(key, []).append(value)
-        found[name]["steps"] = seconds
+        return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    arms = {name: functools.partial(turn_of, name=name) for name in MECHANISMS}
-    runner.take_turns(arms, size.turns, warm_ups=1)
-    return found
+    yield runner.Case("spikes", {name: functools.partial(work, name=name) for name in MECHANISMS})
 
 
 def spikes(size: Size) -> list[Row]:
@@ -501,21 +487,17 @@ def spikes(size: Size) -> list[Row]:
     with the step for CPU cores.
     """
     rows = []
-    for name, times in measured(spike_times, size).items():
+    for name, row in measured(spike_cases, size)["spikes"].items():
         published, source, why = "", "", ""
         if name == "virtual, mapped on demand":
             published, source, why = "10 and more", TOLD_S1, _WHY_SPIKES
-        more, median, largest = (
-            [1e3 * one for one in times[key]] for key in ("more", "median", "largest")
-        )
-        maps = statistics.median(times["maps"])
-        steps = times["steps"][-(len(times["steps"]) // size.processes) :]
+        figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
         title = f"steps that map, beyond the others: {name}"
-        step = f"median step {statistics.median(median):.2f} ms"
-        most = f"largest of a turn {ranged(largest, '.3g')} ms"
-        ours = f"{said(more, size)}; {step}, {most}; {maps:g} steps of {len(steps)} map"
-        step_ms = [round(1e3 * one, 4) for one in steps]
-        details = {"mechanism": name, "step_ms": step_ms, "more_ms": more}
+        step = f"median step {1e3 * figures['median']:.2f} ms"
+        most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
+        maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
+        ours = f"{said(more, size)}; {step}, {most}; {maps}"
+        details = {"mechanism": name, "more_ms": more}
         rows.append(Row(title, published, ours, "ms", source, why, details))
     return rows
 

@@ -1,44 +1,124 @@
 """CPU inference engines as systems of `benchmarks.generate`, each in a separate environment and
-process."""
+process, at the settings that were best for it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
+from ctypes.util import find_library
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import machine
 from benchmarks.models import Shape, build
 from benchmarks.systems import Answer, NotAvailable, System
 from benchmarks.workloads import Batch, Workload
 
-TITLES = {"openvino": "OpenVINO GenAI", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 
 
+class Engine(NamedTuple):
+    """
+    Args:
+        title (`str`): Name in the tables.
+        worker (`str`): Function of `worker.py`.
+        settings (`dict`): What the worker is told beside the workload.
+    """
+
+    title: str
+    worker: str
+    settings: dict[str, Any] = {}
+
+
+ENGINES = {
+    "openvino": Engine("OpenVINO GenAI", "openvino", {"kv": "bf16"}),
+    "openvino_u8": Engine("OpenVINO GenAI, u8 K/V", "openvino", {"kv": "u8"}),
+    "vllm": Engine("vLLM", "vllm"),
+    "vllm_zen": Engine("vLLM, Zen", "vllm"),
+    "llamacpp": Engine("llama.cpp", "llamacpp"),
+}
+TITLES = {name: engine.title for name, engine in ENGINES.items()}
+
+
 def environment(name: str) -> Path:
-    """Path of the Python in a peer's environment, `.venv-peer-NAME`. Creates a missing environment
-    with the exact versions of `benchmarks/peers/NAME.txt`, from the package index. Raises
+    """Path of the Python in a peer's environment: `HF_PAGED_PEER_NAME` names one of your own, such
+    as a newer release that the package index does not have. Else `.venv-peer-NAME`, which is
+    created with the exact versions of `benchmarks/peers/NAME.txt`, from the package index. Raises
     `NotAvailable` if they cannot be installed."""
-    folder, wanted = _ROOT / f".venv-peer-{name}", _HERE / f"{name}.txt"
+    if own := os.environ.get(f"HF_PAGED_PEER_{name.upper()}"):
+        return Path(own)
+    wanted = _HERE / f"{name}.txt"
+    if not wanted.exists():
+        wanted = _HERE / f"{ENGINES[name].worker}.txt"
+    folder = _ROOT / f".venv-peer-{wanted.stem}"
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [str(python), "-m", "pip", "install", "-q", "--no-deps", "-r", str(wanted)],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or [""])[-1]
-                raise NotAvailable(f"its packages cannot be installed: {last[:160]}")
+        _run("its packages cannot be installed", sys.executable, "-m", "venv", "--clear", folder)
+        install = (python, "-m", "pip", "install", "-q", "--no-deps", "-r", wanted)
+        _run("its packages cannot be installed", *install)
+        if wanted.stem == "llamacpp":
+            _build_llamacpp(python, folder, wanted)
+        elif wanted.stem.startswith("vllm"):
+            _unpack_tcmalloc(folder)
         stamp.write_text(wanted.read_text())
     return python
+
+
+def _run(problem: str, *command: Any, cwd: Path | None = None) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise NotAvailable(f"{problem}: {last[:160]}")
+
+
+def _build_llamacpp(python: Path, folder: Path, wanted: Path) -> None:
+    """Builds llama.cpp's server for this processor, from the sources that xllamacpp's archive has:
+    the wheel is built for AVX2, which took twice as long. The comment in the requirements names the
+    archive's version."""
+    problem, sources = "its server cannot be built", folder / "sources"
+    (version,) = [line.split()[-1] for line in wanted.read_text().splitlines() if "sdist" in line]
+    options = ("--no-deps", "--no-binary", "xllamacpp", "-d", sources)
+    _run(problem, python, "-m", "pip", "download", "-q", *options, version)
+    with tarfile.open(next(sources.glob("*.tar.gz"))) as archive:
+        archive.extractall(sources, filter="data")
+    (tree,) = sources.glob("*/thirdparty/llama.cpp")
+    off = [f"-DLLAMA_{name}=OFF" for name in ("OPENSSL", "CURL", "BUILD_TESTS", "BUILD_EXAMPLES")]
+    off += ["-DLLAMA_USE_PREBUILT_UI=OFF", "-DBUILD_SHARED_LIBS=OFF"]
+    build = folder / "build"
+    native = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON")
+    _run(problem, "cmake", "-B", build, "-S", tree, *native, *off)
+    _run(problem, "cmake", "--build", build, "--target", "llama-server", "-j", machine.cores())
+    shutil.copy(build / "bin" / "llama-server", folder / "bin")
+    shutil.rmtree(build)
+    shutil.rmtree(sources)
+
+
+def _unpack_tcmalloc(folder: Path) -> None:
+    """Fetches Debian's tcmalloc into the environment, where there is such a system; the worker says
+    if it runs without."""
+    if find_library("tcmalloc_minimal") is None and shutil.which("apt-get"):
+        options: dict[str, Any] = {"cwd": folder, "capture_output": True}
+        subprocess.run(["apt-get", "download", "libtcmalloc-minimal4"], **options)
+        for package in folder.glob("libtcmalloc*.deb"):
+            subprocess.run(["dpkg", "-x", package.name, "tcmalloc"], **options)
+
+
+def preloaded(folder: Path) -> list[str]:
+    """What vLLM's guide preloads: tcmalloc and Intel's OpenMP, of the environment or the system."""
+    tcmalloc = next(
+        folder.glob("tcmalloc/**/libtcmalloc_minimal.so.4"), find_library("tcmalloc_minimal")
+    )
+    openmp = next(folder.glob("lib/libiomp5.so"), None)
+    return [str(one) for one in (tcmalloc, openmp) if one]
 
 
 class Peer(System):
@@ -46,45 +126,61 @@ class Peer(System):
     An engine that loads the model from files.
 
     Args:
-        name (`str`): One of `TITLES`.
+        name (`str`): One of `ENGINES`.
         int8 (`bool`): Whether the engine uses its own 8-bit weights; only OpenVINO makes them from
             these files.
     """
 
     def __init__(self, name: str, int8: bool = False) -> None:
-        self.name, self.int8 = name, int8
+        self.name, self.int8, self.settings = name, int8, ""
         self.is_peer = name == "llamacpp"  # the slow peer: it gets fewer turns
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
+    def reason(self, device: str, num_beams: int) -> str:
+        """Why the engine does not run; empty if it does."""
+        if num_beams > 1 and self.name == "llamacpp":
+            return "skipped: it has no beams"
+        if device != "cpu":
+            return "skipped: runs on the CPU"
+        if self.int8 and ENGINES[self.name].worker != "openvino":
+            return "skipped: 8-bit weights are made for OpenVINO only"
+        is_zen = machine.told("vendor_id") == "AuthenticAMD" and "avx512f" in machine.told("flags")
+        if self.name == "vllm_zen" and not is_zen:
+            return "skipped: made for AMD's Zen with AVX512"
+        return ""
+
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
-        if workload.options.get("num_beams", 1) > 1:
-            raise NotAvailable("skipped: greedy and sampling only")
-        if model.device.type != "cpu":
-            raise NotAvailable("skipped: runs on the CPU")
-        if self.int8 and self.name != "openvino":
-            raise NotAvailable("skipped: 8-bit weights are made for OpenVINO only")
+        num_beams = workload.options.get("num_beams", 1)
+        if reason := self.reason(model.device.type, num_beams):
+            raise NotAvailable(reason)
         if self._process is None:
-            self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model)
+            shares = bool(workload.prefix) or workload.rows_per_prompt > 1
+            of = {"int8": self.int8, "shares": shares, "num_beams": num_beams}
+            self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model, of)
         asked = {"prompts": batch.prompts, "new_tokens": list(batch.new_tokens)}
         asked |= {"rows_per_prompt": workload.rows_per_prompt, "sampled": workload.sampled}
-        return Answer(self._ask(json.dumps(asked))["rows"], [])
+        return Answer(self._ask(json.dumps(asked | {"num_beams": num_beams}))["rows"], [])
 
-    def _start(self, model: Any) -> None:
+    def _start(self, model: Any, of: dict[str, Any]) -> None:
         python, threads = environment(self.name), str(torch.get_num_threads())
+        worker, settings = ENGINES[self.name][1:]
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
-        command = [str(python), str(_HERE / "worker.py"), self.name, self._folder.name, threads]
+        command = [str(python), str(_HERE / "worker.py"), worker, self._folder.name, threads]
         variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        if worker == "vllm":
+            variables["LD_PRELOAD"] = os.pathsep.join(preloaded(python.parents[1]))
         self._process = subprocess.Popen(
-            [*command, "int8" if self.int8 else ""],
+            [*command, json.dumps(settings | of)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env={**variables, "OMP_NUM_THREADS": threads},
+            start_new_session=True,  # what it starts ends with it
         )
-        self._ask(None)
+        self.settings = str(self._ask(None).get("settings", ""))
 
     def _ask(self, line: str | None) -> dict[str, Any]:
         assert self._process is not None
@@ -101,8 +197,16 @@ class Peer(System):
 
     def free(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            kill_group(self._process)
             self._process.communicate()
         if self._folder is not None:
             self._folder.cleanup()
         self._process = self._folder = None
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Ends a process that leads a session, and all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()

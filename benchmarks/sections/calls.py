@@ -184,9 +184,10 @@ def processors(runs: Sequence[Data]) -> str:
     said = flow(
         f"""**Other CPU engines** on the same weights (`{runs[0]["model"]["name"]}`, bfloat16; with `--int8` 8-bit
         weights, torchao's for plain and ours, their own for the others) and the same prompts. Each runs in a separate
-        process and environment, in the versions of `benchmarks/peers/*.txt`, with its default settings and as many
-        threads. The tables show median seconds over the turns, and their ratios: above 1, the best of these engines is
-        faster than ours. llama.cpp gets one turn, also in W6."""
+        process and environment, in the versions of `benchmarks/peers/*.txt`, with as many threads. A run that names no
+        settings had the engines' defaults: OpenVINO without its prefix cache, vLLM without tcmalloc, the AVX2 build of
+        llama.cpp, no beams. The tables show median seconds over the turns, and their ratios: above 1, the best of these
+        engines is faster than ours. llama.cpp gets one turn, also in W6."""
     )
     return "\n\n".join([said, *map(_beside_engines, runs)])
 
@@ -203,7 +204,8 @@ def by_workload(data: Data) -> dict[str, dict[str, Data]]:
 def seconds_table(data: Data) -> str:
     """Median seconds of plain, ours and the other CPU engines; workloads in words."""
     names = {"plain": "plain `generate`", "ours": "hf_paged"}
-    names |= {name: name for name in TITLES.values()}
+    ran = {row["system"] for row in data["rows"]}
+    names |= {name: name for name in TITLES.values() if name in ran}
     rows = []
     for workload, systems in by_workload(data).items():
         row = {"call": WORKLOADS[workload].title}
@@ -218,7 +220,8 @@ def seconds_table(data: Data) -> str:
 def _beside_engines(data: Data) -> str:
     """Table of one run."""
     found = by_workload(data)
-    names, rows = list(TITLES.values()), []
+    ran = {row["system"]: row.get("settings") for row in data["rows"]}
+    names, rows = [name for name in TITLES.values() if name in ran], []
     for workload, systems in found.items():
         line: dict[str, Any] = {"workload": workload, "turns": len(systems["ours"]["seconds"])}
         for name in ("plain", "ours", "engine", *names):
@@ -237,8 +240,10 @@ def _beside_engines(data: Data) -> str:
         f"""`{data["command"]}`, {machine_of(data["facts"])}. Measured ceilings: {limits["bandwidth"] / 1e9:.1f} GB/s,
         {limits["flops"]["bfloat16"] / 1e12:.3g} TFLOP/s bfloat16:"""
     )
-    problems = not_run(data["rows"])
-    return "\n\n".join([said, report.markdown(rows, {name: name for name in columns}), problems])
+    more = not_run(data["rows"])
+    if told := "; ".join(f"{name} {ran[name]}" for name in names if ran[name]):
+        more += f" Settings: {told}."
+    return "\n\n".join([said, report.markdown(rows, {name: name for name in columns}), more])
 
 
 def stages(runs: Sequence[Data]) -> str:

@@ -11,7 +11,7 @@ from benchmarks.paper.article import TABLES as S4_TABLES
 from benchmarks.paper.rows import TOLD, TOLD_S1, TOLD_S2
 from benchmarks.paper.vattention import TABLES as S1_TABLES
 from benchmarks.report import Row as Data
-from benchmarks.report import flow, machine_of, picture_of
+from benchmarks.report import flow, machine_of
 
 ATTENTION, PAPER = "attention-cpu", "paper-cpu"
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
@@ -49,10 +49,9 @@ def paper_turns(data: Data) -> list[str]:
     published figure."""
     columns = COLUMNS | {"why": "what differs"}
     parts = []
-    for names, picture, title in (
+    for names, title in (
         (
             S1_TABLES,
-            "vattention",
             f"""**vAttention's tables** (arXiv 2405.04437), repeated with hf_paged: rows at contiguous addresses
             (`storage="virtual"`), which code that knows nothing of blocks reads in place, against blocks with the
             kernel written for them, and against contiguous tensors. "{TOLD_S1}": the figure is from an article about
@@ -60,7 +59,6 @@ def paper_turns(data: Data) -> list[str]:
         ),
         (
             S4_TABLES,
-            "s4",
             f"""**S4's tables**, an article on the PagedAttention paper, and the figure of S2 for beams
             ("{TOLD_S2}"). Rows called computed were not measured: a roofline gives the time of each step.""",
         ),
@@ -74,8 +72,7 @@ def paper_turns(data: Data) -> list[str]:
             f"""{title} `{data["command"]} --only {" ".join(there)}` ({made}); medians, 95% intervals over turns of two
             processes. All rows: [{PAPER}.md](../benchmarks/results/{PAPER}.md)."""
         )
-        drawn = picture_of(f"{PAPER}-{picture}", "The same as a picture")
-        parts.append("\n\n".join([said, report.markdown(rows, columns), *drawn]))
+        parts.append(f"{said}\n\n{report.markdown(rows, columns)}")
     return parts
 
 
@@ -102,7 +99,7 @@ def attention(data: Data) -> str:
         without paging; the last four columns are times relative to it: above 1 is slower than the ideal:"""
     )
     more = flow(f"""More shapes, block sizes, the portable path and float32:
-        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md) and [a picture](../benchmarks/results/{ATTENTION}.png).
+        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md).
         The target for chunks and prompts is at most 1.02.""")
     return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
 

@@ -1,6 +1,6 @@
-"""LoRA adapters of PEFT for a model's requests: rows with different ones share packed forwards, and
-those in folders take memory of the block pool. Implements `seams.AdaptersRoom`; imports no other
-room."""
+"""PEFT's LoRA adapters for a model's requests: rows with different adapters share packed forwards,
+and adapters in folders take memory of the block pool. Implements `rooms.AdaptersRoom`; imports no
+other room."""
 
 from .files import resolve_adapter
 from .loop_adapters import LoopAdapters as make_adapters

@@ -1,4 +1,5 @@
-"""LoRA adapters in folders saved by PEFT: checks, loading, and the store of loaded ones."""
+"""LoRA adapters in folders that PEFT saved: checks, loading, and the store of loaded weights.
+Leaves the blocks that account for the weights to `pages.py`."""
 
 from __future__ import annotations
 
@@ -31,32 +32,32 @@ from .peft_models import (
     check_adapter,
     check_served,
     has_adapter,
-    unmixable_layer,
+    unmixable_reason,
     wrapper_reason,
 )
-from .shards import own_part
+from .shards import local_shard
 
 logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
-# options of an adapter that adds to more than the outputs of linear layers
+# options of adapters that change more than the outputs of linear layers
 REFUSED = (
     "modules_to_save",
     "target_parameters",
     "trainable_token_indices",
     "layer_replication",
 )
-NUM_AHEAD = 2  # adapters that are prefetched
+NUM_PREFETCHED = 2  # adapters
 CHUNK_BYTES = 1 << 20  # of a file, read at once
-MAX_DIGESTS = 4096  # files whose hashes are kept
-SETTLED_NS = 10**9  # since the last change of a file: longer than the ticks of file systems' clocks
+MAX_DIGESTS = 4096  # files whose hashes are cached
+STABLE_NS = 10**9  # since a file's last change: longer than the ticks of file systems' clocks
 HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
 
 
 class AdapterFile(NamedTuple):
-    """A folder as it was when a request named it; identifies the adapter in requests, prefixes and
-    recorded steps. Another version is another adapter."""
+    """A folder as it was when a request named it. Identifies the adapter in requests, prefixes and
+    recorded steps: another version is another adapter."""
 
     path: str
     version: str  # hash of its files' content
@@ -64,8 +65,8 @@ class AdapterFile(NamedTuple):
 
 
 def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
-    """Resolves the name in a request: an adapter of the model, else one in a folder saved by PEFT.
-    Raises [`AdapterError`]."""
+    """Resolves the name in a request: an adapter of the model, else one in a folder that PEFT
+    saved. Raises [`AdapterError`]."""
     check_served(model, name)
     if name is None:
         return ResolvedAdapter()
@@ -76,15 +77,15 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
     file = read_adapter_file(name)
     if not takes_ids:
         raise ValueError(
-            f"`adapter` {file.path!r} is loaded on demand, which serves prompts of token ids"
-            " alone: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"
+            f"`adapter` {file.path!r} is loaded on demand, which works only for prompts of plain"
+            " token ids: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"
         )
     return ResolvedAdapter(file, (file.path, file.version), file.num_bytes)
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Reads a folder's config and its weights' shapes. Raises [`AdapterError`], a `ValueError`,
-    with the reason if the adapter cannot be served or read, or if PEFT is missing."""
+    """Reads a folder's config and the shapes of its weights. Raises [`AdapterError`] (a
+    `ValueError`) with the reason if the adapter cannot be served or read, or if PEFT is missing."""
     path = os.path.realpath(name)
     try:
         _find_config(path)
@@ -92,21 +93,20 @@ def read_adapter_file(name: str) -> AdapterFile:
         if not os.path.isfile(weights):
             raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
         version = _version(path)
-        # layer names by the kind of weight
         num_numbers = 0
-        layers = defaultdict[str, set[str]](set)
+        layers = defaultdict[str, set[str]](set)  # layer names by kind of weight
         with safe_open(weights, "pt") as file:
             for key in file.keys():
                 shape = file.get_slice(key).get_shape()
                 numbers = math.prod(shape)
                 if not numbers:
-                    raise ValueError(f"{key} is empty: an adapter's rank is at least 1")
+                    raise ValueError(f"{key} is empty: an adapter needs a rank of at least 1")
                 num_numbers += numbers
                 part = next((end for end in _PARTS if key.endswith(end)), key)
                 layers[part].add(key.removesuffix(part))
         others = sorted(layers.keys() - set(_PARTS))
         if others:
-            raise _not_served(name, f"it has {others[0]!r}, which belongs to no linear layer")
+            raise _unsupported(name, f"{others[0]!r} does not belong to a linear layer")
         a, b, bias = (layers[part] for part in _PARTS)
         incomplete = sorted((a ^ b) | (bias - a))
         if incomplete:
@@ -126,41 +126,40 @@ def _find_config(path: str) -> Any:
     try:
         import peft
     except ImportError as error:
-        message = '`adapter` names a folder, which PEFT reads: pip install "hf_paged[integrations]"'
+        message = '`adapter` is a folder, which needs PEFT: pip install "hf_paged[integrations]"'
         raise ImportError(message) from error
     config = peft.PeftConfig.from_pretrained(path)
     reason = wrapper_reason(config)
     if reason is not None:
         raise AdapterError(path, f"the adapter in {path!r} {reason}")
     if not isinstance(config, peft.LoraConfig):
-        raise _not_served(path, f"it is not a LoRA adapter ({type(config).__name__})")
+        raise _unsupported(path, f"it is not a LoRA adapter ({type(config).__name__})")
     fields = dataclasses.fields(config)
     variants = [field.name for field in fields if field.metadata.get("is_lora_variant")]
     for option in (*variants, *REFUSED):
         if getattr(config, option, None):
-            raise _not_served(path, f"it has `{option}`")
+            raise _unsupported(path, f"it has `{option}`")
     return config
 
 
-def _not_served(name: str, reason: str) -> AdapterError:
+def _unsupported(name: str, reason: str) -> AdapterError:
     return AdapterError(
         name,
-        f"the adapter in {name!r} is not loaded on demand: {reason}. Load it with PEFT's"
-        " `model.load_adapter(folder, name)`, and pass the name: it then runs in forwards of"
-        " its own",
+        f"the adapter in {name!r} cannot be loaded on demand: {reason}. Load it with PEFT's"
+        " `model.load_adapter(folder, name)`, and pass the name: it then runs in separate forwards",
     )
 
 
 def _version(path: str) -> str:
-    """Hashes the content: copies, archives and images of containers may give other files the same
-    times and sizes."""
+    """Hashes the files' content, since copies, archives and container images may give different
+    files the same times and sizes."""
     digests = []
     for name in (CONFIG, WEIGHTS):
         file = os.path.join(path, name)
         stat = os.stat(file)
-        # a file that was written just now may be written again without a change of its times
-        is_settled = time.time_ns() - stat.st_ctime_ns > SETTLED_NS
-        digest = _digest if is_settled else _digest.__wrapped__
+        # a file that was just written may be written again without a change of its times
+        is_stable = time.time_ns() - stat.st_ctime_ns > STABLE_NS
+        digest = _digest if is_stable else _digest.__wrapped__
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
         digests.append(digest(file, stat.st_dev, stat.st_ino, stat.st_size, *times))
     return "-".join(digests)
@@ -168,8 +167,8 @@ def _version(path: str) -> str:
 
 @functools.lru_cache(maxsize=MAX_DIGESTS)
 def _digest(file: str, *stat: int) -> str:
-    """The content's hash while the file is as `stat` says; no process can set `st_ctime_ns`, the
-    last change's time."""
+    """Returns the hash of the file's content, cached while `stat` stays the same: no process can
+    set `st_ctime_ns`, the time of the last change."""
     digest = hashlib.blake2b(digest_size=16)
     with open(file, "rb") as content:
         while chunk := content.read(CHUNK_BYTES):
@@ -178,9 +177,9 @@ def _digest(file: str, *stat: int) -> str:
 
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-    """Loads the weights by module of `model`, on the CPU; half precision becomes float32, as in
-    PEFT. Raises [`AdapterError`] if they do not fit this model, or if the files have changed since
-    the request named them."""
+    """Loads the weights by module of `model` to the CPU, and converts half precision to float32 as
+    PEFT does. Raises [`AdapterError`] if the weights do not fit this model, or if the files have
+    changed since the request named them."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
@@ -196,7 +195,7 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             layer_name = name.removeprefix("base_model.model.")
             module = model.get_submodule(layer_name)
             module = getattr(module, "base_layer", module)
-            reason = unmixable_layer(module)
+            reason = unmixable_reason(module)
             if reason is not None:
                 raise ValueError(f"{layer_name} {reason}")
             rank = len(a)
@@ -204,16 +203,16 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             fits = a.shape == (rank, depth) and b.shape == (width, rank)
             if not fits or (bias is not None and bias.shape != (width,)):
                 raise ValueError(
-                    f"{layer_name} maps {depth} to {width} features, its LoRA weights do not: they"
-                    " are for another model"
+                    f"{layer_name} maps {depth} to {width} features, but its LoRA weights do not:"
+                    " they are for another model"
                 )
             pattern = get_pattern_key(config.alpha_pattern.keys(), layer_name)
             alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
             scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
             whole = LoraWeights(a, b, bias, scaling).map(_copied)
-            parts[module] = own_part(model, layer_name, module, whole)
+            parts[module] = local_shard(model, layer_name, module, whole)
         if _version(file.path) != file.version:
-            raise ValueError("its files were changed since the request was added: add it again")
+            raise ValueError("its files have changed since the request was added: add it again")
         return parts
     except Exception as error:
         raise AdapterError(
@@ -223,60 +222,60 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
 
 
 def _copied(weight: Tensor) -> Tensor:
-    """A copy in single precision or more: safetensors maps the file, which may be overwritten
-    later."""
+    """Copies a weight, in at least single precision: safetensors maps the file, which may be
+    overwritten later."""
     is_half = weight.dtype.itemsize < 4
     return weight.to(torch.float32 if is_half else weight.dtype, copy=True)
 
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
-    """Output and input size of a linear layer."""
+    """Returns the output and input size of a linear layer."""
     first, second = module.weight.shape
     return (first, second) if isinstance(module, nn.Linear) else (second, first)
 
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter being loaded by a thread, which ends when it is loaded. Without `parts`, it is
-    loaded when it is needed: loading failed, or the process forked meanwhile."""
+    """An adapter that a thread loads. If the finished thread leaves no `parts`, because loading
+    failed or the process forked meanwhile, the adapter is loaded when it is needed."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
 
 
 class AdapterStore:
-    """The loaded weights of adapters in folders. Placed ones are where the model computes, and
-    `forget` is called when one is evicted from the pool. For a model on a device, copies of the
-    last used ones also stay in host memory."""
+    """The loaded weights of adapters in folders. Resident weights are where the model computes,
+    until the pool evicts the adapter and `forget` is called. For a model on a device, copies of the
+    last used adapters also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._placed: dict[AdapterFile, Adapter] = {}
+        self._resident: dict[AdapterFile, Adapter] = {}
         self._loading: dict[AdapterFile, _Loading] = {}
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
-        self._numbers = 0
+        self._last_number = 0  # of `Adapter.key`
         self.num_loads = 0  # from files
 
     def __contains__(self, file: AdapterFile) -> bool:
-        """Whether its weights are placed where the model computes."""
-        return file in self._placed
+        """Whether the adapter's weights are where the model computes."""
+        return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns its weights, and loads them if needed. Raises [`AdapterError`]."""
-        adapter = self._placed.get(file)
+        """Returns the adapter's weights, and loads them if needed. Raises [`AdapterError`]."""
+        adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
         parts = self._take(file)
-        placed = {}
+        resident = {}
         is_copied = False
         for module, lora in parts.items():
             device = module.weight.device
             is_copied |= device.type != "cpu"
-            placed[module] = lora.map(operator.methodcaller("to", device))
-        self._numbers += 1
-        adapter = self._placed[file] = Adapter((file, self._numbers), placed)
+            resident[module] = lora.map(operator.methodcaller("to", device))
+        self._last_number += 1
+        adapter = self._resident[file] = Adapter((file, self._last_number), resident)
         if is_copied:
-            self._keep(file, parts)
+            self._keep_on_host(file, parts)
         return adapter
 
     def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
@@ -290,18 +289,18 @@ class AdapterStore:
         return loading.parts or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the adapters of waiting requests; drops other prefetched ones."""
+        """Starts to load the adapters of waiting requests, and drops other prefetched adapters."""
         for file in self._loading.keys() - files:
             del self._loading[file]
-        for file in files[:NUM_AHEAD]:
-            is_loaded = file in self._placed or file in self._host
+        for file in files[:NUM_PREFETCHED]:
+            is_loaded = file in self._resident or file in self._host
             if is_loaded or file in self._loading:
                 continue
             loading = _Loading()
             name = f"hf_paged adapter {Path(file.path).name}"
             load = functools.partial(self._load, file, loading)
             loading.thread = start(load, name)
-            if loading.thread is None:  # `get` loads it
+            if loading.thread is None:  # `get` loads the adapter
                 return
             self._loading[file] = loading
 
@@ -310,20 +309,21 @@ class AdapterStore:
             loading.parts = load_adapter(self._model, file)
 
     def forget(self, file: AdapterFile) -> None:
-        """Drops the placed weights."""
-        self._placed.pop(file, None)
+        """Drops the resident weights."""
+        self._resident.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops weights of modules other than these, which the model has now."""
-        for file, adapter in list(self._placed.items()):
+        """Drops the weights of modules that are not among `modules`, those that the model has
+        now."""
+        for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.parts):
-                self._placed.pop(file, None)
+                self._resident.pop(file, None)
         for file, parts in list(self._host.items()):
             if not modules.issuperset(parts):
                 self._host.pop(file, None)
         self._loading.clear()
 
-    def _keep(
+    def _keep_on_host(
         self,
         file: AdapterFile,
         parts: dict[nn.Module, LoraWeights],

@@ -1,4 +1,5 @@
-"""The adapters of a loop's requests: which are in memory, and which rows share a forward."""
+"""The adapters of a loop's requests: which are in memory, and which rows share a forward. Leaves
+which requests run to the scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.executor import Executor
-from ..batching.execution.runner import Part, in_order
+from ..batching.execution.runner import LogitsPart, in_order
 from ..batching.request import Request
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
@@ -50,15 +51,15 @@ from .peft_models import (
     find_adapter,
     use_adapter,
 )
-from .shards import own_part
+from .shards import local_shard
 
-MAX_MIXES = 64  # kept mixes, for recorded and later steps
+MAX_MIXES = 64  # cached mixes, for recorded and later steps
 NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
 
 
 class LoopAdapters:
     """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
-    weights take memory of its pool. Implements `seams.Adapters`."""
+    weights take memory of the loop's pool. Implements `seams.Adapters`."""
 
     def __init__(
         self,
@@ -72,15 +73,15 @@ class LoopAdapters:
         self._make = make_runner
         self._processes = cache.memory.processes
         self.store = AdapterStore(model)
-        # no cycle, so that they are freed with their loop
+        # weak, since a cycle would keep the pages alive longer than their loop
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
-        self._next: list[Hashable] = []  # files that `prefetch` found last
-        self._own: dict[str, Adapter] = {}  # by name
-        # names of `_own` that were read again since the model may have changed
-        self._seen: set[str] = set()
+        self._prefetched: list[Hashable] = []  # files of the last `prefetch`
+        self._model_adapters: dict[str, Adapter] = {}  # by name
+        # names of `_model_adapters` that were read since the model may have changed
+        self._checked_names: set[str] = set()
         self._numbers = itertools.count()
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
-        # whether a recorded step serves all ranges of these adapters; no cycles here, either
+        # whether a recorded step serves any ranges of these adapters; this avoids cycles, too
         self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
         make_mix = functools.partial(_make_mix, model, self._takes_ranges)
         self._mix = functools.lru_cache(MAX_MIXES)(make_mix)  # of consecutive token ranges
@@ -93,27 +94,27 @@ class LoopAdapters:
         }
 
     def admit(self, request: Request, bring_in: Callable[[], bool]) -> bool:
-        is_in = False
+        is_admitted = False
         try:
             if self.pages.pin(request.adapter, request.adapter_bytes, request):
-                is_in = bring_in()
+                is_admitted = bring_in()
         finally:
-            if not is_in:
+            if not is_admitted:
                 self.release(request)
-        if is_in:
+        if is_admitted:
             self.pages.use(request.adapter)
-        return is_in
+        return is_admitted
 
     def release(self, request: Request) -> None:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Items[Request]) -> None:
-        """Starts to load adapters that have no place in the pool yet."""
+        """Starts to load adapters that have no blocks in the pool yet."""
         first = waiting[:NUM_NEXT]
         needed = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
         files = [file for file in needed if file not in self.pages]
-        if files != self._next:
-            self._next = files
+        if files != self._prefetched:
+            self._prefetched = files
             self.load_ahead(files)
 
     def load_ahead(self, files: list[Any]) -> None:
@@ -141,34 +142,36 @@ class LoopAdapters:
         return mixing(self._model, self._mix(tuple(ranges)))
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
-        """One forward for all rows whose adapters can be mixed, then one for each other adapter."""
+        """Runs one forward for all rows whose adapters can be mixed, then one for each other
+        adapter."""
         adapters = [sequence.request.adapter for sequence in plan.sequences]
         names = dict.fromkeys(adapters)
         if len(names) == 1:
             return self._run_alone(adapters[0], plan, executor)
-        parts: list[Part] = []
+        parts: list[LogitsPart] = []
         alone = list(range(len(plan)))
         if executor.runner.is_packed:
             mixable = self._mixable(names, executor.slowed_by)
-            places = [
-                place
-                for place, sequence in enumerate(plan.sequences)
-                if adapters[place] in mixable and sequence.request.inputs is None
+            rows = [
+                row
+                for row, sequence in enumerate(plan.sequences)
+                if adapters[row] in mixable and sequence.request.inputs is None
             ]
-            chosen = [mixable[adapters[place]] for place in places]
-            if len(set(chosen)) > 1:
+            row_adapters = [mixable[adapters[row]] for row in rows]
+            if len(set(row_adapters)) > 1:
                 compute = functools.partial(executor.compute, executor.runner.run)
+                mixed_plan = plan.select(rows)
                 try:
-                    logits = run_mixed(self._model, compute, plan.select(places), chosen, self._mix)
-                    parts.append((places, logits))
-                    alone = sorted(set(alone) - set(places))
+                    logits = run_mixed(self._model, compute, mixed_plan, row_adapters, self._mix)
+                    parts.append((rows, logits))
+                    alone = sorted(set(alone) - set(rows))
                 except NotMixableError as error:
                     reason = Topic.ADAPTERS(str(error))
-                    self._verdicts[_modules_of(chosen)] = reason
+                    self._verdicts[_modules_of(row_adapters)] = reason
                     executor.slowed_by.add(reason)
-        for name in sorted({adapters[place] for place in alone}, key=str):
-            places = [place for place in alone if adapters[place] == name]
-            parts.append((places, self._run_alone(name, plan.select(places), executor)))
+        for name in sorted({adapters[row] for row in alone}, key=str):
+            rows = [row for row in alone if adapters[row] == name]
+            parts.append((rows, self._run_alone(name, plan.select(rows), executor)))
         return in_order(parts, plan.num_logits)
 
     def _run_alone(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
@@ -176,16 +179,16 @@ class LoopAdapters:
             return executor.compute(executor.runner.run, plan, context)
 
     def forget_model(self) -> None:
-        """Drops what depends on the model, which may have changed."""
+        """Drops everything that depends on the model, which may have changed."""
         if self._processes is not None:
             self._processes.adapters("forget_model")
-        self._seen.clear()
+        self._checked_names.clear()
         self._verdicts.clear()
         self._forget_mixes()
         self.store.forget_others(set(self._model.modules()))
 
     def forget(self, file: AdapterFile) -> None:
-        """After the pool has evicted an adapter: drops its weights."""
+        """Drops the weights of an adapter that the pool has evicted."""
         if self._processes is not None:
             self._processes.adapters("forget", file)
         self.store.forget(file)
@@ -201,9 +204,9 @@ class LoopAdapters:
         except AdapterError as error:
             raise AdapterError(name, str(error)) from None
 
-    def _mixable(self, names: Iterable[Hashable], slowed_by: set[str]) -> dict[Hashable, Adapter]:
-        """Returns, by name, the adapters of a step whose rows can share a forward; empty if fewer
-        than two can, with the reason in `slowed_by`. Raises [`AdapterError`]."""
+    def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
+        """Returns, by name, the adapters of a step whose rows can share a forward. If fewer than
+        two can, returns none, and adds why to `reasons`. Raises [`AdapterError`]."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
@@ -211,7 +214,7 @@ class LoopAdapters:
         for name in names:
             adapter = self._find(name)
             if isinstance(adapter, str):
-                slowed_by.add(Topic.ADAPTERS(adapter))
+                reasons.add(Topic.ADAPTERS(adapter))
             else:
                 adapters[name] = adapter
         if len(adapters) < 2:
@@ -223,12 +226,12 @@ class LoopAdapters:
             self._verdicts[modules] = self.check(tuple(module_names))
         reason = self._verdicts[modules]
         if reason is not None:
-            slowed_by.add(reason)
+            reasons.add(reason)
             return {}
         return adapters
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Loads its weights, in all processes that hold shards of the model. Raises
+        """Loads an adapter's weights in all processes that hold shards of the model. Raises
         [`AdapterError`]."""
         is_new = file not in self.store
         adapter = self.store.get(file)
@@ -251,29 +254,29 @@ class LoopAdapters:
         if name is None:
             name = active_adapter(self._model)
         if not isinstance(name, str):
-            return "several adapters are active at a time"
+            return "several adapters are active at once"
         if name == BASE:
             return NO_ADAPTER
-        earlier = self._own.get(name)
-        if earlier is not None and name in self._seen and earlier.is_current():
+        earlier = self._model_adapters.get(name)
+        if earlier is not None and name in self._checked_names and earlier.is_current():
             return earlier
         adapter = find_adapter(self._model, name, (name, next(self._numbers)))
         if isinstance(adapter, str):
             return adapter
-        if earlier is not None and earlier.made_of == adapter.made_of:
-            adapter.key = earlier.key  # steps recorded with it stay valid
-        self._own[name] = adapter
-        self._seen.add(name)
+        if earlier is not None and earlier.state == adapter.state:
+            adapter.key = earlier.key  # so that steps recorded with it stay valid
+        self._model_adapters[name] = adapter
+        self._checked_names.add(name)
         return adapter
 
     def check(self, names: tuple[str, ...]) -> str | None:
         """Checks in short forwards that rows with different adapters on these modules get the same
-        results as alone. Returns why they do not, or `None`."""
+        results as alone. Returns the reason if they do not."""
         if self._processes is not None:
             self._processes.adapters("check", names)
         try:
             adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
-        except ValueError as error:  # a layer is split as adapters are not
+        except ValueError as error:  # a layer is sharded in a way that adapters are not
             return str(error)
 
         def make(
@@ -294,7 +297,7 @@ class LoopAdapters:
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
-            return "there is no memory to check that they can share a forward"
+            return "memory is too short to check that they can share a forward"
 
 
 def _make_mix(
@@ -310,7 +313,7 @@ def _make_mix(
 
 
 def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
-    """A random adapter on these modules, the same in every process."""
+    """Creates a random adapter on these modules, the same in every process."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
 
@@ -325,7 +328,7 @@ def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> 
         width, depth = linear_shape(module)
         whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
         base_name = name.removesuffix(".base_layer")
-        parts[module] = own_part(model, base_name, module, whole)
+        parts[module] = local_shard(model, base_name, module, whole)
     return Adapter(("check", rank), parts)
 
 

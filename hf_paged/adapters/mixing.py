@@ -1,5 +1,5 @@
-"""Rows with different adapters in one packed forward: base products once, plus what each row's
-adapter adds."""
+"""Rows with different adapters in one packed forward: base products once, then hooks that add the
+product of each row's adapter. Leaves the products to `kernels/lora.py`."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module gets other rows than the packed tokens in order, so their adapters are unknown."""
+    """A module gets rows that are not the packed tokens in order, so their adapters are unknown."""
 
 
 class Mix(ForwardContext):
-    """The adapters of a packed step's tokens, and what they add to which modules. `can_record`:
-    whether a recorded step with these adapters serves any ranges."""
+    """The adapters of a packed step's tokens, and the products that they add to modules.
+    `can_record`: whether a recorded step with these adapters serves any ranges."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None, can_record: bool = False) -> None:
         distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
         self.adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
         self._ranges = ranges
         self._head = head
-        self._is_one = len(distinct) == 1
+        self._has_one_adapter = len(distinct) == 1
         self.weights = _weights_of(self.adapters)
-        self._num_tokens = 0  # of the forward; tokens after the last range have no adapter
-        self._kept: list[int] | None = None
-        self._deltas = {module: self._over(module, ranges) for module in self.weights}
+        self._num_tokens = 0  # in the forward; tokens after the last range have no adapter
+        self._head_tokens: list[int] | None = None
+        self._deltas = {module: self._deltas_of(module, ranges) for module in self.weights}
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
         self.is_fixed = not can_record
-        # only the recorded step knows which rows the head gets, or where chunks lie in it
+        # only a recorded step knows which rows the head gets, and where its chunks begin
         self.takes_chunks = can_record and head not in self._deltas
         if can_record:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
@@ -59,13 +59,13 @@ class Mix(ForwardContext):
     def prepare(self, device: torch.device) -> None:
         """Prepares for steps that are recorded with fixed ranges."""
         like = torch.empty(0, device=device)
-        if not self._is_one:
+        if not self._has_one_adapter:
             for deltas in self._deltas.values():
                 deltas.prepare(like)
 
     def begin(self, num_tokens: int, kept: list[int] | None) -> None:
         self._num_tokens = num_tokens
-        self._kept = kept
+        self._head_tokens = kept
 
     def ranges(
         self, keys: Items[Hashable], num_decodes: int, num_tokens: int
@@ -73,7 +73,7 @@ class Mix(ForwardContext):
         if not keys:
             return []
         whole: Ranges = ((self.adapters[0], 0, num_tokens),)
-        ranges = whole if self._is_one else self._ranges
+        ranges = whole if self._has_one_adapter else self._ranges
         bounds = {key: [(0, 0), (0, 0)] for key in keys}
         for adapter, start, end in ranges:
             if adapter is NO_ADAPTER:
@@ -96,20 +96,20 @@ class Mix(ForwardContext):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """A forward hook of the modules."""
-        if mixed.get() is not self:  # a forward in another thread
+        if active_mix.get() is not self:  # a forward in another thread
             return output
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
         out = output.reshape(-1, output.shape[-1])
-        step = recorded.get()
+        step = recorded_deltas.get()
         deltas: Deltas | RecordedDeltas | None = None
         if step is not None:
             deltas = step[module]
-        elif self._is_one:
-            deltas = self._over(module, ((self._ranges[0][0], 0, len(x)),))
-        elif self._kept is not None and module is self._head:
-            if len(x) == len(self._kept):
-                deltas = self._over(module, self._kept_ranges(self._kept))
+        elif self._has_one_adapter:
+            deltas = self._deltas_of(module, ((self._ranges[0][0], 0, len(x)),))
+        elif self._head_tokens is not None and module is self._head:
+            if len(x) == len(self._head_tokens):
+                deltas = self._deltas_of(module, self._head_ranges(self._head_tokens))
         elif len(x) == self._num_tokens:
             deltas = self._deltas[module]
         if deltas is None:
@@ -120,40 +120,40 @@ class Mix(ForwardContext):
         deltas.add(out, x)
         return out.view(output.shape)
 
-    def _over(self, module: nn.Module, ranges: Ranges) -> Deltas:
+    def _deltas_of(self, module: nn.Module, ranges: Ranges) -> Deltas:
         parts = []
         for adapter, start, end in ranges:
             if module in adapter.parts:
                 parts.append((start, end, adapter.parts[module]))
         return Deltas(parts)
 
-    def _kept_ranges(self, tokens: list[int]) -> Ranges:
+    def _head_ranges(self, tokens: list[int]) -> Ranges:
         adapters: dict[int, Adapter] = {}
         for adapter, start, end in self._ranges:
             adapters.update(dict.fromkeys(range(start, end), adapter))
-        return joined((adapters.get(token, NO_ADAPTER), 1) for token in tokens)
+        return join_ranges((adapters.get(token, NO_ADAPTER), 1) for token in tokens)
 
 
 @dataclass(eq=False)
 class RecordedMix:
-    """The adapters of a recorded step. `deltas`: what they add, by module, for ranges that the step
-    reads on the device; `None`: its ranges are fixed."""
+    """The adapters of a recorded step. `deltas`: their products by module, for ranges that the step
+    reads on the device; `None`: the ranges are fixed."""
 
     keys: Items[Hashable]
     deltas: dict[nn.Module, RecordedDeltas] | None
-    held: Any = None  # tensors that it reads
+    held: Any = None  # the tensors that the step reads
 
     @restoring
     def reading(self) -> Iterator[None]:
-        outer = recorded.set(self.deltas)
+        outer = recorded_deltas.set(self.deltas)
         try:
             yield
         finally:
-            recorded.reset(outer)
+            recorded_deltas.reset(outer)
 
 
 def _weights_of(adapters: Iterable[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
-    """By module, the numbers of its adapters and their weights."""
+    """Returns, by module, the numbers of its adapters and their weights."""
     weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
     for number, adapter in enumerate(adapters):
         for module, lora in adapter.parts.items():
@@ -173,18 +173,19 @@ def key_of(ranges: Ranges) -> tuple[Any, ...]:
     return tuple((adapter.key, start, end) for adapter, start, end in ranges)
 
 
-mixed: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
+active_mix: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
 """The mix of this thread's forwards; `None` if all rows run with one adapter of the model."""
 
 
-recorded: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
+recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
     "hf_paged_recorded", default=None
 )
-"""While a step is recorded: what adapters add, by module, for the ranges read on the device."""
+"""The adapters' products by module, for ranges on the device, while a step is recorded."""
 
 
-def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
-    """Joins neighbours with the same adapter to one range."""
+def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
+    """Joins consecutive tokens with the same adapter to one range. `counts`: adapters with their
+    numbers of tokens."""
     ranges: list[tuple[Adapter, int, int]] = []
     end = 0
     for adapter, count in counts:
@@ -198,10 +199,10 @@ def joined(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
 
 @restoring
 def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
-    """Within it, packed forwards of this thread run with `mix`. Hooks and PEFT's layers are
-    restored afterwards."""
+    """Within the context, packed forwards of this thread run with `mix`. Removes its hooks and
+    restores PEFT's layers at the end."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
-        stack.callback(mixed.reset, mixed.set(mix))
+        stack.callback(active_mix.reset, active_mix.set(mix))
         for module in mix.weights:
             stack.callback(module.register_forward_hook(mix).remove)
         yield mix
@@ -214,22 +215,23 @@ def run_mixed(
     adapters: list[Adapter],
     mix_of: Callable[[Ranges], Mix],
 ) -> Tensor:
-    """As [`Runner`]'s `run`, in one packed forward; `adapters` has each row's."""
-    # sorted by adapter, so that steps with equally many rows of each adapter share a recorded step
+    """As [`Runner`]'s `run`, in one packed forward. `adapters`: by row."""
+    # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
+    # recorded step
     ranks = {adapter: (adapter is not NO_ADAPTER, str(adapter.key)) for adapter in set(adapters)}
 
-    def rank(place: int) -> tuple[bool, tuple[bool, str]]:
-        is_decode = plan.counts[place] == 1 or bool(plan.sequences[place].draft)
-        return not is_decode, ranks[adapters[place]]
+    def rank(row: int) -> tuple[bool, tuple[bool, str]]:
+        is_decode = plan.counts[row] == 1 or bool(plan.sequences[row].draft)
+        return not is_decode, ranks[adapters[row]]
 
     order = sorted(range(len(plan)), key=rank)
-    mix = mix_of(joined([(adapters[place], plan.counts[place]) for place in order]))
+    mix = mix_of(join_ranges([(adapters[row], plan.counts[row]) for row in order]))
     with mixing(model, mix):
         logits = run(plan.select(order), mix)
     return in_order([(order, logits)], plan.num_logits)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """The linear layer that gives logits."""
+    """Returns the linear layer that computes logits."""
     head = model.get_output_embeddings()
     return getattr(head, "base_layer", head)

@@ -1,5 +1,5 @@
-"""Counts adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285, section
-5.1, by count). Plain Python: no tensors."""
+"""Accounts for adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285,
+section 5.1, by count). Handles no tensors, and leaves the weights to `files.py`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 @dataclass(eq=False)
 class _Pages:
     num_bytes: int
-    # block ids; `None` until they are taken: their number is known once the pool's first layer
-    # exists
-    ids: list[int] | None = None
-    blocks: SequenceBlocks = NO_BLOCKS  # hold them while a request runs with the adapter
+    # `None` until they are allocated: their number is known once the pool's first layer exists
+    block_ids: list[int] | None = None
+    blocks: SequenceBlocks = NO_BLOCKS  # holds them while a request runs with the adapter
     holders: set[Any] = field(default_factory=set)
     was_used: bool = False
 
 
 class AdapterPages:
-    """Reserves room for adapters beside keys and values: each takes as many blocks of the pool as
-    hold its bytes. Blocks of an adapter that a request runs with are used; those of other adapters
-    are cached, in one LRU order with cached prefixes, and the adapter is evicted with the first of
-    them. Call under the memory's lock."""
+    """Allocates blocks for adapters in the pool of keys and values: as many as hold the bytes of
+    the adapter's weights. Blocks of an adapter with running requests are used; those of other
+    adapters are cached, in one LRU order with cached prefixes, and evicting the first of them
+    evicts the adapter. Callers hold the memory's lock."""
 
     def __init__(
         self, blocks: BlockManager, on_evict: Callable[[], Callable[[Any], None] | None]
@@ -42,13 +41,13 @@ class AdapterPages:
                 break
         self._pages: dict[Hashable, _Pages] = {}
         self._owners: dict[int, Hashable] = {}  # adapter by block id
-        self._on_evict = on_evict  # returns what is called with each evicted adapter
-        # avoids a cycle: a pool is freed with its last user, not by the garbage collector
+        self._on_evict = on_evict  # returns the function to call with every evicted adapter
+        # weak, since without a cycle a pool is freed with its last user, not by the collector
         itself = weakref.ref(self)
         self._on_evict_block = lambda block_id: (
             None if (pages := itself()) is None else pages._evicted(block_id)
         )
-        # admitted requests with a resident adapter; evicted adapters
+        # hits: admitted requests whose adapter was resident
         self.num_hits = self.num_evictions = 0
         blocks.holders.add(self)
 
@@ -56,26 +55,26 @@ class AdapterPages:
         return adapter in self._pages
 
     def pin(self, adapter: Hashable, num_bytes: int, holder: Any) -> bool:
-        """Keeps the adapter's room until `holder` unpins it. Returns `False` if there is no
-        room."""
+        """Holds the adapter's blocks until `holder` unpins it. Returns `False` if too few are
+        free."""
         pages = self._pages.get(adapter)
         if pages is None:
             is_unsized = not self._block_bytes and self._group is not None
             if is_unsized and self._pages:
-                return False  # a block's bytes are known after the first step
+                return False  # the first step shows how many bytes a block has
             pages = _Pages(num_bytes)
         if not pages.holders:
-            if pages.ids is not None:
-                self._pool.acquire(pages.ids)
-                self._hold(pages, pages.ids)
-            elif not self._count(adapter, pages):
+            if pages.block_ids is not None:
+                self._pool.acquire(pages.block_ids)
+                self._hold(pages, pages.block_ids)
+            elif not self._allocate(adapter, pages):
                 return False
         self._pages[adapter] = pages
         pages.holders.add(holder)
         return True
 
     def use(self, adapter: Hashable) -> None:
-        """Notes that a request was admitted with an adapter that it has pinned."""
+        """Counts a request that was admitted with an adapter that it has pinned."""
         pages = self._pages[adapter]
         self.num_hits += pages.was_used
         pages.was_used = True
@@ -87,26 +86,26 @@ class AdapterPages:
         pages.holders.discard(holder)
         if pages.holders or self._group is None:
             return
-        if pages.ids is None:
-            self._count(adapter, pages)
-        if pages.ids is None:
-            # it turns out not to fit; or no step has run: `pin` refuses other adapters until the
-            # first one has
+        if pages.block_ids is None:
+            self._allocate(adapter, pages)
+        if pages.block_ids is None:
+            # the adapter does not fit after all; or no step has run, and `pin` refuses other
+            # adapters until one has
             self._drop(adapter)
             return
         self._blocks.free(pages.blocks)
         pages.blocks = NO_BLOCKS
 
     def recover(self) -> None:
-        """Forgets all adapters, pinned ones too, whatever an exception left half changed; a recount
-        of the pool must follow."""
-        gone, self._pages, self._owners = self._pages, {}, {}
+        """Drops all adapters, including pinned ones, after an exception that may have split a
+        change. A recount of the pool must follow."""
+        dropped, self._pages, self._owners = self._pages, {}, {}
         if self._group is not None:
             self._pool.drop_all(self._on_evict_block)
-        for adapter, pages in gone.items():
+        for adapter, pages in dropped.items():
             for table in pages.blocks.tables:
                 table.block_ids = []
-            self._note_eviction(adapter)
+            self._report_eviction(adapter)
 
     @property
     def _table(self) -> int:
@@ -123,44 +122,45 @@ class AdapterPages:
             return 0
         return self._blocks.groups[self._group].block_bytes
 
-    def _count(self, adapter: Hashable, pages: _Pages) -> bool:
-        """Takes the adapter's blocks, if a block's bytes are known. Returns `False` if there are
-        too few."""
+    def _allocate(self, adapter: Hashable, pages: _Pages) -> bool:
+        """Allocates the adapter's blocks, if the bytes of a block are known. Returns `False` if too
+        few are free."""
         if not self._block_bytes:
             return True
         needs = [0] * len(self._blocks.groups)
         needs[self._table] = -(-pages.num_bytes // self._block_bytes)
-        taken = self._blocks.take(needs)
-        if taken is None:
+        allocated = self._blocks.take(needs)
+        if allocated is None:
             return False
-        pages.ids = taken[self._table]
-        self._hold(pages, pages.ids)
-        for block_id in pages.ids:
+        pages.block_ids = allocated[self._table]
+        self._hold(pages, pages.block_ids)
+        for block_id in pages.block_ids:
             self._owners[block_id] = adapter
             self._pool.keep(block_id, self._on_evict_block)
         return True
 
-    def _hold(self, pages: _Pages, ids: list[int]) -> None:
+    def _hold(self, pages: _Pages, block_ids: list[int]) -> None:
         pages.blocks = self._blocks.new()
         table = pages.blocks.tables[self._table]
-        table.block_ids = list(ids)
-        table.num_tokens = len(ids) * table.block_size
+        table.block_ids = list(block_ids)
+        table.num_tokens = len(block_ids) * table.block_size
 
     def _evicted(self, block_id: int) -> None:
-        """Evicts an adapter, which no request uses: only cached blocks are evicted."""
+        """Evicts the adapter of an evicted block. No request uses it, since its blocks are
+        cached."""
         adapter = self._owners[block_id]
-        for other in self._pages[adapter].ids or ():
+        for other in self._pages[adapter].block_ids or ():
             if other != block_id:
                 self._pool.drop(other)
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        for block_id in self._pages[adapter].ids or ():
+        for block_id in self._pages[adapter].block_ids or ():
             del self._owners[block_id]
         del self._pages[adapter]
-        self._note_eviction(adapter)
+        self._report_eviction(adapter)
 
-    def _note_eviction(self, adapter: Hashable) -> None:
+    def _report_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1
         on_evict = self._on_evict()
         if on_evict is not None:

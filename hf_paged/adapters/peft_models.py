@@ -1,5 +1,6 @@
-"""Adapters of a forward: a PEFT adapter for all rows, or what each row's adapter adds to linear
-layers."""
+"""The PEFT adapters of a model: activates one for a forward, reads the LoRA weights that it adds to
+linear layers, and gives the reason where an adapter needs a separate forward or PEFT's own
+`generate`. Imports no PEFT until a model has its adapters."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from ..batching.request import Request, RowsError
-from ..config import meant
+from ..config import suggest
 from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
 from ..topics import Topic, TopicError
 from .shards import is_split, local, local_weights
 
-BASE = "__base__"  # PEFT's own name for "no adapter"
-_STATE = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
-_NAMES = "adapter_names"  # keyword by which PEFT passes each row's adapter to its layers
+BASE = "__base__"  # PEFT's name for "no adapter"
+_STATE = {"_active_adapter", "_disable_adapters"}  # attributes of PEFT's layers
+_NAMES = "adapter_names"  # keyword by which PEFT passes the rows' adapters to its layers
 
 
 class AdapterError(RowsError, TopicError, ValueError):
@@ -42,35 +43,35 @@ class AdapterError(RowsError, TopicError, ValueError):
 
 @dataclass(eq=False)
 class Adapter:
-    """An adapter whose rows may share a forward with other rows: what it adds to which linear
+    """An adapter whose rows may share a forward with other rows: the weights that it adds to linear
     layers."""
 
-    # its name and a number; identifies its weights to recorded steps, and is never reused
+    # name and number; identifies the weights to recorded steps, and is never reused
     key: tuple[Hashable, int]
     parts: dict[nn.Module, LoraWeights]
-    # what tensors and options of the model it is made of now; nothing for one in a folder
+    # reads the current tensors and options of the model; nothing for an adapter in a folder
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
-        self.made_of = self.read()
+        self.state = self.read()
 
     def is_current(self) -> bool:
-        """Whether the model's tensors and options are still those it was made of."""
-        return bool(self.read() == self.made_of)
+        """Whether the model still has the tensors and options that the adapter was read from."""
+        return bool(self.read() == self.state)
 
 
 NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
 
 
 def check_wrapped(levels: Sequence[Any]) -> None:
-    """Raises [`AdapterError`] for adapters that PEFT's own `generate` computes and that cannot be
-    inactive; `levels`: a model and its wrappers, from the outside."""
+    """Raises [`AdapterError`] for adapters that PEFT's own `generate` computes and that are always
+    active. `levels`: a model and its wrappers, from the outside."""
     configs: dict[str, Any] = {}
     for level in levels:
         configs |= _configs(level)
     for name, config in configs.items():
-        # prompt learning and X-LoRA have no layers of these names, in which `check_served` sees
-        # whether they are active
+        # adapters with layers of their names are left to `check_served`, which sees there whether
+        # they are active; prompt learning and X-LoRA have none
         reason = None if has_adapter(levels[-1], name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
@@ -82,13 +83,11 @@ def _configs(model: Any) -> dict[str, Any]:
 
 
 def wrapper_reason(config: Any) -> str | None:
-    """Why an adapter with this PEFT config is computed by the `generate` of the surrounding
-    `PeftModel`, not by layers in the model alone; `None` if it is not."""
+    """Returns why an adapter with this PEFT config needs the `generate` of the surrounding
+    `PeftModel`; `None` if layers in the model compute it."""
     kind = type(config).__name__
     if getattr(config, "is_prompt_learning", False):
-        reason = (
-            f"is prompt learning ({kind}): its virtual tokens are made by PEFT's own `generate`"
-        )
+        reason = f"is prompt learning ({kind}): PEFT's own `generate` creates its virtual tokens"
     elif _is_activated(config):
         reason = (
             f"begins at its `alora_invocation_tokens` ({kind}), which PEFT's own `generate` finds"
@@ -98,17 +97,17 @@ def wrapper_reason(config: Any) -> str | None:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
         tuner = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-        # PEFT's tuners leave it to the model, unless they act around it
+        # tuners that act only inside the model define no `generate`
         if not hasattr(tuner, "generate"):
             return None
-        reason = f"is computed around the model ({kind}), by PEFT's own `{tuner.__name__}.generate`"
+        reason = f"acts around the model ({kind}), in PEFT's own `{tuner.__name__}.generate`"
     call = '`peft_model.generate(..., cache_implementation="paged")`'
     return f"{reason}. Call {call} instead of an engine or `generate_batch`"
 
 
 def _is_activated(config: Any) -> bool:
-    """Whether this PEFT config is of an activated LoRA (aLoRA), which adds to the tokens from its
-    invocation on."""
+    """Whether this PEFT config is of an activated LoRA (aLoRA), which changes only the tokens after
+    its invocation."""
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
@@ -117,9 +116,9 @@ def has_activated(model: nn.Module) -> bool:
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
-    """Raises [`AdapterError`] if layers in the model do not compute what PEFT computes with the
-    adapter `name` (`None`: as the model is)."""
-    reason = None if name is None else _unswitchable(model)
+    """Raises [`AdapterError`] if layers in the model alone do not compute the adapter `name` as
+    PEFT does (`None`: the active adapters)."""
+    reason = None if name is None else _unswitchable_reason(model)
     if reason is not None:
         raise AdapterError(
             name,
@@ -127,19 +126,19 @@ def check_served(model: nn.Module, name: Hashable) -> None:
             " `peft_model.set_adapter`, or disable all, and leave `adapter` out",
         )
     configs = _configs(model)
-    reasons = {used: wrapper_reason(config) for used, config in configs.items()}
+    reasons = {adapter_name: wrapper_reason(config) for adapter_name, config in configs.items()}
     if not any(reasons.values()):
         return
     names: Iterable[Any] = [name]
     if name is None:
         names = _active_names(model)
-    for used in names:
-        if reasons.get(used):
-            raise AdapterError(name, f"adapter {used!r} {reasons[used]}")
+    for active_name in names:
+        if reasons.get(active_name):
+            raise AdapterError(name, f"adapter {active_name!r} {reasons[active_name]}")
 
 
-def _unswitchable(model: nn.Module) -> str | None:
-    """Why the active adapter cannot be replaced in PEFT's layers alone."""
+def _unswitchable_reason(model: nn.Module) -> str | None:
+    """Returns why switching PEFT's layers alone does not replace the active adapter, or `None`."""
     modules = [model]
     while modules:
         module = modules.pop()
@@ -155,8 +154,8 @@ def _unswitchable(model: nn.Module) -> str | None:
     return None
 
 
-def _is_of_peft(part: Any) -> bool:
-    return isinstance(part, nn.Module) and type(part).__module__.split(".")[0] == "peft"
+def _is_of_peft(value: Any) -> bool:
+    return isinstance(value, nn.Module) and type(value).__module__.split(".")[0] == "peft"
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -180,8 +179,8 @@ def has_adapter(model: nn.Module, name: str) -> bool:
 
 
 def check_adapter(model: nn.Module, name: str) -> list[Any]:
-    """PEFT's layers in `model`. Raises [`AdapterError`] if forwards cannot run with the adapter
-    `name`."""
+    """Returns PEFT's layers in `model`. Raises [`AdapterError`] if forwards cannot run with the
+    adapter `name`."""
     layers = peft_layers(model)
     if name != BASE and not any(_has(layer, name) for layer in layers):
         names = set[str]()
@@ -191,12 +190,12 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
         loaded = ", ".join(sorted(names)) or "none"
         message = (
             f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
-            f" folder{meant([name], names)}"
+            f" folder{suggest([name], names)}"
         )
         if os.path.isdir(name):
             message = (
                 f"the folder {name!r} has no adapter_config.json, which PEFT's `save_pretrained`"
-                " writes: pass the folder that holds it"
+                " writes: pass the folder that contains it"
             )
         raise AdapterError(name, message)
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
@@ -217,9 +216,9 @@ class NamedContext(ForwardContext):
 
 @restoring
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
-    """Within it, forwards of `model` run with its adapter `name` (`"__base__"`: with none; `None`,
-    or no string: as the model is). Raises [`AdapterError`]. Unlike PEFT's `set_adapter` it leaves
-    `requires_grad` alone."""
+    """Within the context, forwards of `model` run with its adapter `name` (`"__base__"`: with none;
+    `None`, or no string: with the active adapters). Raises [`AdapterError`]. Unlike PEFT's
+    `set_adapter`, it does not change `requires_grad`."""
     if not isinstance(name, str):
         yield None
         return
@@ -239,12 +238,13 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         for layer, state in saved:
             for key in _STATE - state.keys():
                 vars(layer).pop(key, None)
-            # keeps the order of attributes, by which changes of the model are found
+            # keeps the order of attributes, which the detection of model changes compares
             vars(layer).update(state)
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """The name of the active adapter, `"__base__"` for none; `None` for several."""
+    """Returns the name of the active adapter: `"__base__"` if there is none, `None` if there are
+    several."""
     are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
     if False not in are_disabled:
         return BASE
@@ -255,7 +255,7 @@ def active_adapter(model: nn.Module) -> str | None:
 
 
 def _active_names(model: nn.Module) -> set[str]:
-    """The names of the active adapters, including those that have no layer."""
+    """Returns the names of the active adapters, including those without layers."""
     active = set[str]()
     for layer in peft_layers(model):
         if layer._disable_adapters:
@@ -265,9 +265,9 @@ def _active_names(model: nn.Module) -> set[str]:
     return active
 
 
-def unmixable_layer(module: nn.Module) -> str | None:
-    """Why an adapter's addition to this module of the base model cannot be computed here; `None` if
-    it can."""
+def unmixable_reason(module: nn.Module) -> str | None:
+    """Returns why our LoRA products cannot be added to this module of the base model; `None` if
+    they can."""
     if type(module) not in (nn.Linear, Conv1D):
         return f"is not a plain linear layer ({type(module).__name__})"
     weight: Any = module.weight
@@ -282,8 +282,8 @@ def find_adapter(
     name: str,
     key: tuple[str, int],
 ) -> Adapter | str:
-    """Reads an adapter of the model, or returns why its rows need a separate forward. Raises
-    [`AdapterError`]."""
+    """Reads an adapter of the model; returns the reason instead if its rows need a separate
+    forward. Raises [`AdapterError`]."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
@@ -294,8 +294,8 @@ def find_adapter(
             return f"adapter {name!r} has more than plain LoRA, in {type(layer).__name__}"
         base = layer.base_layer
         # layers for other libraries (bitsandbytes, torchao) come from other Python modules
-        is_known = type(layer).__module__ == "peft.tuners.lora.layer"
-        if not is_known or unmixable_layer(base) is not None:
+        is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
+        if not is_peft_layer or unmixable_reason(base) is not None:
             return (
                 f"the base of adapter {name!r} is quantized, or not a plain linear layer, in"
                 f" {type(base).__name__}"
@@ -308,18 +308,15 @@ def find_adapter(
         a, b, bias = _tensors(layer, name)
         weights = local_weights(a, b, bias, layer.scaling[name])
         if weights is None:
-            return (
-                f"the weights of adapter {name!r} are split over processes in another way than"
-                " their layer"
-            )
+            return f"the weights of adapter {name!r} are not split over processes as their layer is"
         shape = tuple(base.weight.shape[::-1])
         if is_split(base.weight) and (a.shape[1], b.shape[0]) != shape:
             raise AdapterError(
                 name,
-                f"adapter {name!r} cannot be computed: PEFT has made its weights for {b.shape[0]}"
-                f" of the {base.weight.shape[0]} numbers that a layer gives, which is split over"
-                " processes. Leave that layer out of `target_modules`, or name the adapter's"
-                " folder as `adapter` in place of loading it with PEFT",
+                f"adapter {name!r} cannot be computed: PEFT created its weights for {b.shape[0]}"
+                f" of the {base.weight.shape[0]} outputs of a layer that is split over processes."
+                " Leave that layer out of `target_modules`, or pass the adapter's folder as"
+                " `adapter` instead of loading it with PEFT",
             )
         sources.append((layer, base))
         parts[base] = weights
@@ -331,7 +328,8 @@ def find_adapter(
 
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
-    """What an adapter is made of: options and tensors of PEFT's layers on their base layers."""
+    """Reads the state that defines an adapter: options and tensors of PEFT's layers and of their
+    base layers."""
     state: list[Any] = []
     try:
         for layer, base in sources:
@@ -363,12 +361,12 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
-    """Within it, PEFT's layers do not get `adapter_names`, which they can only apply to rows of a
-    padded batch. Enters with the names of the running `generate` call's rows, as PEFT got them;
-    `None` if it got none."""
+    """Within the context, PEFT's layers do not get `adapter_names`, which they can apply only to
+    rows of a padded batch. Yields the names that PEFT got for the rows of the running `generate`
+    call, or `None`."""
     removed = list(_names_hooks(model))
     names = None
-    # after a failed call PEFT leaves its hooks, before those of the next call
+    # the last hooks count: PEFT leaves the hooks of a failed call, before those of the next
     for _, _, hook in removed:
         names = list(hook.keywords[_NAMES])
     for module, number, _ in removed:

@@ -1,5 +1,6 @@
-"""LoRA weights of layers that are sharded over several processes: this process's shard, split as
-PEFT does (`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`)."""
+"""This process's shard of the LoRA weights of sharded layers, split as PEFT does
+(`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`). Leaves sums over processes to
+`kernels/lora.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from .. import compat
 from ..kernels.lora import LoraWeights
 
-# styles of layers whose whole inputs and outputs are in every process
-_WHOLE = {None, "colwise_gather_output", "colwise_rep", "rowwise_rep", "rowwise_split_input"}
-_GIVES_A_PART = {"colwise", "packed_colwise"}
-_TAKES_A_PART = {"rowwise"}
+# styles of layers whose inputs and outputs are whole in every process
+_REPLICATED = {None, "colwise_gather_output", "colwise_rep", "rowwise_rep", "rowwise_split_input"}
+_COLWISE = {"colwise", "packed_colwise"}
+_ROWWISE = {"rowwise"}
 
 
 def is_split(tensor: Any) -> bool:
@@ -23,8 +24,8 @@ def is_split(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """This process's shard of a tensor, the same object each time; a tensor that is not split, or
-    `None`, as it is."""
+    """Returns this process's shard of a tensor, the same object every time; returns a tensor that
+    is not split, or `None`, unchanged."""
     if not is_split(tensor):
         return tensor
     with torch.no_grad():
@@ -37,8 +38,8 @@ def local_weights(
     bias: Any,
     scaling: float,
 ) -> LoraWeights | None:
-    """This process's shard of the weights of a PEFT layer; `None` if they are split in another way
-    than PEFT's."""
+    """Returns this process's shard of the weights of a PEFT layer; `None` if they are not split as
+    PEFT does."""
     group = None
     for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
         if not is_split(tensor):
@@ -53,27 +54,27 @@ def local_weights(
     return LoraWeights(a, b, bias, scaling, group).map(local)
 
 
-def own_part(
+def local_shard(
     model: nn.Module,
     name: str,
     module: nn.Module,
     lora: LoraWeights,
 ) -> LoraWeights:
-    """This process's shard of whole weights for a linear layer; `name` is its name in the model
-    without adapters. Raises `ValueError` if the layer is split as adapters are not."""
+    """Returns this process's shard of whole weights for a linear layer, whose name in the model
+    without adapters is `name`. Raises `ValueError` if adapters cannot be split as the layer is."""
     weight: Any = module.weight
     style = None
     if is_split(weight):
         style = compat.shard_style(model, name)
-    if style in _WHOLE:
+    if style in _REPLICATED:
         return lora
-    styles = _GIVES_A_PART | _TAKES_A_PART
+    styles = _COLWISE | _ROWWISE
     if not isinstance(module, nn.Linear) or style not in styles:
         raise ValueError(
-            f"{name} is split over processes in a way that adapters are not ({style!r})"
+            f"{name} is split over processes in a way that adapters cannot be ({style!r})"
         )
 
-    def part(whole: Tensor) -> Tensor:
+    def shard_of(whole: Tensor) -> Tensor:
         from torch.distributed.tensor import distribute_tensor
 
         split = distribute_tensor(
@@ -89,7 +90,7 @@ def own_part(
         )
         return shard
 
-    if style in _TAKES_A_PART:
-        return lora._replace(a=part(lora.a), group=weight.device_mesh.get_group())
-    bias = None if lora.bias is None else part(lora.bias)
-    return lora._replace(b=part(lora.b), bias=bias)
+    if style in _ROWWISE:
+        return lora._replace(a=shard_of(lora.a), group=weight.device_mesh.get_group())
+    bias = None if lora.bias is None else shard_of(lora.bias)
+    return lora._replace(b=shard_of(lora.b), bias=bias)

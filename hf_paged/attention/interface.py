@@ -15,7 +15,7 @@ from transformers.masking_utils import causal_mask_function
 from .. import compat
 from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.kv_blocks import KVBlocks
-from ..step import NotPackable, StepMetadata
+from ..step import NotCapturable, NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, pair
 from .latent import LatentTensor, attend_packed
@@ -207,6 +207,8 @@ def _in_place(
     if position_bias is not None:
         if step.has_padding or step.columns is None:
             return None
+        if step.lengths is not None and step.window is not None:
+            raise NotCapturable("a bias of positions in a window, whose first only a device has")
         position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
         bias = position_bias if bias is None else bias + position_bias

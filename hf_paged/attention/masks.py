@@ -348,6 +348,8 @@ def rectangle_step(
     that together equal `mask`; `None` if only a dense mask does."""
     columns = step.columns
     assert columns is not None
+    if step.lengths is not None:
+        return _recorded_step(step, mask), None
     if isinstance(mask, PagedMask):
         visible = _visible_columns(mask, columns, query_len)
         if visible is None:
@@ -369,6 +371,20 @@ def rectangle_step(
         bias = in_table_coordinates(mask.float(), step)
     stored = (step.origins, (columns.stop,) * step.num_rows)
     return _build(step, query_len, MaskPattern(causal=False), stored, device), bias
+
+
+def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
+    """Returns a recorded step of one query a row, which sees all of the row's tokens, as a mask of
+    this pattern shows it. Raises `NotCapturable` for others."""
+    if mask is None:
+        return step
+    if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
+        raise NotCapturable("its mask is not just causal, or with a window")
+    if mask.pattern.causal and mask.pattern.window != step.window:
+        raise NotCapturable(
+            f"the mask's window is {mask.pattern.window}, that of the cache {step.window}"
+        )
+    return step
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:

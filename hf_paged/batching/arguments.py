@@ -1,5 +1,5 @@
-"""Checks and converts callers' arguments, prompts included; rejects wrong ones by name before
-memory is allocated."""
+"""Checks and converts callers' arguments, and rejects wrong ones by name before memory is
+allocated. The forms of prompts are those of `prompt_forms.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import TextStreamer
 
 from .. import compat
-from ..config import PagedConfig, is_whole, meant, shown
+from ..config import PagedConfig, is_whole, shown, suggest
 from ..model.forwards import compute_device
 from ..model.structure import is_stock
 from ..model.wrappers import base_model
@@ -27,8 +27,8 @@ class ServedByGenerateError(ValueError):
 
 MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
-# Of one request: in each step, all requests wait while its texts are compared. A program may raise
-# these limits.
+# limits of one request, since in each step all requests wait while its texts are compared; a
+# program may raise them
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 
@@ -58,7 +58,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Assistance:
-    """Arguments of assisted generation that a caller passes beside the generation config."""
+    """Arguments of assisted generation that callers pass beside the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
     tokenizer: Any = None  # the target's, if the assistant's differs
@@ -66,8 +66,7 @@ class Assistance:
 
 
 def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
-    """Returns the option for which transformers would run assisted generation; `None` without
-    any."""
+    """Returns the option that makes transformers run assisted generation; `None` without one."""
     options = {
         "assistant_model": assistant,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
@@ -77,8 +76,8 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
     return next((name for name, value in options.items() if value is not None), None)
 
 
-def asked_new_tokens(generation_config: Any) -> int:
-    """The `max_new_tokens` of a request's config or options; 1 if they name none."""
+def requested_new_tokens(generation_config: Any) -> int:
+    """Returns the `max_new_tokens` of a request's config or options; 1 if they have none."""
     options = generation_config
     if isinstance(options, GenerationConfig):
         options = vars(options)
@@ -88,7 +87,7 @@ def asked_new_tokens(generation_config: Any) -> int:
 
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
     """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to
-    `high`; the message has `before` and `after` around this range."""
+    `high`; in the message, `before` and `after` enclose this range."""
     if not is_whole(value) or not low <= value <= high:
         raise ValueError(
             f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to"
@@ -102,14 +101,14 @@ def refuse_options(options: Mapping[str, Any]) -> None:
     if not options:
         return
     fields = PagedConfig.__annotations__
-    of_requests = options.keys() & generation_options()
-    hint = meant(options, [*fields, *of_requests, "config", "tokenizer"])
-    given = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
+    request_options = options.keys() & generation_options()
+    hint = suggest(options, [*fields, *request_options, "config", "tokenizer"])
+    arguments = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
         "Options of the memory go into the config, PagedEngine(model,"
-        f" PagedConfig({', '.join(given) or 'num_blocks=4096'}))"
+        f" PagedConfig({', '.join(arguments) or 'num_blocks=4096'}))"
     )
-    if of_requests:
+    if request_options:
         remedy = (
             'Generation options go with the prompts, engine.generate(prompts, {"max_new_tokens":'
             " 64})"
@@ -120,7 +119,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 def refuse_arguments(names: Iterable[str]) -> None:
     """Raises `TypeError` for keyword arguments that a request does not have."""
     if unknown := list(names):
-        hint = meant(unknown, [*RequestOptions.__annotations__, *generation_options()])
+        hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
             f"there is no argument {quoted(unknown)}{hint or '.'} Generation options go into"
             ' `generation_config`, such as {"max_new_tokens": 64}'
@@ -172,8 +171,8 @@ def check_weights(model: Any) -> None:
 
 
 def check_path(name_or_path: Any) -> None:
-    """Raises `ValueError` for what is no name or path, and `FileNotFoundError` for a path of
-    nothing."""
+    """Raises `ValueError` for anything but a name or path, and `FileNotFoundError` for a path that
+    does not exist."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -187,7 +186,7 @@ def check_path(name_or_path: Any) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Raises `ValueError` for a tokenizer in the place of an engine's config."""
+    """Raises `ValueError` for a tokenizer passed as an engine's config."""
     if callable(getattr(config, "decode", None)):
         raise ValueError(
             f"`config` is a {type(config).__name__}: pass it by name, `PagedEngine(model,"
@@ -214,8 +213,9 @@ def check_assistant(value: Any, tokenizer: Any = None) -> None:
 
 
 def checked_options(options: RequestOptions, salt: str | None) -> RequestOptions:
-    """Returns the options with plain names and models, and with a salt, by default `salt`. Raises
-    `ValueError` for names and assistants that no request can have."""
+    """Returns the options with the adapter's name as text, the assistant without wrappers, and a
+    cache salt, by default `salt`. Raises `ValueError` for ids, adapters and assistants that no
+    request can have."""
     try:
         hash(options.request_id)
     except TypeError:
@@ -272,7 +272,7 @@ def as_list(name: str, value: Any) -> list[Any]:
         raise ValueError(f"`{name}` is {shown(value)}: pass a list")
     for index, item in enumerate(value):
         if not callable(item):
-            raise ValueError(f"`{name}` holds {shown(item)} at place {index}: it must be callable")
+            raise ValueError(f"`{name}` holds {shown(item)} at index {index}: it must be callable")
     return list(value)
 
 
@@ -303,7 +303,7 @@ def check_streamer(value: Any) -> None:
 
 
 def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
-    """Raises `ValueError` for several rows with a streamer that takes one; `instead` says what to
+    """Raises `ValueError` for several rows with a streamer of one row; `instead` says what to
     do."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
@@ -314,8 +314,8 @@ def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
 
 def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
     """Raises `ValueError` unless `value` is None or an int64 or int32 tensor `(rows, length)` with
-    rows; `is_alone`: nothing precedes the ids, so that there must be some, and as many as a `mask`
-    of two dimensions covers."""
+    rows. `is_alone`: no cached tokens or embeddings precede the ids, so each row needs at least
+    one, and a `mask` of two dimensions must cover them exactly."""
     if value is None:
         return
     if not isinstance(value, Tensor):
@@ -379,14 +379,14 @@ def check_generation_config(value: Any) -> None:
     defaults = vars(GenerationConfig())
     unknown = [str(name) for name in value if name not in defaults]
     if unknown:  # transformers would keep them as unused attributes
-        hint = meant(unknown, generation_options())
-        if of_memory := PagedConfig.__annotations__.keys() & unknown:
+        hint = suggest(unknown, generation_options())
+        if memory_options := PagedConfig.__annotations__.keys() & unknown:
             hint = (
                 ": options of the memory go into the engine's config, such as"
-                f" PagedConfig({min(of_memory)}=...)"
+                f" PagedConfig({min(memory_options)}=...)"
             )
-        elif of_request := RequestOptions.__annotations__.keys() & unknown:
-            hint = f": pass it beside the config, as the argument `{min(of_request)}=`"
+        elif request_options := RequestOptions.__annotations__.keys() & unknown:
+            hint = f": pass it beside the config, as the argument `{min(request_options)}=`"
         raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
@@ -404,5 +404,5 @@ def is_saved(value: Any) -> bool:
 
 
 def generation_options() -> list[str]:
-    """The names of `generate`'s options."""
+    """Returns the names of `generate`'s options."""
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]

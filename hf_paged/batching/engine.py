@@ -1,4 +1,5 @@
-"""`PagedEngine`: continuous batching of many requests on one model."""
+"""`PagedEngine`: continuous batching of many requests on one model. It checks arguments and returns
+results; `engine_core.py` does the work."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ from .arguments import (
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
-from .streams import RequestStream, trim_unread
+from .streams import RequestStream, trim_pending
 
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
 
@@ -44,11 +45,11 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     prompt alone.
 
     You may change the model between calls and between steps: later requests reuse no K/V computed
-    with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. The
-    engine decides whether the model runs packed while it has no unfinished request: add forward
-    hooks, dropout, attention functions and code that depends on shapes only then, otherwise
-    unfinished requests, and requests that join them, may get other tokens. Several threads may call
-    the methods; a thread that changes the model while others take steps does so within
+    with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. Add
+    forward hooks, dropout, attention functions and code that depends on shapes only while no
+    request is running: the engine decides then whether the model runs packed, and a later change
+    may give unfinished requests, and requests that join them, other tokens. Several threads may
+    call the methods; a thread that changes the model while others take steps does so within
     `weights_update` or `pause`.
 
     Args:
@@ -56,8 +57,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             `torch.compile`, `DataParallel`, `DistributedDataParallel`) the model inside runs.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
-        parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own in place of those that
-            the config asks for.
+        parts ([`hf_paged.seams.EngineParts`], *optional*): Your own parts in place of those that
+            the config selects.
 
     Raises:
         ValueError: for a model that cannot generate; for models that only `generate` serves:
@@ -91,8 +92,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
-        asked = PagedConfig.coerce(config, "config")
-        self.config = fit_blocks(asked, self.model.config, compute_device(self.model))
+        requested = PagedConfig.coerce(config, "config")
+        self.config = fit_blocks(requested, self.model.config, compute_device(self.model))
         check_tiers(self.config)
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config, parts)
@@ -176,7 +177,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 own, as in `generate`. A dict acts as `generate`'s keyword arguments:
                 `{"eos_token_id": None}` disables EOS. `max_time` counts from the step that first
                 runs the request.
-            request_id (`str`, *optional*): A name; the engine makes one up by default.
+            request_id (`str`, *optional*): A unique id; by default the engine generates one.
             priority (`int`, within 2**31): Lower runs earlier; a long wait outweighs any priority.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
@@ -263,10 +264,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     def step(self) -> list[RequestOutput]:
         """Runs one forward over the requests that fit, and samples one token for each sequence
-        that is ready. Returns the outputs of requests made with `add_request`; `generate` and
-        `stream` get those of theirs. Outputs of steps that other threads took wait for the next
-        call: all results, and the last 16,384 outputs without a result (the results hold the tokens
-        of dropped ones).
+        that is ready. Returns the outputs of requests added with `add_request`; `generate` and
+        `stream` get those of their own requests. Outputs of steps that other threads took wait for
+        the next call: all results, and the last 16,384 outputs without a result (the results hold
+        the tokens of dropped outputs).
 
         You may change the model between two steps. A quick check in each step notices changed
         attributes, hooks, forwards, adapters and whole weights; a fingerprint (about the time of a
@@ -274,28 +275,29 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         about to be reused. A change of weights that is undone while requests are unfinished may
         escape both: use `weights_update`.
 
-        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has,
-        and the error of a step that cannot be completed, such as `OutOfBlocksError` while others
-        hold the blocks, or `EngineStalledError`. The next step repeats it. If that step raises as
-        well, the requests that it would compute (those that run; if none runs or blocks are short,
-        the first that waits) end with the error, and the others go on.
+        Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
+        paused it, and the error of a step that cannot be completed, such as `OutOfBlocksError`
+        while others hold the blocks, or `EngineStalledError`. The next step repeats it. If that
+        step raises as well, the requests that it would compute (the running ones; if none runs or
+        blocks are short, the first waiting one) end with the error, and the others go on.
         """
         core = self._core
-        unread = core.unread
-        told: list[RequestOutput] = []
+        pending = core.pending_outputs
+        outputs: list[RequestOutput] = []
         try:
             with core.lock:
                 core.pauses.wait()
-                trim_unread(unread)
+                trim_pending(pending)
                 if core.requests:
-                    core.step(Window())
-                told = unread.copy()
-                unread.clear()
-            return told
+                    core.step(StableSpan())
+                outputs = pending.copy()
+                pending.clear()
+            return outputs
         except BaseException:  # also a deferred interrupt: the next step returns these outputs
             with core.lock:
-                if told and (not unread or unread[0] is not told[0]):  # `clear` was reached
-                    unread[:0] = told
+                # unless `clear` has not run
+                if outputs and (not pending or pending[0] is not outputs[0]):
+                    pending[:0] = outputs
             raise
 
     def generate(
@@ -308,14 +310,15 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         **options: Any,
     ) -> list[RequestResult]:
         """Returns the results of all prompts, in order. The result of a request that cannot be
-        served holds its error; one warning says how many failed, and the first error. A step that
-        raises is repeated once, with a warning; then its requests end with the error, as in `step`.
+        served holds its error; one warning gives the number of failed requests and the first
+        error. A step that raises is repeated once, with a warning; if it raises again, its requests
+        end with the error, as in `step`.
 
         Args:
             prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D
                 tensor are used as they are, padding included, unless a mask is given. A mapping is
                 a tokenizer's output for several texts: `input_ids`, whose padding `attention_mask`
-                removes. With images or sound pass a list of mappings, one a prompt.
+                removes. With images or sound pass a list of mappings, one per prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
                 all, or one each.
             attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same
@@ -479,7 +482,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
         with self._core.lock, contextlib.ExitStack() as stack:
-            # one that raises keeps none from the others
+            # an `ExitStack` cancels all requests, even if one raises
             stack.callback(self._core.retire)
             for state in reversed(self._core.requests.values()):
                 stack.callback(self._core.cancel, state)

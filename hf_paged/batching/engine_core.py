@@ -1,5 +1,5 @@
-"""The engine's unfinished requests, which enter, report and end under one lock. It never schedules
-or computes: the step loop that it keeps does."""
+"""The engine's unfinished requests: adding them, reporting their outputs and ending them, under one
+lock. Scheduling and computing are left to the step loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counted, counting
-from .arguments import RequestOptions, as_list, asked_new_tokens, checked_options
+from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
 from .engine_loop import EngineLoop, check_positions
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
@@ -41,39 +41,39 @@ from .results import RequestOutput, RequestTotals
 
 
 class EngineCore(EngineLoop):
-    """Adds, runs and ends an engine's requests, and keeps a step loop that fits the model's current
+    """Adds, runs and ends an engine's requests, in a step loop that fits the model's current
     state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        # all methods hold it, and callers while they read
+        # held by every method, and by callers while they read
         self.inner_lock = forks.rlock()
         super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock
         if self.leader is not None:
             self.lock = self.leader.locked(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
-        self.unread: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
-        # by event loop, the lock of the reader that waits for a step; readers keep the lock alive,
-        # the lock the loop
+        self.pending_outputs: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
+        # by event loop, the lock of the reader that waits for a step; the readers keep the lock
+        # alive, and the lock keeps the event loop alive
         self.readers = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
-        self._leaving: list[RequestState] = []  # cancelled in a step, to end after it
-        self._stepping: int | None = None  # the id of the thread that takes a step
-        self._num_keeping = 0  # open `keeping_pool` contexts
+        self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
+        self._stepping_thread: int | None = None  # the id of the thread that takes a step
+        self._num_keepers = 0  # open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
         self._shortage: Shortage | None = None  # while steps wait for memory of other models
-        self._numbers = itertools.count()  # for generated ids
+        self._id_numbers = itertools.count()  # for generated ids
         forks.in_child(self)
         ends_with_calls(self)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        made: Grammars = room("grammar", "`schema`, `regex` or `grammar`").Grammars()
-        return made
+        compiler: Grammars = room("grammar", "`schema`, `regex` or `grammar`").GrammarCompiler()
+        return compiler
 
     def make_id(self) -> str:
-        names = (f"request-{number}" for number in self._numbers)
+        names = (f"request-{number}" for number in self._id_numbers)
         return next(name for name in names if name not in self.requests)
 
     @guarded
@@ -83,42 +83,42 @@ class EngineCore(EngineLoop):
         prompt: Prompt,
         generation_config: Any,
         options: RequestOptions,
-        outbox: deque[RequestOutput] | None = None,
-        tells_tokens: bool = True,
+        output_queue: deque[RequestOutput] | None = None,
+        reports_tokens: bool = True,
     ) -> str:
-        """Queues a request whose outputs go to `outbox`, or to `unread`; without `tells_tokens`
-        only its result does. Raises the errors of `add_request`."""
-        # tokenizing and compiling may take long: without the lock, steps go on meanwhile
+        """Queues a request whose outputs go to `output_queue` (default: `pending_outputs`); without
+        `reports_tokens`, only its result does. Raises the errors of `add_request`."""
+        # without the lock: tokenizing and compiling may take long, and steps go on meanwhile
         prompt, inputs = split_inputs(prompt, options.inputs)
         ids: list[int] = []
         if prompt is not None or inputs is None:
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
-            self.check_length(ids, options.request_id, asked_new_tokens(generation_config))
+            self.check_length(ids, options.request_id, requested_new_tokens(generation_config))
         if (options.schema, options.regex, options.grammar) != (None, None, None):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
-        box = self.unread if outbox is None else outbox
+        queue = self.pending_outputs if output_queue is None else output_queue
 
-        def make(options: RequestOptions) -> RequestState:
+        def make_state(options: RequestOptions) -> RequestState:
             return RequestState(
-                self.model, tokenizer, ids, generation_config, options, box, tells_tokens
+                self.model, tokenizer, ids, generation_config, options, queue, reports_tokens
             )
 
-        return self._enter(options, make)
+        return self._add_checked(options, make_state)
 
-    def _enter(
+    def _add_checked(
         self,
         options: RequestOptions,
-        make: Callable[[RequestOptions], RequestState],
+        make_state: Callable[[RequestOptions], RequestState],
     ) -> str:
-        """Checks a request, makes it and gives it to the loop; returns its id."""
+        """Checks a request's options, makes its state and adds it to the loop; returns its id."""
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
-                new = make(self._named(options))
+                new = make_state(self._with_id(options))
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self.prepare(new)
                 if not self.requests:
@@ -134,37 +134,37 @@ class EngineCore(EngineLoop):
                     options.streamer.put(new.decoding.input_ids.cpu())
                 self.totals.counts["num_prompt_tokens"] += len(new.prompt_ids)
                 return new.request_id
-        except BaseException:  # from the streamer, or an interrupt: take the request out again
+        except BaseException:  # from the streamer, or an interrupt: remove the request again
             with self.lock:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
                     state.end_streamer()
-                else:  # refused, or not known here yet
+                else:  # refused, or not in `requests` yet
                     if state is not None and self.loop is not None:
                         self.loop.drop(state)
-                    self._rest()
+                    self._release_if_idle()
             raise
 
-    def _named(self, options: RequestOptions) -> RequestOptions:
-        """Returns the checked options with an id. Raises `ValueError` for those that no request may
-        have now."""
+    def _with_id(self, options: RequestOptions) -> RequestOptions:
+        """Returns the checked options with an id. Raises `ValueError` for options that no request
+        may have now."""
         options = checked_options(options, self.config.cache_salt)
         if self.requests:
             self.check_unchanged()
         if self.leader is not None:
             self.leader.check_request(options)
-        name = options.request_id
-        if name in self.requests:
+        request_id = options.request_id
+        if request_id in self.requests:
             raise ValueError(
-                f"request id {name!r} is in use by an unfinished request: choose another"
+                f"request id {request_id!r} is in use by an unfinished request: choose another"
             )
-        if name is None:
-            name = self.make_id()
-        return dataclasses.replace(options, request_id=name)
+        if request_id is None:
+            request_id = self.make_id()
+        return dataclasses.replace(options, request_id=request_id)
 
     def check_length(self, ids: list[int], name: Hashable = None, new_tokens: int = 1) -> None:
-        """Raises the errors of `add` for a prompt of token ids that never fits with `new_tokens`
-        more, without waiting for a step. Does nothing while no request is unfinished."""
+        """Raises the errors of `add` for a prompt of token ids that, with `new_tokens` more, never
+        fits, without waiting for a step. Does nothing while no request is unfinished."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
@@ -183,7 +183,7 @@ class EngineCore(EngineLoop):
         last: list[Output] | None = None,
     ) -> None:
         """Removes a request, frees its blocks and outputs its result with the `last` tokens
-        (default: those that no output has told)."""
+        (default: all that no output has reported)."""
         result = state.result(reason)
         if last is None:
             last = state.remaining_outputs(result)
@@ -193,87 +193,88 @@ class EngineCore(EngineLoop):
         try:
             try:
                 self.remove(state)
-            finally:  # whatever raises in cleaning up, the caller gets the result
-                self._tell(state, outputs)
+            finally:  # the caller gets the result even if the cleanup raises
+                self._report(state, outputs)
         finally:
-            if not state.is_told:  # an interrupt came where that began
-                self._tell(state, outputs)
+            if not state.is_reported:  # an interrupt kept `_report` from beginning
+                self._report(state, outputs)
             self.requests.pop(state.request_id, None)
             state.end_streamer()
             if state.interrupt is not None:
                 raise state.interrupt
 
     @staticmethod
-    def _tell(state: RequestState, outputs: list[RequestOutput]) -> None:
-        """Gives a request's last outputs to its reader, and notes that."""
-        # one call of C: an interrupt between two would have them told twice
-        noted: Iterator[Any] = iter(functools.partial(setattr, state, "is_told", True), None)
-        state.outbox.extend(itertools.chain(outputs, noted))
+    def _report(state: RequestState, outputs: list[RequestOutput]) -> None:
+        """Queues a request's last outputs for its reader, and sets `is_reported`."""
+        # one call of C: an interrupt between two calls would have the outputs reported twice
+        mark: Iterator[Any] = iter(functools.partial(setattr, state, "is_reported", True), None)
+        state.output_queue.extend(itertools.chain(outputs, mark))
 
     def cancel(self, state: RequestState) -> None:
-        """Ends a request early; in a step (from a caller's code or a finalizer), after it."""
-        if self._stepping is None:
+        """Ends a request early; if called in a step (from a caller's code or a finalizer), ends it
+        after the step."""
+        if self._stepping_thread is None:
             self.end(state, "cancelled")
         else:
-            self._leaving.append(state)
+            self._cancelled.append(state)
 
-    def _end_leaving(self) -> None:
-        leaving = self._leaving.copy()
-        with contextlib.ExitStack() as stack:  # one that raises keeps none from the others
-            for state in leaving:
-                stack.callback(self._end_left, state)
-        del self._leaving[: len(leaving)]
+    def _end_cancelled(self) -> None:
+        cancelled = self._cancelled.copy()
+        with contextlib.ExitStack() as stack:  # ends all of them, even if one raises
+            for state in cancelled:
+                stack.callback(self._end_if_unfinished, state)
+        del self._cancelled[: len(cancelled)]
 
-    def _end_left(self, state: RequestState) -> None:
+    def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
             self.end(state, "cancelled")
 
     def end_calls(self) -> None:
-        if self._stepping == threading.get_ident():
+        if self._stepping_thread == threading.get_ident():
             with self.lock:
-                self._end_leaving()
+                self._end_cancelled()
                 counted.set(None)
-                self._stepping = None
+                self._stepping_thread = None
 
     def remove(self, state: RequestState) -> None:
-        """Removes a request without any output. After the last one the executor rests and the
-        memory is unused."""
+        """Removes a request without any output. After the last one, releases what the executor
+        holds, and marks the memory as unused."""
         try:
             if self.loop is not None:
                 self.loop.drop(state)
         finally:
             self.requests.pop(state.request_id, None)
-            self._rest()
+            self._release_if_idle()
 
-    def _rest(self) -> None:
+    def _release_if_idle(self) -> None:
         if self.loop is not None and not self.requests:
             self._has_failed = False
             self._shortage = None
             try:
-                self.loop.executor.rest()
+                self.loop.executor.go_idle()
             finally:
                 self._end_use()
 
     def _end_use(self) -> None:
-        if not self.requests and not self._num_keeping:
+        if not self.requests and not self._num_keepers:
             end_use(self.memory)
 
     @restoring
     def keeping_pool(self) -> Iterator[None]:
-        """Keeps the pool within this context, even without requests."""
+        """Keeps the pool allocated within this context, even without requests."""
         with self.lock:
-            self._num_keeping += 1
+            self._num_keepers += 1
             begin_use(self.memory)
         try:
             yield
         finally:
             with self.lock:
-                self._num_keeping -= 1
+                self._num_keepers -= 1
                 self._end_use()
 
     @guarded
     def change_weights(self, recompute: bool) -> None:
-        """As `StepLoop.change_weights`; `recompute` prepares the inputs of requests again, too."""
+        """As `StepLoop.change_weights`; `recompute` also prepares the inputs of requests again."""
         with self.lock:
             if self.loop is not None:
                 self.loop.change_weights(recompute)
@@ -285,16 +286,16 @@ class EngineCore(EngineLoop):
         """In a forked child, where only this thread exists: drops all requests if another thread
         was in a step."""
         self.pauses.after_fork()
-        self._num_keeping = 0
+        self._num_keepers = 0
         if self.inner_lock in freed:
             self.requests = {}
-            self.unread.clear()
-            self._leaving, self._stepping = [], None
+            self.pending_outputs.clear()
+            self._cancelled, self._stepping_thread = [], None
             self.retire()
 
-    def _end_unserved(self) -> None:
-        """Ends requests whose adapter only PEFT's own `generate` computes: it may have become
-        active since `add`."""
+    def _end_unsupported(self) -> None:
+        """Ends requests whose adapter only PEFT's own `generate` computes: the adapter may have
+        become active since `add`."""
         adapters = adapters_for(self.model)
         if adapters is None or not adapters.has_activated(self.model):
             return
@@ -306,23 +307,23 @@ class EngineCore(EngineLoop):
                 self.end(state, "error")
 
     @guarded
-    def step(self, window: Window) -> None:
+    def step(self, span: StableSpan) -> None:
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
-        which the next step repeats; if that raises as well, ends the requests that it would compute
+        and the next step repeats it; if that raises as well, the requests that it would compute end
         with the error instead."""
         loop = self.get_loop()
         if not self.requests:
             return
-        num_known = len(loop.executor.slowed_by)
-        is_outermost = self._stepping != threading.get_ident()
-        self._stepping = threading.get_ident()
-        # not `counting`, whose calls every step would pay for
+        num_reasons = len(loop.executor.slowed_by)
+        is_outermost = self._stepping_thread != threading.get_ident()
+        self._stepping_thread = threading.get_ident()
+        # in place of `counting`, which would add its calls to every step
         token = counted.set(self.setup_seconds)
         try:
-            self._end_unserved()
+            self._end_unsupported()
             try:
                 if self.requests:
-                    loop.step(window)
+                    loop.step(span)
                 self._shortage = None
             except OutOfBlocksError:
                 self._shortage = self._shortage or Shortage(loop.memory)
@@ -338,19 +339,19 @@ class EngineCore(EngineLoop):
             has_failed, self._has_failed = self._has_failed, bool(self.requests)
             if not has_failed:
                 raise
-            self._end_blamed(loop, error)
+            self._fail_requests(loop, error)
         finally:
             counted.reset(token)
             if is_outermost:
-                if self._leaving:
-                    self._end_leaving()
-                self._stepping = None
-        if not self.requests or len(loop.executor.slowed_by) > num_known:
+                if self._cancelled:
+                    self._end_cancelled()
+                self._stepping_thread = None
+        if not self.requests or len(loop.executor.slowed_by) > num_reasons:
             self.note_route()
 
-    def _end_blamed(self, loop: StepLoop, error: Exception) -> None:
-        blamed = loop.blamed_for(error)
-        states = [state for state in self.requests.values() if state in blamed]
+    def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
+        failing = loop.generations_to_fail(error)
+        states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
             state.error = error
             self.end(state, "error")
@@ -358,17 +359,17 @@ class EngineCore(EngineLoop):
     def _output(self, loop: StepLoop) -> None:
         """Outputs the tokens of the generations that advanced, and the results of those that
         ended."""
-        while loop.untold:  # an interrupt leaves the current one in the queue
-            state = loop.untold[0]
+        while loop.unreported:  # an interrupt leaves the current one in the queue
+            state = loop.unreported[0]
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                self._output_step(state, loop.untold)
-            else:  # it has ended
-                loop.untold.popleft()
+                self._output_step(state, loop.unreported)
+            else:  # it has ended already
+                loop.unreported.popleft()
 
-    def _output_step(self, state: RequestState, untold: deque[Generation]) -> None:
-        """Outputs the last step's tokens of a request that advanced, which leaves `untold`, or its
+    def _output_step(self, state: RequestState, unreported: deque[Generation]) -> None:
+        """Outputs the last step's tokens of a request and takes it out of `unreported`; outputs its
         result if it ended."""
-        last: list[Output] | None = None  # empty if its tokens are not told
+        last: list[Output] | None = None  # empty if its tokens are not reported
         if state.error is None:
             try:
                 last = state.outputs()
@@ -381,20 +382,19 @@ class EngineCore(EngineLoop):
         elif state.is_closed:
             self.end(state, None, last)
         elif not last:
-            untold.popleft()
+            unreported.popleft()
         else:
-            name = state.request_id
             outputs: list[RequestOutput] = []
             for tokens, text in last:
-                outputs.append(RequestOutput(name, tokens, text))
-            # one call of C: an interrupt between two would have them told twice
-            taken = iter(untold.popleft, state)
-            state.outbox.extend(itertools.chain(outputs, taken))  # type: ignore[arg-type]
+                outputs.append(RequestOutput(state.request_id, tokens, text))
+            # one call of C: an interrupt between two calls would have the tokens reported twice
+            removal = iter(unreported.popleft, state)
+            state.output_queue.extend(itertools.chain(outputs, removal))  # type: ignore[arg-type]
 
     def get_loop(self, new: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to add `new` to. While no request is unfinished, as `renew`."""
+        """Returns the loop, to which the caller adds `new`; between requests, as `renew`."""
         if self.loop is None or not self.requests:
-            return self.renew(new, keeps_pool=self._num_keeping > 0)
+            return self.renew(new, keeps_pool=self._num_keepers > 0)
         if new is not None:
             check_positions(new, self.layout)
         return self.loop

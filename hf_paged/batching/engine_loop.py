@@ -1,5 +1,6 @@
 """The step loop of an engine and its memory, made again when the model or the block sizes have
-changed; what a request is checked for before it enters the loop, and how it is prepared."""
+changed; the checks and the preparation of a request before it enters the loop. Requests themselves
+are kept by `engine_core.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ COUNTS = (
 
 class EngineLoop:
     """The loop that an engine uses for its model's current state. `leader` drives the processes
-    that hold other shards of the model; `outer_lock` is held by whoever uses the loop."""
+    that hold other shards of the model; users of the loop hold `outer_lock`."""
 
     def __init__(
         self,
@@ -68,29 +69,29 @@ class EngineLoop:
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
-        # spent on what later requests reuse, by part (`Route`)
+        # seconds spent on preparations that later requests reuse, by part (`Route`)
         self.setup_seconds: dict[str, float] = {}
         self.shares_prefills = False  # whether a prompt was computed once for several rows
-        self._made_for: tuple[Any, ...] = ()  # the model properties that the loop was made for
+        self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._config_text = ""  # the model's config when the loop was made
-        self._earlier: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
+        self._earlier_counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
 
     def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
-        """Between requests: returns the loop, to add `state` to; makes a new one if there is none,
-        if the model has changed since, or, unless the pool is kept, if better block sizes are
+        """Between requests: returns the loop, to which the caller adds `state`; makes a new one if
+        there is none, if the model has changed or, unless `keeps_pool`, if better block sizes are
         known. Raises `ValueError` if an engine over several processes cannot serve the model, and
-        as `check_positions`, with nothing allocated."""
+        the error of `check_positions`, with nothing allocated."""
         model = self.model
         config = self.config
         empty = empty_cache(model, PagedMemory(config))  # holds no blocks
-        # checks of prompts with inputs run once while the model stays as it is
-        self._capability = Capability(model, empty, make_runner, known={})
+        # `verdicts` keeps the verdicts of prompts' checks while the model is unchanged
+        self._capability = Capability(model, empty, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         if state is not None:
             check_positions(state, layout)
         device = compute_device(model)
-        made_for = (
+        loop_key = (
             _layers(empty),
             layout,
             model.dtype,
@@ -100,11 +101,11 @@ class EngineLoop:
         sizes = None
         if self.loop is not None and not keeps_pool:
             sizes = self.memory.better_sizes()
-        if self.loop is not None and made_for == self._made_for and sizes is None:
+        if self.loop is not None and loop_key == self._loop_key and sizes is None:
             return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
-        # growing step by step would copy the existing blocks
+        # reserved at once: growing step by step would copy the existing blocks
         cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
         self.loop = make_loop(
             model,
@@ -119,9 +120,9 @@ class EngineLoop:
             self.leader.make(self.loop)
         self.layout = layout
         self._counters = cache.counters
-        self._made_for = made_for
+        self._loop_key = loop_key
         self._config_text = _config_text(model)
-        if not model.config.is_encoder_decoder:  # else known from a request
+        if not model.config.is_encoder_decoder:  # its route is known once a request is prepared
             self.note_route()
         return self.loop
 
@@ -130,30 +131,30 @@ class EngineLoop:
         unfinished requests began with."""
         if self.loop is None:
             return
-        began = self.loop.executor.autocast
+        loop_dtype = self.loop.executor.autocast
         dtype = autocast_dtype(compute_device(self.model))
-        if dtype != began:
+        if dtype != loop_dtype:
             raise ValueError(
-                f"autocast is to {dtype} here and to {began} in unfinished requests: add this one"
-                " when they have ended"
+                f"autocast uses {dtype} here, and {loop_dtype} in unfinished requests: add this"
+                " request when they have ended"
             )
         if _config_text(self.model) == self._config_text:
             return  # the usual case, checked quickly
-        before = self._made_for[0]
-        now = _layers(empty_cache(self.model, self.memory))
-        if now != before:
-            windows = [window for _, window in now]
-            windows_before = [window for _, window in before]
+        loop_layers = self._loop_key[0]
+        layers = _layers(empty_cache(self.model, self.memory))
+        if layers != loop_layers:
+            windows = [window for _, window in layers]
+            loop_windows = [window for _, window in loop_layers]
             raise ValueError(
-                f"the config now asks for layers with the windows {windows}, and unfinished"
-                f" requests began with {windows_before}: change `sliding_window` and `layer_types`"
-                " while no request is unfinished"
+                f"the config now has layers with the windows {windows}, and unfinished requests"
+                f" began with {loop_windows}: change `sliding_window` and `layer_types` while no"
+                " request is unfinished"
             )
 
-    def _new_memory(self, seen: BlockSizes | None = None) -> PagedMemory:
+    def _new_memory(self, previous_sizes: BlockSizes | None = None) -> PagedMemory:
         sizes = None
         if self.config.block_size == AUTO:
-            lengths = () if seen is None else seen.lengths
+            lengths = () if previous_sizes is None else previous_sizes.lengths
             sizes = block_sizes(self.model, self.config, seen=lengths)
         return PagedMemory(
             self.config,
@@ -165,8 +166,8 @@ class EngineLoop:
         )
 
     def retire(self) -> None:
-        """Drops the loop and its memory; keeps its counters."""
-        self._earlier = self.loop_counts()
+        """Drops the loop and its memory, and keeps the loop's counters."""
+        self._earlier_counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
         try:
@@ -176,8 +177,8 @@ class EngineLoop:
             self.loop, self.memory = None, self._new_memory(self.memory.sizes)
 
     def loop_counts(self) -> Counter[str]:
-        """Returns what all loops have done (`COUNTS`)."""
-        counts = self._earlier.copy()
+        """Returns the sums of all loops' counters (`COUNTS`)."""
+        counts = self._earlier_counts.copy()
         if self.loop is not None:
             counts.update(self.loop.counts())
         return counts
@@ -189,7 +190,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
         kind = "engine"
-        if not self.layout.side_by_side:
+        if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
             kind = "rows"
         return route_of(
@@ -213,7 +214,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
         if state.request.inputs is not None:
-            self._take_inputs(state)
+            self._prepare_inputs(state)
             reason = reason_against_drafts = Topic.INPUTS("the prompt is more than token ids")
         if state.request.prompt_logprobs is not None and reason is not None:
             raise ValueError(
@@ -222,45 +223,46 @@ class EngineLoop:
             )
         self._choose_speculation(state, reason_against_drafts)
 
-    def _take_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs for the loop's forwards. Raises `ValueError` if these
-        cannot take it."""
+    def _prepare_inputs(self, state: RequestState) -> None:
+        """Prepares a prompt with inputs for the loop's forwards. Raises `ValueError` if they cannot
+        compute it."""
         assert state.request.inputs is not None
         if self.config.batch_invariant:
             raise not_invariant(self.model, "prompts are more than token ids")
         prompts: Prompts = state.request.inputs[0]
         if self.layout.unsupported_reason is None:
-            self._take_packed(state, prompts)
+            self._prepare_packed(state, prompts)
             return
-        self._take_rows(state, prompts)
-        if prompts.joins is not None and not self.layout.side_by_side:  # known only from a request
-            self.layout = self.layout._replace(side_by_side=True)
+        self._prepare_rows(state, prompts)
+        # only a request's prompts show whether rows can run side by side
+        if prompts.join_key is not None and not self.layout.is_side_by_side:
+            self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
-    def _take_packed(self, state: RequestState, prompts: Prompts) -> None:
+    def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
         model = self.model
         prompts.find_positions(model)
         reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.merges = self._capability.how_prompts_merge(prompts)
+        prompts.merge_key = self._capability.how_prompts_merge(prompts)
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
-        prompts.give(state.request, 0, keys, begins_behind_text)
+        prompts.assign(state.request, 0, keys, begins_behind_text)
 
-    def _take_rows(self, state: RequestState, prompts: Prompts) -> None:
+    def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
         model = self.model
         if not model.config.is_encoder_decoder:
             state.encode_media(model)
         reason = self._capability.reason_against_rows(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.set_joins(self._capability.how_rows_join(prompts))
+        prompts.set_join_keys(self._capability.how_rows_join(prompts))
         count = self._capability.max_positions(prompts)
         state.request.limit_positions(count, prompts.shift(0))
-        prompts.give(state.request, 0, None, False)
+        prompts.assign(state.request, 0, None, False)
 
     def _not_served(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(
@@ -269,8 +271,9 @@ class EngineLoop:
         )
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
-        """Clears the request's assistance unless its row is drafted for; `reason`: why that is
-        impossible. Raises `ValueError` if the request asks for assistance that cannot run."""
+        """Clears the request's assistance unless its row will be drafted for; `reason`: why
+        drafting is impossible. Raises `ValueError` if the request asks for assistance that cannot
+        run."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None
@@ -286,8 +289,8 @@ class EngineLoop:
                     f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
                     " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
                 )
-        asks = option or self.config.speculation or self._parts.drafter
-        if reason is not None or asks is None:
+        source = option or self.config.speculation or self._parts.drafter
+        if reason is not None or source is None:
             state.assistance = None
 
 

@@ -1,4 +1,5 @@
-"""What a `PagedEngine` tells of itself: its route, figures, block map and plots."""
+"""The reports of a `PagedEngine`: its route, statistics, block map and plots. They change nothing
+in the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .scheduling.timeline import Timeline
 
 
 class EngineReports:
-    """The part of `PagedEngine` that reads and changes nothing."""
+    """The read-only part of `PagedEngine`."""
 
     model: PreTrainedModel
     config: PagedConfig
@@ -33,7 +34,7 @@ class EngineReports:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to compute, or outputs to return."""
-        return bool(self._core.requests or self._core.unread)
+        return bool(self._core.requests or self._core.pending_outputs)
 
     def stats(self) -> EngineStats:
         """Returns the engine's current state and its counters."""
@@ -41,7 +42,7 @@ class EngineReports:
         with core.lock:
             memory = self.memory.stats()
             fields = EngineStats.__annotations__
-            of_memory = {name: value for name, value in vars(memory).items() if name in fields}
+            memory_fields = {name: value for name, value in vars(memory).items() if name in fields}
             counts = core.counts()
             num_running = 0
             num_waiting = 0
@@ -60,19 +61,19 @@ class EngineReports:
                 first_token_seconds=core.totals.first_token_seconds,
                 output_token_seconds=core.totals.output_token_seconds,
                 route=core.route,
-                **of_memory,
+                **memory_fields,
                 **dict[str, Any](counts),
             )
 
     @property
     def memory(self) -> PagedMemory:
         """The memory that holds the requests' blocks. A new one replaces it when the model's
-        layers, dtype or device change, or block sizes that the engine chooses."""
+        layers, dtype or device change, or when the engine chooses other block sizes."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """Returns, for each layer group, by its window (`None`: full attention), the state of every
-        block: 0 free, -1 cached, else the number of sequences that hold it."""
+        """Returns the state of every block by the attention window of its layer group (`None`: full
+        attention): 0 free, -1 cached, else the number of sequences that hold it."""
         core = self._core
         with core.lock, self.memory.lock:
             groups = [] if core.loop is None else core.loop.blocks.groups
@@ -88,19 +89,19 @@ class EngineReports:
                 self._core.loop.blocks.check_integrity()
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """Plots `block_map`: which blocks are free, used, shared by how many sequences, cached.
-        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
-        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
+        """Plots `block_map`: the free, used and cached blocks, and by how many sequences blocks are
+        shared. Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one,
+        800 pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
         return tools.plot_engine(self, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
-        """Plots, like `plot_memory`, which requests were in the batch when, over `unit` (`"steps"`
-        or `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
-        recompute, waiting, preempted, swapped out; and for each step that verified a draft, its
-        length and how many tokens were accepted. Reads the last thousands of `timeline.intervals()`
-        and `timeline.verifications()`. Raises `ValueError` for another unit or fewer than 1
-        request."""
+        """Plots, like `plot_memory`, when requests were in the batch, over `unit` (`"steps"` or
+        `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
+        recompute, waiting, preempted, swapped out; each step that verified a draft shows the
+        draft's length and the number of accepted tokens. Covers the last thousands of
+        `timeline.intervals()` and `timeline.verifications()`. Raises `ValueError` for another unit
+        or fewer than 1 request."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()

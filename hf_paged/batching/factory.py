@@ -1,5 +1,5 @@
 """Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
-`StepLoop`."""
+`StepLoop`. The checks behind the choice are in `model/capability.py`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_loop(
     timeline: Timeline | None = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
-    cache. `config` is passed because calls of other threads may replace the memory's."""
+    cache. `config` is passed since calls of other threads may replace the memory's config."""
     memory = cache.memory
     processes = memory.processes
     make_recorder = parts.recorder or find_recorder
@@ -67,7 +67,7 @@ def make_loop(
     )
     is_packed = layout.unsupported_reason is None
     # the manager outlives the call whose config this is
-    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.continues)
+    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
         make_tier = room("tiers", "`prefix_tiers`").make_tier
@@ -81,9 +81,9 @@ def make_loop(
         blocks,
         config.preemption,
         swapper,
-        guard.vouch,
+        guard.verify,
         chunks=is_packed,
-        replays=layout.replays,
+        replays=layout.depends_on_splits,
         encoder_blocks=runner.encoder_blocks,
         cost=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
@@ -91,7 +91,7 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # the room has been asked for a call's own options already (`reason_against`)
+        # a call's own options have loaded the room before (`reason_against`)
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistants = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, proxy, make_assistants)
@@ -110,7 +110,7 @@ def make_loop(
         drafter=drafter,
         adapters=adapters,
     )
-    # it holds the drafter: a cycle would keep the model and its memory alive
+    # weak, since the scheduler holds the drafter: a cycle would keep the model and its memory alive
     proxy = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
@@ -128,8 +128,8 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """`Capability.choose_layout`; raises `ValueError` if `batch_invariant` is wanted and the model
-    cannot be."""
+    """Returns `Capability.choose_layout`. Raises `ValueError` if `batch_invariant` is requested and
+    the model cannot run invariantly."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")  # computes rows in a fixed order
@@ -143,7 +143,7 @@ def choose_layout(
 
 
 def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
-    """Makes the error for `batch_invariant` where rows depend on one another; `reason` says why."""
+    """Returns the error for `batch_invariant` if rows depend on one another; `reason` says why."""
     return ValueError(
         f"`batch_invariant` is True, but rows of {type(model).__name__} would depend on one"
         f" another: {reason}. Leave it out: it needs packed forwards of token ids on the CPU, with"
@@ -152,7 +152,8 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
 
 
 def find_recorder(model: PreTrainedModel, cache: PagedCache) -> Recorder | None:
-    """What records the model's steps; `None` if the config turns that off or nothing can."""
+    """Returns the recorder of the model's steps; `None` if the config turns recording off or no
+    recorder is available."""
     # communication between processes cannot be recorded
     if not cache.memory.config.capture or is_sharded(model) or not is_installed("tape"):
         return None
@@ -169,13 +170,15 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
-    no step is a replay, as in checks, which are short. `processes`: those that compute its steps
-    together; forwards of a check need none."""
+    no step is a replay, as in checks, which are short. `processes`: the processes that compute its
+    steps together; the forwards of a check need none."""
+    recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
-        recorder = None if make_recorder is None else make_recorder(model, cache)
-        runner = PackedRunner(model, cache, layout.mixed_lengths, recorder, is_invariant, processes)
+        runner = PackedRunner(
+            model, cache, layout.can_mix_lengths, recorder, is_invariant, processes
+        )
         return cache.memory.manager(cache.groups), runner
     states = StateSpec(is_empty=not state_layers(cache))
     blocks = cache.memory.manager([*cache.groups, states])
     slots: Any = cache.memory.group(states).storage
-    return blocks, RectangleRunner(model, cache, slots, layout)
+    return blocks, RectangleRunner(model, cache, slots, layout, recorder)

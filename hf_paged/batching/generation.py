@@ -1,5 +1,5 @@
 """Units of work of a step loop: a decoding, the sequences of its rows, and their state between two
-steps."""
+steps. The loop and its ledger advance them."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class Generation:
     # for each row of the decoding, its request and the sequence's index in it
     rows: list[tuple[Request, int]]
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
-    assistance: Assistance | None = None  # if its only row, or each part's, asks for drafts
+    assistance: Assistance | None = None  # set if its only row, or each part's, is drafted for
     # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
-    kept: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
+    kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one a row
-    # of the last step, by row; no entry for beams; several entries if a draft was accepted
+    # tokens of the last step, by row; no entry for beams; several if draft tokens were accepted
     new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # drafts for its only row
-    # of verified drafts, by the names of `RequestResult`
+    # counts of verified drafts, by the names of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # its rows need no further step
-    # it has the logits of all open rows, and no tokens yet
+    # whether it has the logits of all open rows, and no tokens yet
     is_sampling: bool = False
-    # its reader wants the result alone, and the time of the first token is known
+    # whether its reader reads the result alone, and the time of the first token is known
     is_quiet: bool = False
     # the generation that this is a part of
-    whole: Generation | None = None
-    # of rows that wait for other rows
+    parent: Generation | None = None
+    # logits of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,61 +91,61 @@ class Generation:
         )
 
     def split(self) -> None:
-        """Makes each row one of `parts`, which advance independently; moves blocks and logits to
-        them."""
+        """Makes a part of each row, which advances independently; moves blocks and logits to the
+        parts."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
-            part.whole, part.is_closed = self, decoding.is_done
-            if row in self.kept:
-                part.kept[0] = self.kept[row]
+            part.parent, part.is_closed = self, decoding.is_done
+            if row in self.kept_blocks:
+                part.kept_blocks[0] = self.kept_blocks[row]
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
             parts.append(part)
         # at once: another thread may read `is_done`
-        self.kept, self._logits, self.parts = {}, {}, parts
+        self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
-    def take_logits(self, logits: Tensor | None, places: dict[int, int]) -> Tensor | None:
-        """Takes a step's logits `(n, vocab)`, with row `r` at `places[r]`. Returns the logits of
-        all open rows, in order, and forgets them; `None` if some are missing, and copies those of
-        rows that wait for other rows."""
+    def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
+        """Takes a step's logits `(n, vocab)`, of row `r` at `index_by_row[r]`. If all open rows
+        have logits now, returns these in order, and drops them; else copies those of the rows that
+        wait for others, and returns `None`."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None
-        if logits is not None and not self._logits and len(places) == len(rows):
-            wanted = [places[row] for row in rows]
-            first = wanted[0]
-            end = wanted[0] + len(wanted)
-            if wanted == list(range(first, end)):
+        if logits is not None and not self._logits and len(index_by_row) == len(rows):
+            indices = [index_by_row[row] for row in rows]
+            first = indices[0]
+            end = first + len(indices)
+            if indices == list(range(first, end)):
                 return logits[first:end]  # a view needs no copy
-            return logits[numbers_on(logits.device, wanted)]
-        for row, place in places.items():
+            return logits[numbers_on(logits.device, indices)]
+        for row, index in index_by_row.items():
             assert logits is not None
-            self._logits.setdefault(row, logits[place].clone())
+            self._logits.setdefault(row, logits[index].clone())
         if len(self._logits) < len(rows):
             return None
-        taken = torch.stack([self._logits[row] for row in rows])
+        stacked = torch.stack([self._logits[row] for row in rows])
         self._logits = {}
-        return taken
+        return stacked
 
     @property
     def can_repeat(self) -> bool:
-        """Whether sampling that was interrupted can be repeated (`take_back`)."""
+        """Whether interrupted sampling can be repeated (`rewind`)."""
         if not self.is_single or self.is_closed:
             return False
         return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
 
-    def take_back(self) -> None:
-        """Takes the decoding back to the tokens that the request has, if it `can_repeat`."""
+    def rewind(self) -> None:
+        """Rewinds the decoding to the tokens that the request has, if it `can_repeat`."""
         assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
-        self.decoding.take_back(num_tokens - request.num_prompt_tokens)
+        self.decoding.rewind(num_tokens - request.num_prompt_tokens)
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
-        """The sequence of its only row if the next step computes its last token, behind which it
-        may have a draft, else `None`."""
+        """The sequence of its only row if the next step computes its last token, which a draft may
+        follow, else `None`."""
         ((request, index),) = self.rows
         if request.status is not Status.RUNNING or self.is_sampling:
             return None
@@ -157,23 +157,24 @@ class Generation:
         return None if sequence.draft else sequence
 
     def take_draft(self, draft: Draft) -> None:
-        """Has the next step verify a draft behind its `sequence_to_draft`."""
+        """Has the next step verify a draft of its `sequence_to_draft`."""
         ((request, index),) = self.rows
         self.decoding.draft = draft  # before the scheduler sees the tokens
         request.sequences[index].draft = draft.tokens
 
-    def forget_logits(self) -> None:
-        """Drops the logits of rows that wait for other rows; those rows are computed again."""
+    def drop_logits(self) -> None:
+        """Drops the logits of rows that wait for other rows; these rows are computed again."""
         self._logits = {}
 
     def close(self) -> None:
         self._logits, self.is_closed = {}, True
 
     def draft_by(self, drafter: Drafter) -> None:
-        """Has its only row drafted for, before its request is queued, until `end_drafts`."""
+        """Before its request is queued: has the drafter draft for its only row, until
+        `end_drafts`."""
         self.drafter = drafter
         ((request, _),) = self.rows
-        request.drafts_first, request.namespace = drafter.attach(self)
+        request.drafts_first_token, request.namespace = drafter.attach(self)
 
     def end_drafts(self) -> None:
         if self.drafter is not None:
@@ -181,8 +182,8 @@ class Generation:
 
 
 class RequestState(Generation):
-    """A request of an engine, whose outputs go to `outbox`. Raises the errors of
-    `PagedEngine.add_request`, except those of the prompt, which are raised before."""
+    """A request of an engine, whose outputs go to `output_queue`. Raises the errors of
+    `PagedEngine.add_request`, except those of the prompt, which its caller has raised."""
 
     def __init__(
         self,
@@ -191,8 +192,8 @@ class RequestState(Generation):
         prompt_ids: list[int],
         generation_config: Any,
         options: RequestOptions,
-        outbox: deque[RequestOutput] | list[RequestOutput],
-        tells_tokens: bool = True,
+        output_queue: deque[RequestOutput] | list[RequestOutput],
+        reports_tokens: bool = True,
     ) -> None:
         takes_ids = options.inputs is None and not model.config.is_encoder_decoder
         adapter = resolve_adapter(model, options.adapter, takes_ids)
@@ -210,7 +211,7 @@ class RequestState(Generation):
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # of a grammar's
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # only grammars have it
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
@@ -219,10 +220,10 @@ class RequestState(Generation):
         tokens = decoding.input_ids[0].tolist()
         namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
-        # positions given as embeddings
-        num_unseen = 0 if prompts is None else prompts.length - len(tokens)
-        sequences = [Sequence([0] * num_unseen + tokens)]
-        size = decoding.max_length + num_unseen, decoding.num_rows
+        # positions passed as embeddings, without token ids
+        num_embedded = 0 if prompts is None else prompts.length - len(tokens)
+        sequences = [Sequence([0] * num_embedded + tokens)]
+        size = decoding.max_length + num_embedded, decoding.num_rows
         self.request = Request(
             options.request_id,
             sequences,
@@ -242,21 +243,23 @@ class RequestState(Generation):
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
-        self.request_id, self.outbox = options.request_id, outbox
-        self.tells_tokens = tells_tokens  # else its reader wants the result alone
-        own = options.stopping_criteria or ()
+        self.request_id, self.output_queue = options.request_id, output_queue
+        self.reports_tokens = reports_tokens  # if not, its reader reads the result alone
+        callers = options.stopping_criteria or ()
         self.request.clocks = [
-            c for c in decoding.stopping_criteria if type(c) is MaxTimeCriteria and c not in own
+            criterion
+            for criterion in decoding.stopping_criteria
+            if type(criterion) is MaxTimeCriteria and criterion not in callers
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
         self._text = None if tokenizer is None else TextTracker(tokenizer)
-        self._added = time.perf_counter()
-        self._first_token: float | None = None  # seconds, as in `Timings`
-        # raised by the tokenizer: to be raised after the result is output
+        self._added_at = time.perf_counter()
+        self._first_token_seconds: float | None = None  # seconds, as in `Timings`
+        # an interrupt of the tokenizer, raised after the result is output
         self.interrupt: BaseException | None = None
-        self.is_told = False  # whether its reader has its result
-        # the length of the open rows whose tokens `outputs` has returned, and what it returned last
-        self._told: tuple[int, list[Output]] = (self._start, [])
+        self.is_reported = False  # whether its reader has its result
+        # the length up to which `outputs` has returned tokens of the open rows; its last outputs
+        self._reported: tuple[int, list[Output]] = (self._start, [])
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the inputs again after the weights changed, encoder outputs included."""
@@ -270,25 +273,25 @@ class RequestState(Generation):
                 self.encode_media(model)
 
     def encode_media(self, model: PreTrainedModel) -> None:
-        """Encodes images and sound before the prefill, as `generate` does: in a shared forward, an
-        error in one request's media would fail all."""
+        """Encodes images and sound before the prefill, as `generate` does: in a shared prefill, an
+        error in one request's media would fail all requests."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[Output]:
-        """Returns the last step's new tokens with their text, in order; nothing if they are not
-        told. Sets `error` if the tokenizer raises; after an interrupt it can be called again, and
-        returns the same."""
-        if self._first_token is None:
-            self._first_token = time.perf_counter() - self._added
-        if not self.tells_tokens:
+        """Returns the last step's new tokens with their text, in order; nothing if tokens are not
+        reported. Sets `error` if the tokenizer raises. A call that was interrupted can be repeated,
+        and returns the same."""
+        if self._first_token_seconds is None:
+            self._first_token_seconds = time.perf_counter() - self._added_at
+        if not self.reports_tokens:
             self.is_quiet = True
             return []
         decoding = self.decoding
-        if self._told[0] == decoding.length:
-            return self._told[1]
+        if self._reported[0] == decoding.length:
+            return self._reported[1]
         if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
             lengths, (new,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
@@ -299,45 +302,46 @@ class RequestState(Generation):
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
-        self._told = decoding.length, outputs
+        self._reported = decoding.length, outputs
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
-        """Returns the tokens of the result that no output has told, as `outputs` does: a step that
-        failed or was cancelled may have accepted some before. The last output has the text that was
+        """Returns the tokens of the result that no output has reported, as `outputs` does: a step
+        that failed or was cancelled may have accepted some. The last output has the text that was
         held back."""
-        if not self.tells_tokens:
+        if not self.reports_tokens:
             return []
         rows = (
             []
             if isinstance(self.decoding, BeamDecoding)
-            else [each.token_ids for each in result.sequences]
+            else [sequence.token_ids for sequence in result.sequences]
         )
-        num_told = self._told[0] - self._start
-        news = [
+        num_reported = self._reported[0] - self._start
+        by_position = [
             {row: tokens[position] for row, tokens in enumerate(rows) if len(tokens) > position}
-            for position in range(num_told, max(map(len, rows), default=0))
+            for position in range(num_reported, max(map(len, rows), default=0))
         ]
         try:
-            *earlier, (tokens, text) = self._with_text(news)
+            *earlier, (tokens, text) = self._with_text(by_position)
             rest = "" if self._text is None else self._text.rest()
             if rest:
                 text = (text or "") + rest
             return [*earlier, (tokens, text)]
         except BaseException as raised:
             self._error_of(raised)
-            return [(new, None) for new in news] or [({}, None)]
+            return [(tokens, None) for tokens in by_position] or [({}, None)]
 
-    def _with_text(self, news: list[dict[int, int]]) -> list[Output]:
-        """Returns tokens with their text. An error of the tokenizer becomes `error`, unless there
-        is one; the tokens from there on have no text. An interrupt leaves the text as it was."""
+    def _with_text(self, by_position: list[dict[int, int]]) -> list[Output]:
+        """Returns the tokens of consecutive positions with their text. An error of the tokenizer
+        becomes `error`, unless there is one already; the tokens from there on have no text. An
+        interrupt leaves the text tracker unchanged."""
         outputs: list[Output] = []
-        tracker = copy.copy(self._text) if len(news) > 1 else self._text
+        tracker = copy.copy(self._text) if len(by_position) > 1 else self._text
         has_ended = self.decoding.finish_reasons[0] is not None
-        for place, new in enumerate(news or [{}], 1):
+        for num_done, new in enumerate(by_position or [{}], 1):
             text = None
             if tracker is not None and 0 in new:
-                is_last = has_ended and not any(0 in later for later in news[place:])
+                is_last = has_ended and not any(0 in later for later in by_position[num_done:])
                 try:
                     text = tracker.add([new[0]], last=is_last)
                 except Exception as error:
@@ -350,7 +354,7 @@ class RequestState(Generation):
         return outputs
 
     def _error_of(self, raised: BaseException) -> Exception:
-        """Returns the result's error for what the tokenizer raised; an interrupt becomes
+        """Returns the error for the result when the tokenizer has `raised`; stores an interrupt in
         `interrupt`."""
         if isinstance(raised, Exception) and not is_interrupt(raised):
             return raised
@@ -371,16 +375,18 @@ class RequestState(Generation):
                     raise
                 failure = caught
         has_tokens = any(sequence.token_ids for sequence in sequences)
-        if self._first_token is None and has_tokens:  # chosen as it failed
-            self._first_token = time.perf_counter() - self._added
+        if self._first_token_seconds is None and has_tokens:  # chosen in the step that failed
+            self._first_token_seconds = time.perf_counter() - self._added_at
         admitted_at, recorded = self.request.admitted_at, self.request.prompt_logprobs
-        queued = None if admitted_at is None else admitted_at - self._added
+        queued = None if admitted_at is None else admitted_at - self._added_at
         return RequestResult(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             sequences=sequences,
             error=failure if self.error is None else self.error,
-            timings=Timings(queued, self._first_token, time.perf_counter() - self._added),
+            timings=Timings(
+                queued, self._first_token_seconds, time.perf_counter() - self._added_at
+            ),
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if recorded is None else recorded.values,
@@ -389,7 +395,7 @@ class RequestState(Generation):
         )
 
     def end_streamer(self) -> None:
-        """Ends the streamer after the result is output, unless the decoding has ended it."""
+        """After the result is output: ends the streamer, unless the decoding has."""
         if self._streamer is not None and not self.decoding.has_ended_streamer:
             try:
                 self._streamer.end()
@@ -405,10 +411,10 @@ class RequestState(Generation):
                     SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons
                 ], None
             if decoding.finish_reasons[0] is None:
-                nothing = RuntimeError(
+                no_beam = RuntimeError(
                     "no beam could end: the scores contain nan, or too few tokens have a finite one"
                 )
-                return [SequenceResult([], "error") for _ in decoding.finish_reasons], nothing
+                return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
             reason = "error"  # for beams that could not end, if others did
             scores = decoding.returned(decoding.beam_scores).tolist()
             ids = decoding.returned(decoding.sequences)
@@ -439,12 +445,12 @@ class RequestState(Generation):
 def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
     """Returns a request's single prompt. Raises `ValueError` if its inputs make several different
     prompts."""
-    given = call.arguments["model_kwargs"]
-    unexpanded = call.unexpanded or (call.arguments["input_ids"], given)
-    prompts = prompts_of(unexpanded, given, model.config.is_encoder_decoder)
+    model_kwargs = call.arguments["model_kwargs"]
+    unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)
+    prompts = prompts_of(unexpanded, model_kwargs, model.config.is_encoder_decoder)
     if (count := len(prompts.paddings)) > 1:  # repeated by the model's own `generate`
-        given = tensors_of((prompts.input_ids, prompts.model_kwargs))
-        if any(len(x) == count and bool((x != x[:1]).any()) for x in given):
+        tensors = tensors_of((prompts.input_ids, prompts.model_kwargs))
+        if any(len(x) == count and bool((x != x[:1]).any()) for x in tensors):
             raise ValueError(f"`inputs` make {count} prompts: pass those of one")
         prompts.model_kwargs = first_row(prompts)
         prompts.input_ids = prompts.input_ids[:1]

@@ -1,4 +1,5 @@
-"""Which generation each unfinished request belongs to, and what a step's results do to them."""
+"""Which generation each unfinished request belongs to; how the results of a step change requests
+and generations. It chooses no tokens and schedules nothing."""
 
 from __future__ import annotations
 
@@ -22,47 +23,47 @@ Ready = list[tuple[Generation, LogitRows]]
 
 @dataclass(eq=False, repr=False)
 class Ledger:
-    """The unfinished generations of a loop and their rows. Appends the tokens that were chosen, and
-    ends rows, requests and generations. The caller holds the memory's lock."""
+    """The unfinished generations of a loop and their rows. Appends sampled tokens, and ends rows,
+    requests and generations. The caller holds the memory's lock."""
 
     blocks: BlockManager
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    # `Generation.draft_counts` of all generations
+    # sum of all generations' `draft_counts`
     draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request, each sequence's row
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations split since the last step, which may have their logits already
     new_parts: list[Generation] = field(default_factory=list)
-    # with rows whose next token has no position in the model's table
-    outgrown: deque[tuple[Generation, Request]] = field(default_factory=deque)
+    # generations with a request whose next token has no position in the model's table
+    past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
-        """Enters a generation, whose requests are queued."""
+        """Adds a generation whose requests are queued."""
         for part in generation.parts or [generation]:
             for row, (request, _) in enumerate(part.rows):
                 self.rows.setdefault(request, []).append((part, row))
 
     def remove(self, generation: Generation) -> None:
-        """Takes a generation out again whose entry an exception split."""
+        """Removes a generation that an exception may have left half added."""
         for request in generation.requests:
             self.rows.pop(request, None)
 
     def generations(self) -> list[Generation]:
-        """All unfinished generations, each once."""
+        """Returns all unfinished generations, each once."""
         return self.generations_of(self.rows)
 
     def recover(self) -> None:
-        """After an exception that may have left rows half changed: each belongs to its part, and
-        has no logits but those that are being sampled."""
+        """After an exception that may have left rows half changed: assigns each row to its part,
+        and drops all logits except those that are being sampled."""
         self.scheduler.queue.suspects.clear()
         self._enter_parts()
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):
-                generation.forget_logits()
-                sequence.num_answered_tokens = sequence.num_tokens if generation.is_sampling else 0
+                generation.drop_logits()
+                sequence.logits_length = sequence.num_tokens if generation.is_sampling else 0
 
     def drop_finished(self) -> None:
         self.rows = {
@@ -70,13 +71,13 @@ class Ledger:
         }
 
     def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Adds the generations all of whose open rows now have logits to `ready`."""
-        found: dict[Generation, dict[int, int]] = {}
+        """Adds the generations whose open rows all have logits now to `ready`."""
+        indices: dict[Generation, dict[int, int]] = {}
         end = 0
         for sequence, num_logits in zip(plan.sequences, plan.num_logits):
             if not num_logits or logits is None:
                 continue
-            place = end
+            first = end
             end += num_logits
             request = sequence.request
             rows = self.rows[request]
@@ -87,45 +88,45 @@ class Ledger:
                 rows = [rows[sequence.index]]
             for generation, row in rows:
                 if not generation.is_single:
-                    found.setdefault(generation, {})[row] = place
+                    indices.setdefault(generation, {})[row] = first
                 elif not generation.is_closed:
                     if not sequence.draft:
-                        # it was dropped, or is of a step that failed behind its forward
+                        # the draft was dropped, or the step that had it failed after its forward
                         generation.decoding.draft = None
-                    ready.append((generation, LogitRows(logits, place, end)))
-        if self.new_parts or found:
-            self._gather(logits, found, ready)
+                    ready.append((generation, LogitRows(logits, first, end)))
+        if self.new_parts or indices:
+            self._gather(logits, indices, ready)
         for generation, _ in ready:
             generation.is_sampling = True
 
     def _gather(
         self,
         logits: Tensor | None,
-        found: dict[Generation, dict[int, int]],
+        indices: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds the generations of several rows that now have all logits. `found`: by generation and
-        row, the place in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
+        """Adds the generations of several rows that have all logits now. `indices`: by generation
+        and row, the index in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
         logits before they were split."""
         parts: dict[Generation, dict[int, int]] = {part: {} for part in self.new_parts}
         self.new_parts = []
-        for generation, places in {**parts, **found}.items():
-            taken = generation.take_logits(logits, places)
-            if taken is not None:
-                ready.append((generation, LogitRows.of(taken)))
+        for generation, index_by_row in {**parts, **indices}.items():
+            gathered = generation.take_logits(logits, index_by_row)
+            if gathered is not None:
+                ready.append((generation, LogitRows.of(gathered)))
 
     def append(self, generation: Generation, token: int) -> None:
-        """Appends the token of a single row that continues."""
+        """Appends the token of a generation with a single row, which continues."""
         ((request, index),) = generation.rows
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
         self.num_generated_tokens += 1
         generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
-            self.outgrown.append((generation, request))
+            self.past_positions.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        """Appends a step's tokens to their sequences, and ends those that they finish."""
+        """Appends a step's tokens to their sequences, and ends the sequences that they finish."""
         finished = set(sampled.finished)
         if sampled.parents is not None:
             self._apply_beams(generation, sampled, finished)
@@ -134,7 +135,7 @@ class Ledger:
         draft = generation.decoding.draft
         earlier: list[dict[int, int]] = []
         if draft is not None:
-            self._settle_draft(generation, draft, sampled.earlier)
+            self._commit_draft(generation, draft, sampled.earlier)
             earlier = [{0: token} for token in sampled.earlier]
         new: dict[int, int] = {}
         for row in sampled.rows:
@@ -147,7 +148,7 @@ class Ledger:
             if row in finished:
                 self._end_row(generation, row)
             elif len(token_ids) > request.max_positions:
-                self.outgrown.append((generation, request))
+                self.past_positions.append((generation, request))
         generation.new_tokens = [*earlier, new]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
@@ -157,7 +158,7 @@ class Ledger:
     def _apply_beams(
         self, generation: Generation, sampled: SampledTokens, finished: set[int]
     ) -> None:
-        """Makes each beam its parent's twin, with its new token."""
+        """Makes each beam a fork of its parent, and appends its new token."""
         assert sampled.parents is not None
         generation.new_tokens = []
         for request in generation.requests:
@@ -172,27 +173,27 @@ class Ledger:
             is_over = all(row in finished for row in rows)
             if is_over and not generation.decoding.is_done:
                 self._finish(request)
-            if request.has_outgrown:
-                self.outgrown.append((generation, request))
-        if generation.decoding.is_done:  # beams are given up without a row that ends
+            if request.exceeds_positions:
+                self.past_positions.append((generation, request))
+        if generation.decoding.is_done:  # beams are dropped without a row that ends
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:
-        """Closes a generation that is done, whose rows may be open still."""
+        """Closes a generation that is done, some of whose rows may still be open."""
         if generation.keep_blocks:
             for row in range(len(generation.rows)):
-                if row not in generation.kept:
+                if row not in generation.kept_blocks:
                     self._end_row(generation, row)
         self.close(generation)
 
-    def _settle_draft(
+    def _commit_draft(
         self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
     ) -> None:
         """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
-        # does nothing if it was preempted meanwhile
-        sequence.settle_draft(self.blocks, len(accepted))
+        # does nothing if the request was preempted meanwhile
+        sequence.commit_draft(self.blocks, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):
@@ -206,8 +207,8 @@ class Ledger:
         generation.decoding.draft = None
 
     def split_preempted(self, preempted: Collection[Request]) -> None:
-        """Splits preempted generations whose rows are independent, so that these need not wait for
-        each other."""
+        """Splits preempted generations whose rows are independent, so that the rows need not wait
+        for each other."""
         self.num_preemptions += len(preempted)
         with self.memory.lock:  # other threads may end requests
             for generation in self.generations_of(preempted):
@@ -222,7 +223,7 @@ class Ledger:
             rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
 
     def generations_of(self, requests: Iterable[Request]) -> list[Generation]:
-        """The unfinished generations of these requests, each once."""
+        """Returns the unfinished generations of these requests, each once."""
         rows = (row for request in requests for row in self.rows.get(request, ()))
         return list(dict.fromkeys(generation for generation, _ in rows))
 
@@ -231,11 +232,15 @@ class Ledger:
         sequence = request.sequences[index]
         if generation.keep_blocks:
             if request.is_swapped:
-                self.scheduler.preemption.forget(request)  # blocks on the host cannot be shared
-            generation.kept[row] = self.blocks.fork(sequence.blocks), sequence.num_computed_tokens
+                self.scheduler.preemption.reset(request)  # blocks on the host cannot be shared
+            generation.kept_blocks[row] = (
+                self.blocks.fork(sequence.blocks),
+                sequence.num_computed_tokens,
+            )
         self.scheduler.finish_sequence(sequence)
 
     def close(self, generation: Generation) -> None:
+        """Ends a generation, its rows, and the requests without other open rows."""
         for request, index in () if generation.parts else generation.rows:
             # other parts may still have open rows of the request
             if all(
@@ -251,4 +256,4 @@ class Ledger:
         if request in self.rows:
             self.scheduler.finish(request)
             del self.rows[request]
-        self.scheduler.queue.suspects.exonerate({request})
+        self.scheduler.queue.suspects.discard({request})

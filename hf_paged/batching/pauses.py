@@ -1,4 +1,5 @@
-"""Which threads have paused an engine, and the wait for them."""
+"""Which threads have paused an engine, and waiting for them to resume. What a pause protects is up
+to the thread."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Pauses:
         self._ended.notify_all()
 
     def wait(self) -> None:
-        """Waits until all have ended. Raises `RuntimeError` in a thread that has paused."""
+        """Waits until all pauses have ended. Raises `RuntimeError` in a thread that has paused."""
         if threading.get_ident() in self._threads:
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`,"
@@ -39,7 +40,7 @@ class Pauses:
             wait(self._ended, self._lock, 0.05)
 
     def after_fork(self) -> None:
-        """In a forked child, where only this thread exists."""
+        """In a forked child: drops the pauses of other threads, which do not exist there."""
         self._ended = threading.Condition(self._lock)
         thread = threading.get_ident()
         self._threads = [paused for paused in self._threads if paused == thread]

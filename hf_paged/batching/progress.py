@@ -1,4 +1,4 @@
-"""Notices that steps make no progress."""
+"""Detects that steps make no progress, and raises the error for it. It ends no request."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Progress:
         self._num_idle = 0
         self._num_stalled = 0
 
-    def note(self, plan: StepPlan, has_news: bool, state: object) -> None:
-        """`has_news`: whether a generation got logits in this step, or ended. Raises
+    def note(self, plan: StepPlan, has_advanced: bool, state: object) -> None:
+        """Counts a step. `has_advanced`: whether a generation got logits in it, or ended. Raises
         `EngineStalledError`, which shows `state`, after many steps without progress."""
         self._num_idle += 1
-        if plan.sequences or has_news:
+        if plan.sequences or has_advanced:
             self._num_idle = 0
         self._num_stalled += 1
-        if has_news or not plan.preempted:
+        if has_advanced or not plan.preempted:
             self._num_stalled = 0
         if self._num_idle < MAX_IDLE_STEPS and self._num_stalled < MAX_STALLED_STEPS:
             return

@@ -1,4 +1,5 @@
-"""The forms in which callers pass prompts, as token ids with what they have beside them."""
+"""The forms in which callers pass prompts, converted to token ids and the inputs beside them. It
+checks forms, not lengths or the vocabulary."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ Prompt = Any
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
     """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs`
-    and from `prompt` if that is a processor's mapping. Raises `ValueError` for inputs that are not
+    and, if `prompt` is a processor's mapping, from it. Raises `ValueError` unless the inputs are
     those of one prompt."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs beside token ids"
         )
-    given = dict(inputs or {})
+    model_inputs = dict(inputs or {})
     if isinstance(prompt, Mapping) and has_inputs(prompt):
-        given = {**{name: value for name, value in prompt.items() if name != "input_ids"}, **given}
+        others = {name: value for name, value in prompt.items() if name != "input_ids"}
+        model_inputs = {**others, **model_inputs}
         prompt = prompt.get("input_ids")
-        mask = given.get("attention_mask")
+        mask = model_inputs.get("attention_mask")
         if prompt is not None and mask is not None:
             are_tensors = isinstance(mask, Tensor) and isinstance(prompt, Tensor)
             if are_tensors and mask.shape != prompt.shape:
@@ -46,18 +48,18 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                     "the attention mask hides tokens: pass a prompt with images or sound without"
                     " padding"
                 )
-            del given["attention_mask"]
-    others = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
-    refused = sorted(map(str, others & given.keys()))
+            del model_inputs["attention_mask"]
+    excluded = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
+    refused = sorted(map(str, excluded & model_inputs.keys()))
     if refused:
         raise ValueError(
             f"`inputs` has {', '.join(refused)}: pass only model inputs beside token ids there, and"
             " options in `generation_config`"
         )
-    mismatch = mismatched_rows(given, 1)
+    mismatch = mismatched_rows(model_inputs, 1)
     if mismatch is not None:
         raise ValueError(f"`inputs` are not those of one prompt: {mismatch}")
-    return prompt, given or None
+    return prompt, model_inputs or None
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:
@@ -121,7 +123,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text
     without a tokenizer."""
     if isinstance(prompt, Mapping):
-        rows = _mapped(prompt)[0]
+        rows = _mapping_ids(prompt)[0]
         if len(rows) != 1:
             raise ValueError(
                 f"the prompt has {len(rows)} rows of `input_ids`, and a request takes one: call "
@@ -145,30 +147,30 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
                 " numbers of shape (length,) or (1, length), one request for each prompt"
             )
         prompt = prompt.tolist()
-    nothing: Any = None
-    if isinstance(prompt, (bytes, bytearray)):  # whose items are whole numbers
+    invalid: Any = None
+    if isinstance(prompt, (bytes, bytearray)):  # their items are whole numbers, too
         raise ValueError(
             f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
         )
     try:
-        return [operator.index(nothing if isinstance(token, bool) else token) for token in prompt]
+        return [operator.index(invalid if isinstance(token, bool) else token) for token in prompt]
     except TypeError:  # not iterable, or not whole numbers
-        what = f"the prompt is {reprlib.repr(prompt)}"
+        finding = f"the prompt is {reprlib.repr(prompt)}"
         if isinstance(prompt, (list, tuple)) and all(
             isinstance(part, (str, list, tuple, Tensor)) for part in prompt
         ):
-            what += (
+            finding += (
                 f", which are {len(prompt)} prompts, and a request has one: call"
                 " `engine.generate(prompts)`, or"
             )
-            raise ValueError(f"{what} `add_request` with each") from None
+            raise ValueError(f"{finding} `add_request` with each") from None
         raise ValueError(
-            f"{what}: pass token ids, one list of whole numbers for each request"
+            f"{finding}: pass token ids, one list of whole numbers for each request"
         ) from None
 
 
-def _is_one(prompts: Any) -> bool:
-    """Whether it is one prompt, and not a list of them nor a mapping."""
+def _is_single(prompts: Any) -> bool:
+    """Whether `prompts` is a single prompt: neither a list of prompts nor a mapping."""
     if isinstance(prompts, Tensor):
         return prompts.dim() < 2
     if isinstance(prompts, (list, tuple)) and prompts and is_whole(prompts[0]):
@@ -181,7 +183,7 @@ def split_prompts(
 ) -> list[tuple[Prompt, Any]]:
     """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
     `generate`'s errors."""
-    is_one = _is_one(prompts)
+    is_one = _is_single(prompts)
     if attention_mask is not None and not is_one:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError(
@@ -194,12 +196,12 @@ def split_prompts(
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise ValueError(
                 "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose"
-                " rows are unknown: pass a list of such mappings, one a prompt, with `input_ids` of"
-                " shape (1, length)"
+                " rows are unknown: pass a list of such mappings, one per prompt, with `input_ids`"
+                " of shape (1, length)"
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):
-        prompts, is_one = _mapped(prompts)
+        prompts, is_one = _mapping_ids(prompts)
     if is_one:
         raise ValueError(
             f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"
@@ -220,26 +222,26 @@ def split_prompts(
     return list(zip(prompts, configs))
 
 
-def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """Returns, from a tokenizer's output, the unpadded ids of every text, and whether it was a
-    single text."""
+def _mapping_ids(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
+    """Returns the unpadded ids of every text in a tokenizer's output, and whether it holds a single
+    text."""
     if "input_ids" not in inputs:
         raise ValueError(
             f"the mapping of prompts has no `input_ids`, only {quoted(map(str, inputs))}: tokenize"
             " the texts"
         )
-    ids = _listed("input_ids", inputs["input_ids"])
+    ids = _as_lists("input_ids", inputs["input_ids"])
     is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
     ids = [ids] if is_one else ids
     if inputs.get("attention_mask") is None:
         return ids, is_one
-    masks = _listed("attention_mask", inputs["attention_mask"])
+    masks = _as_lists("attention_mask", inputs["attention_mask"])
     masks = [masks] if is_one else masks
     are_lists = all(isinstance(mask, (list, tuple)) for mask in masks)
     if not are_lists or list(map(len, masks)) != list(map(len, ids)):
         raise ValueError(
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer made"
-            " them"
+            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
+            " returned them"
         )
     prompts = []
     for row, mask in enumerate(masks):
@@ -253,13 +255,13 @@ def _mapped(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     return prompts, is_one
 
 
-def _listed(name: str, value: Any) -> list[Any]:
-    def listed(array: Any) -> Any:
+def _as_lists(name: str, value: Any) -> list[Any]:
+    def as_list(array: Any) -> Any:
         return array.tolist() if hasattr(array, "tolist") else array
 
-    value = listed(value)
+    value = as_list(value)
     if not isinstance(value, (list, tuple)):
         raise ValueError(
             f"`{name}` of the mapping of prompts is {reprlib.repr(value)}: pass lists or a tensor"
         )
-    return list(map(listed, value))
+    return list(map(as_list, value))

@@ -1,4 +1,5 @@
-"""Requests and their sequences. Plain Python: no tensors, no policy."""
+"""Requests and their sequences: tokens, how many of them are computed, status. Plain Python: no
+tensors, no policy."""
 
 from __future__ import annotations
 
@@ -21,22 +22,22 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One row's tokens. With `num_computed_tokens == num_tokens` it has its logits and waits for
-    the next token."""
+    """The tokens of one row. With `num_computed_tokens == num_tokens` it has its logits and waits
+    for the next token."""
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
     index: int = 0  # position in `request.sequences`
-    # tokens with K and V in its blocks, counting those of the scheduled step
+    # tokens with K and V in its blocks; those of a step count once it is committed
     num_computed_tokens: int = 0
-    # draft tokens: computed in the same step as the last token, behind it; they stay in the block
-    # tables until the step's sampling has accepted or rejected them
+    # draft tokens, which follow the last token and are computed in the same step; they stay in the
+    # block tables until the step's sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list)
-    # meanwhile, for models with states: the blocks and the state from before the draft
+    # for models with states, while there is a draft: the blocks and the state from before it
     before_draft: SequenceBlocks = NO_BLOCKS
     # while preempted: its length when it last had logits; at that length it needs no forward
-    num_answered_tokens: int = 0
-    # `NO_BLOCKS` also while it awaits recomputation, and once it is finished
+    logits_length: int = 0
+    # `NO_BLOCKS` while it waits for (re)computation, and once it is finished
     blocks: SequenceBlocks = NO_BLOCKS
     # the swapper's record, while its blocks are on the host
     swapped: Any = None
@@ -52,24 +53,24 @@ class Sequence:
 
     @property
     def keys(self) -> list[Any]:
-        """The prefix index's keys of its tokens: the token ids, or hashable stand-ins for other
-        inputs."""
+        """Its tokens' keys in the prefix index: the token ids, or hashable values that stand for
+        other inputs."""
         keys, inputs = self.request.keys, self.request.inputs
         if keys is None or inputs is None:
             return self.token_ids
         prompts, row = inputs
-        return keys + prompts.keys_behind(row, self.token_ids[len(keys) :])
+        return keys + prompts.keys_after(row, self.token_ids[len(keys) :])
 
     @property
-    def is_whole(self) -> bool:
-        """Whether its next forward computes all of the prompt that is not cached, because that has
+    def computes_whole_prompt(self) -> bool:
+        """Whether its next forward computes the rest of the prompt at once, because the prompt has
         inputs beside token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
     def append_draft(self, blocks: BlockManager, limit: int) -> int:
-        """Appends its last token and up to `limit` tokens of its draft to its blocks; returns the
-        number of draft tokens. If blocks are short, drops the draft and returns 0: drafts preempt
-        no request."""
+        """Appends its last token and up to `limit` draft tokens to its blocks; returns the number
+        of draft tokens. If blocks are short, drops the draft and returns 0: a draft preempts no
+        request."""
         del self.draft[max(0, limit) :]
         count = len(self.draft)
         if count:
@@ -89,10 +90,10 @@ class Sequence:
         self.draft = []
         return 0
 
-    def settle_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
-        """Drops the K and V of its draft except for the first `num_accepted` tokens. A state cannot
-        be truncated: with states, unless all tokens were accepted, restores the state from before
-        the step, whose tokens are then recomputed."""
+    def commit_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
+        """Keeps the K and V of the first `num_accepted` draft tokens, and drops the rest. A state
+        cannot be truncated: unless all tokens were accepted, a sequence with states gets back the
+        state from before the step, whose tokens are then recomputed."""
         if not self.draft:
             return
         before, self.before_draft = self.before_draft, NO_BLOCKS
@@ -105,14 +106,14 @@ class Sequence:
         blocks.free(before)
         self.draft = []
 
-    def become(self, other: Sequence, blocks: BlockManager) -> None:
-        """Takes over the other's state, with a fork of its blocks."""
+    def fork_from(self, other: Sequence, blocks: BlockManager) -> None:
+        """Takes over the tokens and counts of `other`, with a fork of its blocks."""
         self.blocks = NO_BLOCKS
         if other.blocks is not NO_BLOCKS:
             self.blocks = blocks.fork(other.blocks)
         self.token_ids, self.swapped = list(other.token_ids), other.swapped
         self.num_computed_tokens = other.num_computed_tokens
-        self.num_answered_tokens = other.num_answered_tokens
+        self.logits_length = other.logits_length
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -127,16 +128,16 @@ class Rope(Protocol):
 
 
 class RopeNamespace(NamedTuple):
-    """The namespace of prefixes computed with other rotary factors than usual."""
+    """The namespace of prefixes computed with other rotary factors than the default ones."""
 
-    usual: Hashable  # the namespace with the usual factors
+    usual: Hashable  # the namespace with the default factors
     factors: int
 
 
 class RowsError(Exception):
-    """A step's error that belongs to some of its requests alone; the others repeat the step."""
+    """An error of a step that concerns only some of its requests; the others repeat the step."""
 
-    cause: Exception | None = None  # what those requests get in its place
+    cause: Exception | None = None  # the error that the concerned requests end with
 
     def concerns(self, request: Request) -> bool:
         raise NotImplementedError
@@ -148,13 +149,13 @@ class Request:
     of preemption."""
 
     request_id: Hashable
-    # usually one, holding the prompt, which is forked once it is computed
+    # at first usually one, which holds the prompt and is forked once it is computed
     sequences: list[Sequence]
     max_num_tokens: int  # the maximal length of a sequence
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
     namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
-    adapter: Hashable = None  # that its forwards use; `None`: they run as the model is
+    adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
     # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and
     # the row in them; the model's own forward computes such a prompt as a whole
@@ -164,13 +165,14 @@ class Request:
     encoded: SequenceBlocks = NO_BLOCKS
     # the prefix index's keys of the prompt's tokens, if not their ids
     keys: list[Hashable] | None = None
-    # tokens up to the last placeholder of media content, and before the first, if the model's own
-    # forward may begin behind cached ones: a reused prefix must have at least so many tokens, or at
-    # most
+    # tokens up to the last placeholder of media content: a reused prefix has at least so many, or
+    # at most `num_text`, the tokens before the first placeholder (0 unless the model's own forward
+    # may begin after cached tokens)
     num_content: int = 0
     num_text: int = 0
     status: Status = Status.WAITING
-    key: tuple[float, int] = (0, 0)  # sort key of the scheduler; number of earlier arrivals
+    # the scheduler's sort key: number of earlier arrivals plus weighted priority, that number
+    key: tuple[float, int] = (0, 0)
     # when it was first in a batch, in seconds of `time.perf_counter`
     admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
@@ -179,9 +181,9 @@ class Request:
     # while its rows are recomputed: tokens that the first row computes for all
     num_shared_tokens: int = 0
     num_preemptions: int = 0
-    # the first new token is drafted, too: a step of its own computes the last prompt token
-    drafts_first: bool = False
-    # total length of its sequences when it was last preempted while it ran alone
+    # whether the first new token is drafted as well: a separate step computes the last prompt token
+    drafts_first_token: bool = False
+    # total length of its sequences when it was last preempted while running alone
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
@@ -203,8 +205,9 @@ class Request:
             self.sequences.append(sequence)
 
     def limit_positions(self, count: int | None, shift: int = 0) -> None:
-        """Takes note that the model's table of positions holds `count`, of which the prompt takes
-        `shift` more than it has tokens. Raises `IndexError` if the prompt goes past the table."""
+        """Limits its length to the `count` positions of the model's table, of which the prompt
+        takes `shift` more than it has tokens. Raises `IndexError` if the prompt goes past the
+        table."""
         if count is None:
             return
         length = max(sequence.num_tokens for sequence in self.sequences) + shift
@@ -240,7 +243,7 @@ class Request:
             criterion.initial_timestamp = now
 
     @property
-    def has_outgrown(self) -> bool:
+    def exceeds_positions(self) -> bool:
         """Whether an open sequence has tokens past the table of positions."""
         return any(sequence.num_tokens > self.max_positions for sequence in self.open_sequences)
 
@@ -264,28 +267,29 @@ class Request:
         )
 
     @property
-    def is_answered(self) -> bool:
-        """Whether it was preempted and has nothing to compute until a sequence gets a token."""
+    def awaits_tokens(self) -> bool:
+        """Whether it was preempted with all its logits, and has nothing to compute until a sequence
+        gets a token."""
         return all(
-            sequence.num_answered_tokens == len(sequence.token_ids)
-            for sequence in self.open_sequences
+            sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
     def fork(self, blocks: BlockManager, count: int) -> None:
-        twins = [Sequence([]) for _ in range(count - len(self.sequences))]
-        for twin in twins:
-            twin.become(self.sequences[0], blocks)
-        self.adopt(twins)
+        """Adds forks of its first sequence, for `count` sequences in all."""
+        forks = [Sequence([]) for _ in range(count - len(self.sequences))]
+        for fork in forks:
+            fork.fork_from(self.sequences[0], blocks)
+        self.adopt(forks)
 
     def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`; copies no K or V. Finished
-        sequences stay."""
+        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`, and frees the blocks of the
+        replaced ones; copies no K or V. Finished sequences stay."""
         old = [copy.copy(sequence) for sequence in self.sequences]
         moved = [
             row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished
         ]
         for row in moved:
-            self.sequences[row].become(old[parents[row]], blocks)
+            self.sequences[row].fork_from(old[parents[row]], blocks)
         for row in moved:
             blocks.free(old[row].blocks)
         for sequence, token in zip(self.sequences, tokens):

@@ -1,4 +1,5 @@
-"""Outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics."""
+"""Outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics. Plain data,
+which is never changed by later steps."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ..model.registry import Route
 class Timings:
     """Seconds since the request was added."""
 
-    queued: float | None = None  # until it was first in a batch
+    queued: float | None = None  # until the request was first in a batch
     first_token: float | None = None  # until its first new token
     total: float | None = None  # until it finished
 
@@ -36,7 +37,7 @@ class SequenceResult:
         logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability
             under the model (full vocabulary, no processors: `log_softmax` of `output_logits`) and
             under the distribution it was chosen from (`log_softmax` of `output_scores`; for beams,
-            its summand in the beam's score).
+            the term that it adds to the beam's score).
         score (`float`, *optional*): The score of a beam, length penalty included.
         top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the
             `top_logprobs` most probable tokens under the model, best first, each with its
@@ -116,8 +117,8 @@ class RequestResult:
 
 @dataclass
 class RequestOutput:
-    """New tokens of one request from one step. A step that accepts a draft returns several of
-    them, in order.
+    """New tokens of one request from one step. A step that accepts a draft returns several
+    outputs, in order.
 
     Args:
         request_id (`str`): The request's id.
@@ -162,8 +163,8 @@ class Histogram:
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# Seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from small models' times to
-# minutes.
+# in seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from the times of small
+# models to minutes
 FIRST_TOKEN_SECONDS = Histogram(
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 )
@@ -173,10 +174,11 @@ OUTPUT_TOKEN_SECONDS = Histogram(
 
 
 class RequestTotals:
-    """What the requests of an engine amount to, for [`EngineStats`]."""
+    """Totals over the requests of an engine, for [`EngineStats`]."""
 
     def __init__(self) -> None:
-        # finished requests, prompts' tokens and those of finished ones found in the prefix cache
+        # finished requests; tokens of all prompts; of finished requests, tokens found in the prefix
+        # cache
         self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
@@ -275,7 +277,7 @@ class EngineStats:
 
 def decode(tokenizer: Any, token_ids: list[int]) -> Any:
     """Decodes tokens. A panic of a tokenizer in Rust, which is no `Exception`, becomes a
-    `RuntimeError`, which ends one request and no thread."""
+    `RuntimeError`, so that it ends one request and no thread."""
     try:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
     except (Exception, KeyboardInterrupt, SystemExit):
@@ -284,40 +286,39 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
         raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
 
 
-# half a character decodes to the replacement character until its other bytes come
+# a part of a character decodes to the replacement character until its other bytes follow
 _HALF = re.compile("\N{REPLACEMENT CHARACTER}$")
-# what `clean_up_tokenization`, which moves " ." to the word before, and " n't" and " ' ", may still
-# change: a space, and a beginning of what it looks for
+# text that `clean_up_tokenization`, which attaches " .", " n't" and " ' " to the word before, may
+# still change: a space, and the beginning of a pattern
 _UNCLEAN = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
 
 
 class TextTracker:
-    """Turns tokens into text piece by piece, holding back what later tokens may still change. The
-    pieces make up the text of all tokens."""
+    """Turns tokens into text piece by piece, holding back text that later tokens may still change.
+    The pieces make up the text of all tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        of_processor = getattr(tokenizer, "tokenizer", tokenizer)
-        cleans_up = getattr(of_processor, "clean_up_tokenization_spaces", False)
+        text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        cleans_up = getattr(text_tokenizer, "clean_up_tokenization_spaces", False)
         self._open = _UNCLEAN if cleans_up else _HALF
         self.token_ids: list[int] = []
-        # first token that is decoded, for context; number of tokens already returned
+        # index of the first token that is decoded, for context; number of tokens already returned
         self._start = self._shown = 0
 
     def add(self, token_ids: list[int], last: bool = False) -> str:
-        """Returns the text that `token_ids` add. If the tokenizer raises, they have not been
-        added."""
+        """Returns the text that `token_ids` add. If the tokenizer raises, nothing is added."""
         token_ids = self.token_ids + token_ids
-        before = decode(self.tokenizer, token_ids[self._start : self._shown])
-        now = decode(self.tokenizer, token_ids[self._start :])
+        previous_text = decode(self.tokenizer, token_ids[self._start : self._shown])
+        text = decode(self.tokenizer, token_ids[self._start :])
         self.token_ids = token_ids
-        if not last and (len(now) <= len(before) or self._open.search(now)):
+        if not last and (len(text) <= len(previous_text) or self._open.search(text)):
             return ""
         self._start, self._shown = self._shown, len(self.token_ids)
-        return str(now[len(before) :])
+        return str(text[len(previous_text) :])
 
     def rest(self) -> str:
-        """Returns the text that is held back."""
+        """Returns the text held back so far."""
         if self._shown == len(self.token_ids):
             return ""
         return self.add([], last=True)

@@ -1,5 +1,5 @@
-"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each samples
-in its thread."""
+"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each call
+samples in its own thread. Which requests run is up to the loop's scheduler."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from ..cache.waits import Shortage, claims_waiting
 from ..interrupts import ends_with_calls, restoring
 from ..threads import wait
 from .decoding.base import Fetch
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .generation import Generation
 from .ledger import Ready
 from .loop import StepLoop
 
-MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05  # seconds that a step waits for callers that sample
+# limits of the seconds that a step waits for callers that sample
+MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
 _POLL = 0.05  # seconds after which a waiting thread checks for signals, and for missing blocks
 
 T = TypeVar("T")
@@ -35,22 +36,23 @@ MakeLoop = Callable[[], StepLoop]
 
 @dataclass(eq=False)
 class Caller:
-    """A call in the loop, and the thread that made it."""
+    """A `generate` call in the loop, and its thread."""
 
     generation: Generation
     wake: threading.Condition
     thread: int = field(default_factory=threading.get_ident)
     ready: Ready = field(default_factory=list)  # logits that it has not taken yet
-    sampling: Ready = field(default_factory=list)  # those that it took last
+    sampling: Ready = field(default_factory=list)  # logits that it took last
     error: Exception | None = None
-    samples_since: float | None = None  # by `time.perf_counter`; `None` while it waits for logits
-    is_late: bool = False  # its last sampling took longer than the others wait
+    # time of `time.perf_counter`; `None` while it waits for logits
+    samples_since: float | None = None
+    is_late: bool = False  # whether its last sampling took longer than the others wait
 
 
 class SharedLoop:
     """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits
     for logits takes the step for all, unless another thread does. It first waits briefly for
-    callers that still sample, except for those that were late before. A caller's processors,
+    callers that still sample, except for callers that were late before. A caller's processors,
     criteria and streamer run in its own thread, with no lock held."""
 
     def __init__(self, loop: StepLoop) -> None:
@@ -59,8 +61,8 @@ class SharedLoop:
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
         self._stepper: Caller | None = None  # the caller whose thread takes a step now
-        # dropped after the current step, which may write to their blocks
-        self._leaving: list[Generation] = []
+        # generations to drop after the current step, which may write to their blocks
+        self._to_drop: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
         self._shortage: Shortage | None = None  # while no step can run for lack of blocks
         self._retry_at = 0.0  # earliest time of the next step
@@ -78,13 +80,13 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, called before its blocks are
         freed. Raises the error that ended the generation. A call nested in this thread's step runs
         in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`."""
-        stepper = self._stepper  # a copy: another thread may change it
+        stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread == threading.get_ident():
-            with shared_loop(self.loop.memory, object(), make) as alone:
-                return alone.run(generation, checks_weights, replays, finish, make)
+            with shared_loop(self.loop.memory, object(), make) as nested:
+                return nested.run(generation, checks_weights, replays, finish, make)
         executor = self.loop.executor
-        window = Window(
-            is_call=True, is_open=not (checks_weights or replays), is_settled=not checks_weights
+        span = StableSpan(
+            is_call=True, is_open=not (checks_weights or replays), is_committed=not checks_weights
         )
         try:
             with executor.lock:
@@ -94,7 +96,7 @@ class SharedLoop:
                     replays or executor.replays,
                     generation.decoding.runs_callers_code or executor.runs_code,
                 )
-            executor.open(window)
+            executor.open(span)
             with self._lock:
                 self.loop.add(generation)
                 caller = self._callers[generation] = Caller(
@@ -102,38 +104,38 @@ class SharedLoop:
                 )
             with claims_waiting(self.loop.memory):
                 while True:
-                    self._sample(caller, self._wait_for_logits(caller), window)
+                    self._sample(caller, self._wait_for_logits(caller), span)
                     if generation.is_done:
                         return finish(self.loop)
-                    executor.settle(window)
+                    executor.commit(span)
         finally:
             try:
-                executor.leave(window)
+                executor.leave(span)
             finally:
                 self._leave(generation)
 
-    def _sample(self, caller: Caller, ready: Ready, window: Window) -> None:
+    def _sample(self, caller: Caller, ready: Ready, span: StableSpan) -> None:
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
-        interrupt = self.loop.sample(ready, window, fetch)
+        interrupt = self.loop.sample(ready, span, fetch)
         if interrupt is not None:
             raise interrupt
         with self._lock:
-            self._tell_errors()
+            self._report_errors()
         if caller.error is not None:
             raise caller.error
 
-    def _tell_errors(self) -> None:
-        """Gives callers the errors of generations that advanced or failed."""
-        while self.loop.untold:
-            generation = self.loop.untold.popleft()
-            caller = self._callers.get(generation.whole or generation)
-            if caller is not None:  # else it has left meanwhile
+    def _report_errors(self) -> None:
+        """Passes the errors of generations that failed to their callers."""
+        while self.loop.unreported:
+            generation = self.loop.unreported.popleft()
+            caller = self._callers.get(generation.parent or generation)
+            if caller is not None:  # it may have left meanwhile
                 caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """Brings tokens to the host; a caller that is alone also launches the next step ahead
+        """Copies tokens to the host; if there is one caller, also launches its next step ahead
         (`run_ahead`)."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
@@ -146,7 +148,7 @@ class SharedLoop:
             self._end_step([])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Returns logits of the caller's rows. Raises the error of a forward."""
+        """Returns logits of the caller's rows. Raises the error that ended its generation."""
         now = time.perf_counter()
         with self._lock:
             if caller.samples_since is not None:
@@ -188,15 +190,15 @@ class SharedLoop:
         return begins - time.perf_counter()
 
     def _is_short(self) -> bool:
-        """Whether to wait for blocks that others hold: calls of other threads go on, or other
-        models hold the memory, for `PATIENCE`."""
+        """Whether to wait for blocks that others hold: calls of other threads may free some, or
+        other models hold the memory, for `PATIENCE` at most."""
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
         return shortage.should_retry() or shortage.should_await_other_models
 
     def is_progressing(self, thread: int) -> bool:
-        """As `cache.waits.Holder`. A loop that is short of blocks has preempted its requests, which
-        hold none."""
+        """Implements `cache.waits.Holder`. A loop that is short of blocks has preempted its
+        requests, which hold none."""
         stepper = self._stepper
         callers = [caller for caller in list(self._callers.values()) if caller.thread != thread]
         if any(caller.samples_since is not None for caller in callers):
@@ -216,7 +218,7 @@ class SharedLoop:
         """The first generation that waits for logits and keeps blocks of rows that ended."""
         for caller in self._waiting:
             generation = caller.generation
-            if any(part.kept for part in generation.parts or [generation]):
+            if any(part.kept_blocks for part in generation.parts or [generation]):
                 return generation
         return None
 
@@ -236,23 +238,24 @@ class SharedLoop:
             if not self._is_short():
                 ended = self._keeper or first
                 ended.error = error
-                self.loop.untold.append(ended)
-                self._shortage = None  # the others wait for its blocks
+                self.loop.unreported.append(ended)
+                self._shortage = None  # the others now wait for the blocks that it frees
         finally:
             self._step_seconds = time.perf_counter() - start
             self._end_step(ready)
 
     def _end_step(self, ready: Ready) -> None:
-        """Gives callers the errors and logits of a step. If this raises, `_leave` ends the step."""
+        """Passes the errors and logits of a step to their callers. If this raises, `_leave` ends
+        the step."""
         now = time.perf_counter()
         with self._lock:
-            while self._leaving:
-                self.loop.drop(self._leaving.pop())
+            while self._to_drop:
+                self.loop.drop(self._to_drop.pop())
             for caller in self._callers.values():
                 caller.is_late |= caller.samples_since is not None
-            self._tell_errors()
+            self._report_errors()
             for generation, logits in ready:
-                owner = self._callers.get(generation.whole or generation)
+                owner = self._callers.get(generation.parent or generation)
                 if owner is not None:
                     owner.ready.append((generation, logits))
                     if owner.samples_since is None:
@@ -261,27 +264,28 @@ class SharedLoop:
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
             self._stepper = None
-            self._hand_over()
+            self._wake_next_stepper()
 
     def _end_broken_step(self) -> None:
-        """After an exception at the beginning or the end of a step: computes the logits again that
-        no caller got, and gives callers their errors."""
+        """After an exception at the beginning or the end of a step: passes the errors to their
+        callers; logits that no caller got are computed again."""
         self._stepper = None
-        given = {
+        delivered = {
             generation
             for caller in self._callers.values()
             for generation, _ in caller.ready + caller.sampling
         }
-        for whole, caller in self._callers.items():
-            failed = (part.error for part in [whole, *whole.parts] if part.error is not None)
-            caller.error = caller.error or next(failed, None)
+        for generation, caller in self._callers.items():
+            parts = [generation, *generation.parts]
+            errors = (part.error for part in parts if part.error is not None)
+            caller.error = caller.error or next(errors, None)
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
-            if generation.is_sampling and generation not in given
+            if generation.is_sampling and generation not in delivered
         )
 
-    def _hand_over(self) -> None:
+    def _wake_next_stepper(self) -> None:
         """Wakes a caller that waits for logits, to take the next step."""
         for caller in self._waiting[:1]:
             caller.wake.notify()
@@ -295,27 +299,27 @@ class SharedLoop:
                 if self._stepper is None or generation.is_done:
                     self.loop.drop(generation)
                 else:
-                    self._leaving.append(generation)
+                    self._to_drop.append(generation)
                 self._callers.pop(generation, None)
             finally:
-                self._hand_over()
+                self._wake_next_stepper()
 
     def end_calls(self) -> None:
-        me = threading.get_ident()
+        thread = threading.get_ident()
         for caller in list(self._callers.values()):
-            if caller.thread == me:
+            if caller.thread == thread:
                 self._leave(caller.generation)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child: undoes a step of another thread, and drops other threads' calls, which
-        do not go on."""
-        me = threading.get_ident()
-        if self._stepper is not None and self._stepper.thread != me:
+        """In a forked child: undoes a step of another thread, and drops the calls of other threads,
+        which do not exist there."""
+        thread = threading.get_ident()
+        if self._stepper is not None and self._stepper.thread != thread:
             self.loop.undo_step()
             self._stepper = None
         for caller in list(self._callers.values()):
             caller.wake = threading.Condition(self._lock)
-            if caller.thread != me:
+            if caller.thread != thread:
                 self._leave(caller.generation)
 
 
@@ -323,15 +327,14 @@ _guard = forks.lock()
 _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
     weakref.WeakKeyDictionary()
 )
-if hasattr(os, "register_at_fork"):  # the parent's callers do not go on in the child
+if hasattr(os, "register_at_fork"):  # the parent's other callers do not exist in the child
     os.register_at_fork(after_in_child=lambda: _loops.clear())
 
 
 @restoring
 def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
-    """Yields the loop that calls of equal `key` share on this memory. The first call makes the
-    loop, and the last one drops it, since it holds the model. Calls of equal keys can share a
-    forward."""
+    """Yields the loop that calls of equal `key`, which can share forwards, use on this memory. The
+    first call makes the loop, and the last one drops it, since the loop holds the model."""
     user = object()
     shared = None
     try:

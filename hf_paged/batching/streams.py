@@ -1,5 +1,5 @@
 """Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel
-the rest on exit. They never share outputs: each reads its own requests'."""
+the rest on exit. They never share outputs: a caller reads those of its own requests."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..config import is_whole
-from ..interrupts import guarded, is_interrupt, surely
+from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
-from .execution.executor import Window
+from .execution.executor import StableSpan
 from .prompt_forms import prompt_ids, split_inputs, split_prompts
 from .results import RequestOutput, RequestResult
 
 logger = logging.getLogger(__name__)
 
-# options that may be lists with one value a prompt
-_ONE_EACH = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
+# options that may be lists with one value per prompt
+_PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
-MAX_UNREAD = 1 << 14  # kept outputs without a result, some megabytes
+MAX_PENDING_OUTPUTS = 1 << 14  # outputs without a result: some megabytes
 SLOW_SECONDS = 2.0  # a call that takes longer shows its progress
 
 
-def _has_viewer() -> bool:
-    """Whether a person may be looking: standard error is a terminal, or this is a notebook."""
+def _is_interactive() -> bool:
+    """Whether a person may be watching: standard error is a terminal, or this is a notebook."""
     if "ipykernel.zmqshell" in sys.modules:
         return True
     try:
         return bool(sys.stderr.isatty())
     except (AttributeError, ValueError):
-        # it is None, closed, or what a logging library put in its place
+        # it is None, closed, or replaced by a logging library
         return False
 
 
-def trim_unread(outputs: list[RequestOutput]) -> None:
-    """Drops all but the last `MAX_UNREAD` outputs without a result; the results will hold their
-    tokens."""
-    if len(outputs) <= MAX_UNREAD:
+def trim_pending(outputs: list[RequestOutput]) -> None:
+    """Drops all but the last `MAX_PENDING_OUTPUTS` outputs without a result; the results will hold
+    their tokens."""
+    if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
     others = [output for output in outputs if not output.finished]
-    dropped = set(map(id, others[:-MAX_UNREAD]))
+    dropped = set(map(id, others[:-MAX_PENDING_OUTPUTS]))
     outputs[:] = [output for output in outputs if id(output) not in dropped]
 
 
@@ -74,11 +74,11 @@ class RequestStream:
                     " `add_request` for each"
                 )
         seed: Any = options.get("seed")
-        if is_whole(seed) and -(2**63) <= seed < 2**64:  # others are refused, for each prompt
-            # negative seeds draw as their two's complement does
+        if is_whole(seed) and -(2**63) <= seed < 2**64:  # each request refuses other seeds
+            # a negative seed draws as its two's complement
             options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(count)]}
         lists = {}
-        for name in _ONE_EACH:
+        for name in _PER_PROMPT:
             values = options.get(name)
             if isinstance(values, (list, tuple)):
                 lists[name] = values
@@ -92,99 +92,103 @@ class RequestStream:
             row_options = {name: values[index] for name, values in lists.items()}
             request_options = RequestOptions(**{**options, **row_options})
             self._queue.append((prompt, config, request_options))
-        self.outbox: deque[RequestOutput] = deque()  # the engine adds the requests' outputs here
-        self.window = Window()
-        self.names: list[str] = []  # ids of the requests, in the order of the prompts
+        # the engine appends the requests' outputs
+        self.output_queue: deque[RequestOutput] = deque()
+        self.span = StableSpan()
+        self.request_ids: list[str] = []  # in the order of the prompts
         self.unfinished: set[str] = set()
 
     def _run(self) -> Iterator[RequestOutput | None]:
         """Yields `None` once all requests are added, then their outputs."""
         for prompt, config, options in self._queue:
             try:
-                name = self.engine.add(
+                request_id = self.engine.add(
                     self.tokenizer,
                     prompt,
                     config,
                     options,
-                    self.outbox,
-                    tells_tokens=not self.window.is_call,
+                    self.output_queue,
+                    reports_tokens=not self.span.is_call,
                 )
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                given = options.request_id
                 ids = list[int]()
-                name = given if isinstance(given, str) else self.engine.make_id()
+                request_id = options.request_id
+                if not isinstance(request_id, str):
+                    request_id = self.engine.make_id()
                 with contextlib.suppress(Exception):  # an invalid prompt may raise anything
                     text_or_ids, _ = split_inputs(prompt, None)
                     ids = prompt_ids(text_or_ids, None)
-                self.outbox.append(
-                    RequestOutput(name, result=RequestResult(name, ids, error=error))
-                )
-            self.names.append(name)
-        self.unfinished.update(self.names)
+                result = RequestResult(request_id, ids, error=error)
+                self.output_queue.append(RequestOutput(request_id, result=result))
+            self.request_ids.append(request_id)
+        self.unfinished.update(self.request_ids)
         yield None
-        while self.unfinished or self.outbox:
-            while self.outbox:
-                output = self.outbox.popleft()
+        while self.unfinished or self.output_queue:
+            while self.output_queue:
+                output = self.output_queue.popleft()
                 if output.finished:
                     self.unfinished.discard(output.request_id)
                 yield output
             if self.unfinished:
-                window = self.window
-                if not window.is_call:
-                    window = Window()
-                self._step(window)
+                span = self.span
+                if not span.is_call:
+                    span = StableSpan()
+                self._step(span)
 
-    def _step(self, window: Window) -> None:
-        """Takes a step for the requests, unless another thread's step has filled the outbox. Warns
-        if the step raises: the next one repeats it, and ends its requests if it raises again."""
+    def _step(self, span: StableSpan) -> None:
+        """Takes a step for the requests, unless another thread's step has filled the output queue.
+        Warns if the step raises: the next one repeats it, and ends its requests if it raises
+        again."""
         engine = self.engine
         with engine.lock:
             engine.pauses.wait()
-            if self.outbox:
+            if self.output_queue:
                 return
             states = engine.requests.items()
-            gone = self.unfinished - {name for name, state in states if state.outbox is self.outbox}
-            if gone:
+            queue = self.output_queue
+            reporting = {request_id for request_id, state in states if state.output_queue is queue}
+            lost = self.unfinished - reporting
+            if lost:
                 raise RuntimeError(
-                    f"requests {sorted(gone)} ended without a result: another thread has reused or"
-                    " freed them"
+                    f"requests {sorted(lost)} ended without a result: another thread has reused"
+                    " their ids or freed them"
                 )
             try:
-                engine.step(window)
+                engine.step(span)
             except RankLostError:
                 raise
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                window.is_open = window.is_settled = False  # the failed step has left it
+                span.is_open = span.is_committed = False  # the failed step has left the span
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,
                     exc_info=True,
                 )
-            if len(engine.unread) > 2 * MAX_UNREAD:
-                trim_unread(engine.unread)
+            if len(engine.pending_outputs) > 2 * MAX_PENDING_OUTPUTS:
+                trim_pending(engine.pending_outputs)
 
     @guarded
     def _end(self) -> None:
-        """Cancels the requests that report to the outbox, whose reader is gone, and ends the
-        window of their steps."""
+        """Cancels the requests that report to the output queue, which has no reader any more, and
+        ends the span of their steps."""
         engine = self.engine
         with engine.lock, contextlib.ExitStack() as stack:
-            # one that raises keeps none from the others
+            # an `ExitStack` cancels all of them, even if one raises
             if engine.loop is not None:
-                engine.loop.executor.leave(self.window)
+                engine.loop.executor.leave(self.span)
             for state in reversed(engine.requests.values()):
-                if state.outbox is self.outbox:
+                if state.output_queue is self.output_queue:
                     stack.callback(engine.cancel, state)
 
     def _closing(self) -> Generator[RequestOutput | None, None, None]:
         try:
             yield from self._run()
         finally:
-            surely(self._end)  # an interrupt may have kept it from beginning
+            ensure_done(self._end)  # even if an interrupt kept it from beginning
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""
@@ -195,11 +199,11 @@ class RequestStream:
             outputs.close()
 
     def results(self, progress: bool | None) -> list[RequestResult]:
-        """Runs the requests to their ends. `progress`: whether to show a bar; `None`: to a viewer,
-        if it takes long."""
-        self.window.is_call = True
+        """Runs the requests to their ends. `progress`: whether to show a bar; `None`: in an
+        interactive session, if the call takes long."""
+        self.span.is_call = True
         results: dict[str, RequestResult] = {}
-        is_shown = _has_viewer() if progress is None else progress
+        is_shown = _is_interactive() if progress is None else progress
         delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
         bar: Any = None
@@ -207,8 +211,8 @@ class RequestStream:
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
-                    # no bar before it is shown: tqdm takes a lock, which a forked child may
-                    # find held
+                    # the bar is made late, since tqdm takes a lock, which a forked child may find
+                    # locked
                     if is_shown and bar is None and time.perf_counter() - start >= delay:
                         bar = stack.enter_context(
                             tqdm(
@@ -223,7 +227,7 @@ class RequestStream:
                             bar.update(1)
             finally:
                 outputs.close()
-        ordered = [results[name] for name in self.names if name in results]
+        ordered = [results[key] for key in self.request_ids if key in results]
         errors = [result.error for result in ordered if result.error is not None]
         if errors:
             message = (
@@ -240,10 +244,10 @@ class RequestStream:
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
         """`stream` with each step in a worker thread. Readers of one event loop take one step at a
-        time, which fills the outboxes of all. A cancelled reader does not wait for the step's
+        time, which fills the output queues of all. A cancelled reader does not wait for the step's
         end."""
         outputs = self._closing()
-        nothing = object()
+        end = object()
         reading = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
         steps = self.engine.readers.setdefault(event_loop, asyncio.Lock())
@@ -253,22 +257,22 @@ class RequestStream:
                 return function(*args)
 
         async def read() -> Any:
-            # to add requests, or end, needs no step
+            # adding requests and ending need no step
             turn = steps if self.unfinished else contextlib.nullcontext()
             async with turn:
-                if self.outbox:
+                if self.output_queue:
                     return None
-                return await asyncio.to_thread(locked, next, outputs, nothing)
+                return await asyncio.to_thread(locked, next, outputs, end)
 
         pending: asyncio.Task[Any] | None = None
         try:
             while True:
-                if self.outbox:
+                if self.output_queue:
                     output = next(outputs)  # does not wait
                 else:
                     pending = asyncio.ensure_future(read())
                     output = await asyncio.shield(pending)  # cancellation cannot stop the thread
-                if output is nothing:
+                if output is end:
                     return
                 if output is not None:
                     yield output
@@ -276,5 +280,5 @@ class RequestStream:
             closing = asyncio.get_running_loop().run_in_executor(None, locked, outputs.close)
             if pending is None or pending.done():
                 await asyncio.shield(closing)
-            else:  # retrieves the step's exception, which no reader awaits
+            else:  # retrieves the step's exception, for which no reader waits
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

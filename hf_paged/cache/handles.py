@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import is_interrupt
-from ..step import NotPackable, StepMetadata
+from ..step import NotCapturable, NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
 
@@ -221,6 +221,8 @@ class PagedTensor(ReadOnlyTensor):
                 )
             if self.fresh is not None:
                 self._dense = self.fresh
+            elif self.step.lengths is not None:
+                raise NotCapturable("its code reads keys or values, whose number only a device has")
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense

@@ -104,7 +104,7 @@ class KVBlocks:
         (`store_key`) stays equal, since choosing takes longer than a small store."""
         blocks = self
         if self.rows is not None:
-            self.rows.settle()
+            self.rows.preserve_views()
         if self.shares_scales:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
@@ -132,7 +132,7 @@ class KVBlocks:
     def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
         """Writes all of `blocks`, of the same heads and dims on any device, to `block_ids`."""
         if self.rows is not None:
-            self.rows.settle()
+            self.rows.preserve_views()
         if self.quantized_dtype is not None:
             for target, source in zip(self.data, blocks.data):
                 target[block_ids] = source.to(target.device)

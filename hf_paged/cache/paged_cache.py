@@ -276,6 +276,16 @@ class PagedCache(DynamicCache):
                 if length and blocks is not None:
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
+    def note_step(self, length: int) -> None:
+        """After a replay: notes that it stored the tokens of every row up to `length` positions,
+        padding included."""
+        for group in self.groups.values():
+            group.length = length
+            group.forget_steps()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.num_positions = length
+
     def begin(
         self,
         steps: Sequence[StepMetadata | None],

@@ -1,4 +1,4 @@
-"""Runs code whenever an optional library is imported, without importing it."""
+"""Runs code when an optional library is imported; it never imports the library itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _AfterImport(NamedTuple):
-    """Finds a module for the import system, so that an action follows its import."""
+    """A finder of the import system for one module: an action follows the module's import."""
 
     module_name: str
     action: Action
@@ -43,7 +43,7 @@ def after_import(name: str, action: Action) -> None:
     """Runs `action` with the module `name`: now if it has been imported, and whenever it is
     imported or reloaded. Idempotent."""
     if name in sys.modules:
-        action(import_module(name))  # waits for another thread that is importing it
+        action(import_module(name))  # waits if another thread is importing it
     finder = _AfterImport(name, action)
     if finder not in sys.meta_path:
         sys.meta_path.insert(0, finder)

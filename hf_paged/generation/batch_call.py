@@ -1,4 +1,5 @@
-"""A `generate` call on the engine: rows in, transformers' shapes out."""
+"""Runs a `generate` call on the engine and returns the result in transformers' shape. `candidate`
+decides whether the engine can serve the call."""
 
 from __future__ import annotations
 
@@ -40,23 +41,23 @@ from ..topics import Topic
 from .call import Call, caches_in
 from .candidate import RIGHT_PADDED, Candidate
 
-# Computing fewer tokens takes about as long as fingerprinting all weights, which the prefix cache
-# needs.
+# With fewer tokens, computing them takes about as long as the fingerprint of all weights that the
+# prefix cache needs.
 MIN_CACHED_TOKENS = 128
-# Running fewer steps without replay takes no longer than reading the model's state, which replays
-# need.
+# With fewer steps, running them without replays takes no longer than reading the model's state,
+# which replays need.
 MIN_REPLAYED_STEPS = 16
 
 
 def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
-    """A decoding loop of a call for the engine; `None`, with the reason noted, if the engine cannot
-    serve it. Raises `ValueError` if `batch_invariant` is set then: only the engine supports it."""
+    """Prepares a call's decoding loop for the engine; `None`, after it has noted the reason, if the
+    engine cannot serve it. Then raises `ValueError` if `batch_invariant` is set, which only the
+    engine supports."""
     with contextlib.ExitStack() as stack:
         adapters = adapters_for(call.model)
         names = None
         if adapters is not None:
-            # else PEFT would take them as adapters of a forward's rows, which differ from the
-            # call's
+            # else PEFT would apply them to the rows of a forward, which are not the call's rows
             names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
@@ -88,7 +89,7 @@ def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCa
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.road, call.reason = "engine", batch.layout.reason
+    call.route_name, call.reason = "engine", batch.layout.reason
     call.details |= dict(
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
@@ -108,7 +109,7 @@ class BatchCall(Candidate):
             decoding = BeamDecoding(self.model, self.inputs)
         else:
             decoding = SampleDecoding(self.inputs, self.streamer)
-        # the prefix cache pays off if it can save more time than fingerprinting the weights takes
+        # prefix caching must be able to save more time than the weights' fingerprint takes
         num_tokens = len(self.paddings) * decoding.max_length
         num_steps = decoding.max_length - decoding.length
         keeps_prefixes = num_tokens >= MIN_CACHED_TOKENS
@@ -128,7 +129,7 @@ class BatchCall(Candidate):
             executor = shared.loop.executor
             finish = functools.partial(self._result, generation)
             claim = NOTHING
-            if generation.keep_blocks:  # rows that ended keep theirs until the whole call ends
+            if generation.keep_blocks:  # finished rows keep their blocks until the call ends
                 preemption = shared.loop.scheduler.preemption
                 needed = sum(map(preemption.num_needed, generation.requests))
                 claim = claimed(memory, needed, lambda: shared.loop.blocks.num_total)
@@ -147,12 +148,12 @@ class BatchCall(Candidate):
                 call.slowed_by |= executor.slowed_by
 
     def _let_speculate(self, generation: Generation) -> None:
-        """Sets up speculation: rows with drafts are split to advance separately. N-grams are used
-        only where that changes no random draw."""
+        """Sets up speculation, and splits rows with drafts, which advance separately. N-grams draft
+        only where that changes no random numbers."""
         decoding = generation.decoding
         is_alone = len(generation.rows) == 1
         assistance = self.assistance
-        if is_sharded(self.model):  # its processes would measure different times
+        if is_sharded(self.model):  # the processes would measure different times
             return
         may_use_ngrams = assistance is None and self.paged_config.speculation == "ngram"
         if may_use_ngrams and self.layout.reason_against_drafts is None:
@@ -164,7 +165,7 @@ class BatchCall(Candidate):
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """A key: calls with equal keys can share a forward, whichever thread computes it."""
+        """A key: calls with equal keys can share a forward, in any of their threads."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None
@@ -178,7 +179,7 @@ class BatchCall(Candidate):
             autocast_dtype(device),
             torch.is_inference_mode_enabled(),
             stream,
-            # modes of torch's overrides belong to a thread
+            # modes that override torch's functions belong to one thread
             threading.get_ident() if any(num_modes()) else None,
         )
 
@@ -192,14 +193,14 @@ class BatchCall(Candidate):
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
             adapter = self._adapter(row)
-            # as for engine requests
+            # the namespace of engine requests
             namespace: Hashable = UNCACHED
             if keeps_prefixes:
                 namespace = (adapter, self.paged_config.cache_salt)
             request = Request(
                 f"row {row}",
                 [Sequence(self._tokens(self.inputs.input_ids, row))],
-                decoding.max_length + self.num_unseen - self.paddings[row],
+                decoding.max_length + self.num_embedded - self.paddings[row],
                 num_rows=repeats,
                 namespace=namespace,
                 adapter=adapter,
@@ -207,10 +208,10 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
-                shift = prompts.shift(prompt, layout.replays)
+                shift = prompts.shift(prompt, layout.depends_on_splits)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                prompts.give(request, prompt, keys, self.verdict.begins_behind_text)
+                prompts.assign(request, prompt, keys, self.verdict.begins_behind_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
@@ -223,10 +224,10 @@ class BatchCall(Candidate):
         return names[row * len(names) // len(self.paddings)]
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
-        """Token ids of a row of `ids` without padding, 0 for each token given as an embedding."""
-        hidden = self.paddings[row] - self.num_unseen
-        tokens: list[int] = ids[row, max(0, hidden) :].tolist()
-        return [0] * -hidden + tokens
+        """Token ids of a row of `ids` without padding; 0 for each token given as an embedding."""
+        num_hidden = self.paddings[row] - self.num_embedded
+        tokens: list[int] = ids[row, max(0, num_hidden) :].tolist()
+        return [0] * -num_hidden + tokens
 
     def _result(self, generation: Generation, loop: StepLoop) -> Any:
         decoding = generation.decoding
@@ -234,15 +235,17 @@ class BatchCall(Candidate):
         num_rows = len(self.paddings)
         if parts:
             decoding = decoding.join([part.decoding for part in parts])
-        length = self.num_unseen + decoding.length - 1  # nothing computes the last token
+        length = self.num_embedded + decoding.length - 1  # no forward computes the last token
         self.call.sizes = {"self": (num_rows, length)}
         if self.prompts is not None:
             self.call.sizes["cross"] = num_rows, self.prompts.num_encoder_tokens
         if not generation.keep_blocks:
             return decoding.result()
-        # the returned cache is as plain `generate` leaves it: rows that ended early get K/V of the
-        # padding that follows
-        kept = [part.kept[0] for part in parts] or [generation.kept[row] for row in range(num_rows)]
+        # the returned cache must equal that of plain `generate`: rows that ended early get the K/V
+        # of the padding that follows them
+        kept = [part.kept_blocks[0] for part in parts] or [
+            generation.kept_blocks[row] for row in range(num_rows)
+        ]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept):
@@ -254,18 +257,18 @@ class BatchCall(Candidate):
         executor = loop.executor
         shortage = Shortage(loop.memory)
         while True:
-            late = [row for row in sequences if row.num_computed_tokens < row.num_tokens - 1]
-            if not late:
+            unfinished = [row for row in sequences if row.num_computed_tokens < row.num_tokens - 1]
+            if not unfinished:
                 break
             with executor.lock, executor.attention():
                 executor.check_model()
-                plan = _schedule(loop, late)
+                plan = _schedule(loop, unfinished)
                 if len(plan):
                     executor.run_rows(plan)
                     for sequence, count in zip(plan.sequences, plan.counts):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():
-                first = late[0]
+                first = unfinished[0]
                 count = first.num_tokens - 1 - first.num_computed_tokens
                 needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
@@ -273,7 +276,7 @@ class BatchCall(Candidate):
                     " raise `num_blocks`, or leave `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)
-        # transformers' frames hold it, too, and an exception keeps these
+        # the call discards it on an error: transformers' frames, which the traceback keeps, hold it
         self.call.built.append(cache)
         with loop.memory.changing():
             cache.take(
@@ -285,25 +288,25 @@ class BatchCall(Candidate):
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
-    """Plans one step towards computing all tokens but the last of each sequence, as far as
-    there are blocks."""
+    """Plans one step that computes tokens of each sequence, up to its last but one, as far as there
+    are blocks."""
     items = []
-    left = loop.scheduler.max_num_batched_tokens
+    budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():
         for sequence in sequences:
             num_left = sequence.num_tokens - 1 - sequence.num_computed_tokens
-            count = min(left, num_left)
+            count = min(budget, num_left)
             if not count:
                 break
             has_room = loop.blocks.append(sequence.blocks, count)
             if not has_room and loop.scheduler.reclaim():
                 has_room = loop.blocks.append(sequence.blocks, count)
             if not has_room:
-                count = 1  # token by token, blocks leave windows
+                count = 1  # token by token, sliding windows free blocks
                 if not loop.blocks.append(sequence.blocks, count):
                     break
             items.append((sequence, count))
-            left -= count
+            budget -= count
         loop.blocks.flush_copies()
         loop.memory.note_peak()
     return StepPlan.of(sorted(items, key=lambda item: item[1] != 1))

@@ -1,4 +1,5 @@
-"""One `generate` call: the caches that it builds, the attention that it switches, its route."""
+"""One `generate` call: the caches that it builds, the attention that it switches, its route. It
+runs no forward."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def rows_per_prompt(config: GenerationConfig) -> int:
 
 
 def first_rows(value: Any, repeats: int) -> Any:
-    """Every `repeats`-th row of the tensors in an input of a model; `None` if the rows between
+    """Every `repeats`-th row of the tensors in a model's input; `None` if the rows that follow it
     differ."""
     for tensor in tensors_of(value):
         if len(tensor) % repeats:
@@ -68,34 +69,35 @@ def first_rows(value: Any, repeats: int) -> Any:
 
 
 class Call:
-    """Caches and settings of one `generate` call, undone when it ends."""
+    """The caches and switches of one `generate` call, which it undoes when it ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        self.claim = contextlib.ExitStack()  # on blocks, as long as its caches hold any
+        self.claim = contextlib.ExitStack()  # on blocks, while its caches hold any
         self.memory: PagedMemory | None = None  # the model's, if the call uses it
         self.built: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # those in `built`, or the caller's
-        self.counters: list[ReadCounters] = []  # how keys and values of the caches were read
-        self.repeats = 1
-        # ids and inputs before rows were repeated
+        self.counters: list[ReadCounters] = []  # of the caches
+        self.repeats = 1  # rows per prompt
+        # ids and inputs before the expansion to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
-        self.swaps_pictures = False  # whether repeated rows got images of other rows
-        self.road = "plain"
+        self.swaps_images = False  # whether expanded rows got images of other rows
+        self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
-        self.remedy: str | None = None  # if a paged cache was asked for: how the call gets one
+        self.remedy: str | None = None  # if a paged cache was requested: how the call gets one
         self.reads_in_place = False
         self.is_running = False
-        self.foreign: str | None = None  # why the model's own code reads keys and values
-        self.slowed_by: set[str] = set()  # reasons from the kernels
-        # on the engine, by a cache's kind: rows, positions of each
+        self.own_code_reason: str | None = None  # why the model's own code reads keys and values
+        self.slowed_by: set[str] = set()  # reasons that the kernels report
+        # on the engine, by the kind of cache: (rows, positions per row)
         self.sizes: dict[str, tuple[int, int]] = {}
         self.details: dict[str, Any] = {"is_packed": False, "setup_seconds": {}}  # for `route_of`
 
     @restoring
     def running(self) -> Iterator[None]:
-        """Runs the call: undoes its switches at the end, and frees its caches if it fails."""
+        """A context for the call: undoes its switches at the end, and frees its caches if it
+        fails."""
         variables: dict[ContextVar[Any], Any] = {
             current: self,
             mask_observer: None,
@@ -127,14 +129,14 @@ class Call:
                     ),
                 )
         except BaseException:
-            # free the caches now: the traceback keeps the frames alive that hold them
+            # the traceback keeps frames alive that hold these caches, so they are freed here
             for cache in self.built:
                 cache.discard()
             raise
         finally:
-            self.stack.close()  # unless an interrupt kept it from beginning to, this is done
+            self.stack.close()  # a no-op, unless an interrupt prevented its end above
             route = route_of(
-                self.road,
+                self.route_name,
                 self._full_reason(),
                 self.counters,
                 self.slowed_by,
@@ -156,30 +158,32 @@ class Call:
 
     @property
     def _lacks_cache(self) -> bool:
-        """Whether a paged cache was asked for, and the call had none."""
-        return self.road == "plain" and self.remedy is not None
+        """Whether the call requested a paged cache and had none."""
+        return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:
-        """The reason, with how the model's own code got keys and values if it read them."""
+        """The reason, and how the model's own code got keys and values, if it read them."""
         if self._lacks_cache:
             return Topic.NOT_PAGED(self.reason)
-        if self.foreign is None or self.road != "hf_loop":
+        if self.own_code_reason is None or self.route_name != "hf_loop":
             return self.reason
         is_in_place = any(counter.in_place for counter in self.counters)
         is_gathered = any(counter.gathered for counter in self.counters)
         are_views = is_in_place and not is_gathered
         how = "read where rows lie side by side" if are_views else "gathered"
-        return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.foreign}")
+        return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
 
-    def ask(self, reason: str, remedy: str) -> None:
-        """Notes that a paged cache was asked for, why the call has none (yet), and what to change
-        to get one."""
+    def note_unpaged(self, reason: str, remedy: str) -> None:
+        """Notes that the call requested a paged cache, why it has none (yet), and how to get
+        one."""
         self.reason, self.remedy = reason, remedy
 
-    def use(self, caches: list[PagedCache], config: GenerationConfig, is_built: bool) -> None:
-        """Makes the call store keys and values in `caches`, which attention reads in place; caches
-        built for the call end with it."""
-        self.road = "hf_loop"
+    def use_caches(
+        self, caches: list[PagedCache], config: GenerationConfig, is_built: bool
+    ) -> None:
+        """Makes the call store keys and values in `caches`, which attention reads in place. Caches
+        that were built for the call end with it."""
+        self.route_name = "hf_loop"
         self.repeats = rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         is_first = not self.caches
@@ -200,7 +204,7 @@ class Call:
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Waits until the caches that the call built can hold all rows of a decoding loop with
-        these arguments beside those of other calls that cannot be preempted."""
+        these arguments, beside other calls that cannot be preempted."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoded = model_kwargs.get("encoder_outputs")
@@ -226,8 +230,8 @@ class Call:
         input_ids: Any = None,
         **model_kwargs: Any,
     ) -> None:
-        """Notes the inputs that `generate` prepared before it repeats rows; only the first,
-        outermost call counts."""
+        """Notes the inputs that `generate` has prepared before it expands rows; only the first,
+        outermost expansion counts."""
         if isinstance(input_ids, torch.Tensor) and self.unexpanded is None:
             inputs = {name: unshared(value) for name, value in model_kwargs.items()}
             self.unexpanded = (input_ids, inputs)
@@ -239,20 +243,19 @@ class Call:
             return
         wrap_expansions(modules)
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
-        foreign = foreign_attention(modules)
-        if foreign:
-            self.foreign = foreign
-            return  # that code may attend to padding, so padding is stored, too
+        self.own_code_reason = foreign_attention(modules)
+        if self.own_code_reason:
+            return  # the model's code may attend to padding, so padding is stored, too
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 
     def _observe(self, mask: PagedMask) -> None:
-        """Finds the left padding in the model's causal mask: those positions need not be stored."""
+        """Finds the left padding in the model's causal mask, whose positions need not be stored."""
         arguments = mask.arguments
         if not mask.pattern.causal or arguments.get("q_offset", 0) != 0:
             return
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):
-            # these layers do not hold the padded text
+            # the padded text is not in these layers
             return
         columns = mask.visible_columns
         if columns is None:
@@ -266,6 +269,6 @@ class Call:
 
 
 current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
-# A call prepared by a model with an overridden `generate` that bypasses ours, to run with its
+# The prepared call of a model whose overridden `generate` bypasses ours; it runs with the model's
 # decoding loop.
 prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)

@@ -1,4 +1,4 @@
-"""Whether the engine can serve a `generate` call: the reasons against it, in tables."""
+"""Decides whether the engine can serve a `generate` call: tables of the reasons against it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ RIGHT_PADDED = Topic.RIGHT_PADDING(
 
 
 def _applying(reasons: dict[str, Any]) -> Iterator[str]:
-    """The reasons whose condition holds."""
+    """The reasons whose conditions hold."""
     return itertools.compress(reasons, reasons.values())
 
 
 class Candidate:
-    """A decoding loop of a `generate` call, with what the engine needs to know of it. The layout,
-    the paddings, the prompts and the verdict are set by `reason_against`."""
+    """A decoding loop of a `generate` call, as the engine needs it. `reason_against` sets the
+    layout, the paddings, the prompts and the verdict."""
 
     def __init__(
         self, call: Call, loop: LoopCall, cache: PagedCache, adapters: list[str] | None
@@ -51,9 +51,9 @@ class Candidate:
         self.adapters = adapters  # one per row or per prompt, if the call names them
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
-        # the memory's config may be that of another thread's call
+        # not the memory's config, which may be that of another thread's call
         self.paged_config = PagedConfig.coerce(self.config.cache_config)
-        # for the model's forward
+        # inputs of the model's forward
         self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
         self.streamer = arguments.get("streamer")
         self.uses_beams = loop.method == compat.BEAM_SEARCH
@@ -66,7 +66,7 @@ class Candidate:
             )
         self.layout = Layout()
         self.paddings: list[int] = []  # left padding of each row
-        # the prompts, each once, if they are more than token ids with consecutive positions
+        # each prompt once, if prompts are more than token ids with consecutive positions
         self.prompts: Prompts | None = None
         self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
 
@@ -75,7 +75,8 @@ class Candidate:
         return next(self._reasons(), None)
 
     def _reasons(self) -> Iterator[str]:
-        """Yields reasons, of which the first counts: later ones may rely on what it denies."""
+        """Yields reasons, of which the first counts: later checks may assume that earlier ones
+        passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_joining(), None)
         is_invariant = self.paged_config.batch_invariant
@@ -107,24 +108,24 @@ class Candidate:
     def _reasons_against_options(self) -> Iterator[str]:
         model = self.model
         config = self.config
-        given = self.model_kwargs
+        model_kwargs = self.model_kwargs
         override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
         reports = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
-        if not model.config.is_encoder_decoder:  # may have fewer rows in the encoder (Dia)
-            mismatch = mismatched_rows(given, len(self.inputs.input_ids))
+        if not model.config.is_encoder_decoder:  # an encoder may have fewer rows (Dia)
+            mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return _applying(
             {
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
-                # in `generate` without its decorators
+                # `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
                 Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
                     config.return_dict_in_generate and reports
                 ),
-                # transformers' loop then sends all tokens in every step
-                Topic.OPTIONS(f"`use_cache` is {given.get('use_cache')!r}"): (
-                    not given.get("use_cache", True)
+                # transformers' loop then passes all tokens in every step
+                Topic.OPTIONS(f"`use_cache` is {model_kwargs.get('use_cache')!r}"): (
+                    not model_kwargs.get("use_cache", True)
                 ),
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
@@ -133,14 +134,14 @@ class Candidate:
                     config.max_time is not None and is_sharded(model)
                 ),
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
-                    self.call.swaps_pictures
+                    self.call.swaps_images
                 ),
                 Topic.INPUTS(str(mismatch)): mismatch is not None,
             }
         )
 
     def _reasons_against_joining(self) -> Iterator[str]:
-        """Yields why rows can neither be packed nor run beside those of other calls."""
+        """Yields why rows can neither be packed nor run beside rows of other calls."""
         yield from self._reasons_against_prompts()
         model = self.model
         others = self._other_inputs()
@@ -158,7 +159,7 @@ class Candidate:
                 reason = self.verdict.unsupported_reason
             if reason is not None:
                 yield f"{others}, and {reason}"
-        is_padded = not layout.mixed_lengths and any(self.paddings)
+        is_padded = not layout.can_mix_lengths and any(self.paddings)
         if reason is None:
             yield from _applying(
                 {
@@ -171,38 +172,38 @@ class Candidate:
                     ),
                 }
             )
-        elif not layout.side_by_side or self.config.return_dict_in_generate:
+        elif not layout.is_side_by_side or self.config.return_dict_in_generate:
             yield reason
         elif is_padded:
             yield Topic.PADDING(f"padding changes the rows' results, and {reason}")
 
     def _reasons_against_prompts(self) -> Iterator[str]:
-        """Yields why the prompts are not rows of tokens with left padding alone. If none,
-        `paddings` is set."""
-        given = self.model_kwargs
+        """Yields why the prompts are not rows of tokens with left padding alone. If there is no
+        reason, sets `paddings`."""
+        model_kwargs = self.model_kwargs
         ids = self.inputs.input_ids
-        keep = given.get("logits_to_keep")
+        keep = model_kwargs.get("logits_to_keep")
         keeps_last = isinstance(keep, int) and keep == 1
         has_rows = ids.dim() == 2
-        num_tokens = ids.shape[1] + self.num_unseen if has_rows else 0
+        num_tokens = ids.shape[1] + self.num_embedded if has_rows else 0
         yield from _applying(
             {
                 Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
                 Topic.OPTIONS("`logits_to_keep` is set"): keep is not None and not keeps_last,
                 Topic.INPUTS("there are no token ids"): not num_tokens,
                 Topic.INPUTS("`inputs_embeds` and token ids differ in length"): (
-                    has_rows and self.num_unseen and ids.shape[1]
+                    has_rows and self.num_embedded and ids.shape[1]
                 ),
             }
         )
-        mask = given.get("attention_mask")
+        mask = model_kwargs.get("attention_mask")
         of_rows = [ids]
         if mask is not None:
             if mask.shape != (len(ids), num_tokens):
                 yield Topic.INPUTS("the attention mask has another shape than the token ids")
             of_rows.append(mask)
         columns = padding_columns(mask, len(ids), num_tokens)
-        positions = given.get("position_ids")
+        positions = model_kwargs.get("position_ids")
         repeats = self.call.repeats
         yield from _applying(
             {
@@ -220,10 +221,11 @@ class Candidate:
         self.paddings = list(columns[0])
 
     def _other_inputs(self) -> str | None:
-        """What the prompts have beyond token ids with consecutive positions; `None` if nothing."""
+        """Says which inputs the prompts have beyond token ids with consecutive positions; `None` if
+        there are none."""
         others = list(other_names(self.model_kwargs))
         if "labels" in others and is_stock(self.model, "prepare_inputs_for_generation"):
-            others.remove("labels")  # transformers' stock code drops them
+            others.remove("labels")  # transformers' code drops them
         if others:
             return Topic.INPUTS(f"model inputs other than token ids: {', '.join(others)}")
         positions = self.model_kwargs.get("position_ids")
@@ -239,7 +241,7 @@ class Candidate:
         return None
 
     def _find_prompts(self) -> Prompts | None:
-        """Each prompt once; `None` if the model overrides how rows are repeated."""
+        """Each prompt once; `None` if the model overrides the expansion of rows."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
             unexpanded = self.inputs.input_ids, self.model_kwargs
@@ -250,27 +252,26 @@ class Candidate:
 
     def _outgrows_table(self) -> bool:
         """Whether a row may need more positions than the model's table has in packed forwards."""
-        most = self.layout.max_positions
-        if most is None or not self.layout.grows_unpacked:
+        limit = self.layout.max_positions
+        if limit is None or not self.layout.grows_unpacked:
             return False
-        longest = self.config.max_length + self.num_unseen - min(self.paddings)
-        return longest > most + 1
+        longest = self.config.max_length + self.num_embedded - min(self.paddings)
+        return longest > limit + 1
 
     def _shares_factors(self) -> bool:
-        """Whether rows of different lengths would get other rotary factors than each gets alone."""
+        """Whether rows of different lengths would get other rotary factors than each row alone."""
         if not any(self.paddings):
             return False
         rope = find_length_rope(self.model, self.model.modules())
         if rope is None:
             return False
         unpadded = self.inputs.input_ids.shape[1] - max(self.paddings)
-        shortest = rope.factors(unpadded + self.num_unseen)
-        return shortest != rope.factors(self.config.max_length + self.num_unseen)
+        shortest = rope.factors(unpadded + self.num_embedded)
+        return shortest != rope.factors(self.config.max_length + self.num_embedded)
 
     @property
-    def num_unseen(self) -> int:
-        """The number of tokens of each prompt that are given as embeddings only, without token
-        ids."""
+    def num_embedded(self) -> int:
+        """The number of tokens of each prompt that are given as embeddings, without token ids."""
         embeds = self.model_kwargs.get("inputs_embeds")
         if embeds is None or self.model.config.is_encoder_decoder:
             return 0
@@ -278,8 +279,8 @@ class Candidate:
         return int(embeds.shape[1] - num_tokens)
 
     def _reasons_against_staying(self, reason: str) -> Iterator[str]:
-        """Yields why rows cannot stay in their batch on the engine; `reason` is why they cannot
-        join others. If none, the layout is that of such rows."""
+        """Yields why rows cannot stay in their batch on the engine; `reason` says why they cannot
+        join others. If there is no reason, sets the layout to that of such rows."""
         model = self.model
         repeats = self.call.repeats
         self.prompts = prompts = self.prompts or self._find_prompts()
@@ -308,7 +309,7 @@ class Candidate:
             why = capability.reason_against_rows(prompts)
         if why:
             yield why if why in reason else f"{reason}, and {why}"
-        prompts.set_joins(capability.how_rows_join(prompts))
+        prompts.set_join_keys(capability.how_rows_join(prompts))
         count = capability.max_positions(prompts)
         self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

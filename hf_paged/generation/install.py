@@ -1,5 +1,5 @@
-"""The entry point: `install` patches transformers so that `cache_implementation="paged"` works in
-`generate`."""
+"""The entry point: `install` replaces methods of transformers so that
+`cache_implementation="paged"` works in `generate`; `uninstall` restores them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
 _PEFT = "peft.peft_model"
-_RENAMED = "past_key_values"  # an argument that newer versions of transformers rename
+_RENAMED = "past_key_values"  # an argument that newer versions of transformers have renamed
 
 _lock = forks.lock()
-_is_default = False  # calls that name no cache are paged
+_is_default = False  # whether calls that name no cache are paged
 
 
 # -- replacements of GenerationMixin methods -----------------------------------------------------
@@ -62,15 +62,15 @@ def _generate(generate: Invocation) -> Any:
     model = generate.model
     kwargs = generate.kwargs
     requested = generate.option("cache_implementation")
-    asks = requested in REQUESTED
-    if asks:
+    is_requested = requested in REQUESTED
+    if is_requested:
         _check_arguments(generate)
         cache_config = PagedConfig.coerce(generate.option("cache_config"))
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
-            # for "paged", transformers would hand the call to its continuous batching before any
-            # preparation
+            # transformers would pass a call with "paged" to its continuous batching before it
+            # prepares anything
             kwargs["cache_implementation"] = NAME
         streamer = kwargs.get("streamer")
         if isinstance(streamer, (list, tuple)):
@@ -90,15 +90,15 @@ def _generate(generate: Invocation) -> Any:
         )
     prepared.set(None)
     _wrap_overrides(type(model))
-    run = _run_untraced if asks or _is_default else _run
-    return run(generate, asks)
+    run = _run_untraced if is_requested or _is_default else _run
+    return run(generate, is_requested)
 
 
 @guarded
-def _run(generate: Invocation, asks: bool) -> Any:
+def _run(generate: Invocation, is_requested: bool) -> Any:
     call = Call(generate.model)
-    if asks:
-        call.ask(
+    if is_requested:
+        call.note_unpaged(
             f"{type(generate.model).__name__} prepares its cache itself",
             "Use a model that generates as transformers does",
         )
@@ -110,8 +110,8 @@ _run_untraced = torch.compiler.disable(_run)  # a compiled function may call `ge
 
 
 def _check_arguments(generate: Invocation) -> None:
-    """Raises `ValueError` early for arguments that would fail after allocation, or with an error
-    that names none."""
+    """Raises `ValueError` early for arguments that would fail after allocation, or whose error
+    would not name them."""
     model = generate.model
     kwargs = generate.kwargs
     config = generate.generation_config
@@ -119,9 +119,10 @@ def _check_arguments(generate: Invocation) -> None:
     misplaced = kwargs.keys() & PagedConfig.__annotations__.keys()
     if misplaced:
         pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced)]
-        given = ", ".join(pairs)
+        options_text = ", ".join(pairs)
         raise TypeError(
-            f"the paged cache takes these options in its config: pass cache_config={{{given}}}"
+            "the paged cache takes these options in its config: pass"
+            f" cache_config={{{options_text}}}"
         )
     ids = _checked_ids(generate)
     for name in (_RENAMED, *compat.CACHE_NAMES):
@@ -151,8 +152,8 @@ def _check_arguments(generate: Invocation) -> None:
 
 
 def _checked_ids(generate: Invocation) -> Any:
-    """The prompts' token ids, whatever they are. Raises `ValueError` for what is none, if the model
-    takes ids alone."""
+    """The argument with the prompts' token ids, of any type. Raises `ValueError` if it is invalid
+    and the model takes only token ids."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None
@@ -173,14 +174,14 @@ def _checked_ids(generate: Invocation) -> Any:
 
 def _prepare_cache(prepare: Invocation) -> Any:
     if prepare.noted(capturing) is not None:
-        return None  # no loop will use it
+        return None  # no loop uses the cache
     model = prepare.model
     arguments = prepare.bound.arguments
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
     call = prepare.noted(current)
-    passed = bool(caches_in(model_kwargs))
-    uses_default = _is_default and not passed and generation_config.use_cache is not False
+    is_passed = bool(caches_in(model_kwargs))
+    uses_default = _is_default and not is_passed and generation_config.use_cache is not False
     chosen = generation_config.cache_implementation
     config = None
     if chosen in REQUESTED or (chosen is None and uses_default):
@@ -192,22 +193,22 @@ def _prepare_cache(prepare: Invocation) -> Any:
         if call is None:
             call = Call(model)
             prepared.set(call)
-        if config is not None and not passed:
+        if config is not None and not is_passed:
             _page(call, config, arguments)
         parts = [part for cache in caches_in(model_kwargs) for part in cache_parts(cache)]
         caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
-            call.use(caches, generation_config, is_built=not passed)
+            call.use_caches(caches, generation_config, is_built=not is_passed)
         elif config is not None:
-            call.ask(*_why_not_paged(model, passed, arguments))
+            call.note_unpaged(*_why_not_paged(model, is_passed, arguments))
         if config is not None and config.batch_invariant and not call.built:
             raise not_invariant(model, call.reason)
     return result
 
 
-def _why_not_paged(model: Any, passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
-    """Why a call that asked for a paged cache has none, and what to change."""
-    if passed:
+def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
+    """Why a call that requested a paged cache has none, and how it gets one."""
+    if is_passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
     if arguments["generation_config"].use_cache is False:
         return "use_cache is False", "Leave `use_cache=False` out"
@@ -220,8 +221,8 @@ def _why_not_paged(model: Any, passed: bool, arguments: dict[str, Any]) -> tuple
 
 
 def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
-    """Gives the call memory, and replaces each `DynamicCache` that the model just built by a
-    `PagedCache` on it."""
+    """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by a
+    `PagedCache` on this memory."""
     model = call.model
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
@@ -263,19 +264,19 @@ def _expand_inputs(expand: Invocation) -> Any:
     expanded = expand.run()
     if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
         _, repeated = expanded
-        call.swaps_pictures |= _swaps_pictures(expand.kwargs, repeated)
+        call.swaps_images |= _swaps_images(expand.kwargs, repeated)
     return expanded
 
 
-def _swaps_pictures(given: dict[str, Any], inputs: dict[str, Any]) -> bool:
-    """Whether the expansion repeated each image by itself although rows have several images, as
-    transformers 5.17 does: `[A, A, B, B]` for two rows of which each has the images `[A, B]`."""
-    size = given.get("expand_size", 1)
-    rows = given.get("input_ids")
+def _swaps_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
+    """Whether the expansion repeated images one by one although rows have several images, as
+    transformers 5.17 does: `[A, A, B, B]` for two rows that each have the images `[A, B]`."""
+    size = inputs.get("expand_size", 1)
+    rows = inputs.get("input_ids")
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
-    for name, value in given.items():
-        expanded = inputs.get(name)
+    for name, value in inputs.items():
+        expanded = expanded_inputs.get(name)
         are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded, torch.Tensor)
         if are_tensors and value.dim() and len(value) != len(rows):
             one_by_one = value.repeat_interleave(size, dim=0)
@@ -295,11 +296,11 @@ def _decode(decode: Invocation) -> Any:
     capture = decode.noted(capturing)
     if capture is not None:
         return capture.add(_loop_call(decode, call))
-    waiting = decode.noted(prepared)
+    prepared_call = decode.noted(prepared)
     running = NOTHING
-    if waiting is not None:
+    if prepared_call is not None:
         prepared.set(None)
-        call = waiting
+        call = prepared_call
         running = call.running()
     with running:
         if call is not None and call.built:
@@ -324,7 +325,7 @@ def _encode_media(encode: Invocation) -> Any:
 
 
 def _warn_of_padding(warn: Invocation) -> Any:
-    """Skips the warning in our steps, which have a mask or no padding: the check waits for the
+    """Skips the check in our steps, which have a mask or no padding: it would wait for the
     device."""
     if compat.attention_of(warn.model.config) == NAME:
         return None
@@ -346,13 +347,13 @@ _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
-"""By class and name of each replaced method: the original, if there was one, and the wrapper that
-replaced it."""
+"""By class and name of each replaced method: the original, if there was one, and the wrapper in its
+place."""
 
 
 def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
-    """Wraps a method, and what its decorators (`no_grad`, `deprecate_kwarg`) wrap: a caller who
-    takes `generate` out of them gets ours."""
+    """Wraps a method, and the function inside its decorators (`no_grad`, `deprecate_kwarg`): a
+    caller who unwraps `generate` gets ours."""
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -367,8 +368,8 @@ def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Meth
 
 
 def _method(owner: type, name: str) -> Method:
-    """A method of a class as a function that takes the model first; transformers 5.17 has a static
-    method."""
+    """A method of a class, as a function that takes the model first; transformers 5.17 has one that
+    is static."""
     function: Method = getattr(owner, name)
 
     def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -379,8 +380,8 @@ def _method(owner: type, name: str) -> Method:
 
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
-    """Replaces a method, unless it has been, by `wrapper`, or by one of `_REPLACEMENTS`. For use
-    within `_lock`."""
+    """Replaces a method by `wrapper`, or by one of `_REPLACEMENTS`, unless it is replaced already.
+    Call with `_lock` held."""
     if (owner, name) not in _installed:
         if wrapper is None:
             wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
@@ -394,7 +395,7 @@ def _native() -> rooms.NativeRoom:
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds the names of continuous batching to `PeftModel`, which passes them on to the model
+    """Adds the methods of continuous batching to `PeftModel`, which then call those of the model
     inside."""
     with _lock:
         for name, method in _native().through_wrapper.items():
@@ -403,8 +404,8 @@ def _add_to_peft(module: Any) -> None:
 
 
 def _wrap_overrides(model_class: type) -> None:
-    """Wraps the input expansion of classes that override it (Qwen2-VL on transformers 5.17), to
-    note their inputs."""
+    """Wraps the input expansion of a class that overrides it (Qwen2-VL on transformers 5.17), to
+    note its inputs."""
     name = compat.EXPAND_INPUTS
     owner = next(base for base in model_class.__mro__ if name in vars(base))
     if (owner, name) not in _installed:
@@ -418,18 +419,18 @@ def install(
     *,
     by_default: bool = False,
 ) -> None:
-    """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent;
-    run by the import, with the options that the environment variable HF_PAGED_INSTALL names
-    (`python -m hf_paged run` writes it).
+    """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent.
+    Importing hf_paged calls it with the options that the environment variable HF_PAGED_INSTALL
+    names, which `python -m hf_paged run` writes.
 
     Args:
         continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`,
             `init_continuous_batching` and `continuous_batching_context_manager` of all models on a
             [`PagedEngine`]; a config passed here is their default. A later call without this option
-            changes nothing of it.
+            does not undo it.
         by_default (`bool`): Also make `generate` paged where neither the call nor a configuration
             names a `cache_implementation`, and no cache is passed. A later call without this option
-            changes nothing of it.
+            does not undo it.
     """
     global _is_default
     native = None if continuous_batching is False else _native()
@@ -442,8 +443,8 @@ def install(
             _replace(PreTrainedModel, compat.WARN_OF_PADDING)
         _is_default |= by_default
         if native is not None:
-            given = None if isinstance(continuous_batching, bool) else continuous_batching
-            native.set_default(PagedConfig.coerce(given, "continuous_batching"))
+            config = None if isinstance(continuous_batching, bool) else continuous_batching
+            native.set_default(PagedConfig.coerce(config, "continuous_batching"))
             for name, function in native.replacements.items():
                 replacement = functools.partial(Invocation.run, function=function)
                 wrapper = _wrapper(_method(ContinuousMixin, name), replacement)

@@ -1,4 +1,4 @@
-"""Calls of methods of transformers that hf_paged has replaced."""
+"""`Invocation`: a call of a method of transformers that hf_paged has replaced."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Invocation:
         return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
 
     def noted(self, variable: ContextVar[Any]) -> Any:
-        """The variable's value if it is of this model, else `None`."""
+        """The variable's value if its model is this one, else `None`."""
         value = variable.get()
         return value if value is not None and value.model is self.model else None
 
     @property
     def generation_config(self) -> Any:
-        """That of a call of `generate`."""
+        """The argument `generation_config` of a call of `generate`."""
         positional = self.args[1] if len(self.args) > 1 else None
         return self.kwargs.get("generation_config", positional)
 
     def option(self, name: str) -> Any:
-        """The value of an option of `generate`, from the keyword, which may unset it, the config
-        passed or the model's config, in this order; `None` if unset."""
+        """The value of an option of `generate`: from the keyword, which may unset it, the argument
+        `generation_config` or the model's config, in this order; `None` if unset."""
         if name in self.kwargs:
             return self.kwargs[name]
         model_config = getattr(self.model, "generation_config", None)

@@ -1,4 +1,4 @@
-"""One prefill for the rows of a prompt, under transformers' own loop."""
+"""Computes one prefill for all rows of a prompt, under transformers' own loop."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from ..model.structure import reasons_of_rows
 from .call import current, first_rows
 from .invocation import Invocation
 
-_KNOWN_LAYERS = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
+# Python modules of cache layers whose `reorder_cache` repeats all that they hold
+_REPEATABLE_LAYERS = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
 
 
 def share_prefill(prefill: Invocation) -> Any:
-    """Computes rows that were expanded from one prompt once, where that gives the same results."""
+    """Computes only one of the rows that were expanded from a prompt, where that gives the same
+    results."""
     call = prefill.noted(current)
-    given = prefill.bound.arguments
+    arguments = prefill.bound.arguments
     first = None
-    # chunked prefill is left to the original
-    is_whole = given["generation_config"].prefill_chunk_size is None
+    # the original runs chunked prefill
+    is_whole = arguments["generation_config"].prefill_chunk_size is None
     if call is not None and call.caches and call.repeats > 1 and is_whole:
-        first = _of_first_rows(given["input_ids"], given["model_kwargs"], call.repeats)
+        first = _of_first_rows(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
     if first is None or not _rows_are_independent(prefill.model):
         return prefill.run()
     ids, inputs = first
-    given["input_ids"] = ids
-    given["model_kwargs"] = inputs
-    known = {id(value): {*vars(value)} for value in inputs.values() if isinstance(value, Cache)}
+    arguments["input_ids"] = ids
+    arguments["model_kwargs"] = inputs
+    # of each cache, the attributes before the prefill
+    attributes = {
+        id(value): {*vars(value)} for value in inputs.values() if isinstance(value, Cache)
+    }
     outputs = prefill.original(*prefill.bound.args, **prefill.bound.kwargs)
-    # the model may have created one
+    # the model may have created a cache
     caches = [value for value in outputs.values() if isinstance(value, Cache)]
     if not caches:
         caches = [value for value in inputs.values() if isinstance(value, Cache)]
     num_prompts = len(ids)
     rows = torch.arange(num_prompts, device=ids.device).repeat_interleave(call.repeats)
     for cache in caches:
-        # every cache layer can reorder its rows, which includes repeating one
+        # reordering the rows of a cache layer can also repeat one
         cache.reorder_cache(rows)
-        if id(cache) in known:  # tensors of rows that the model's forward has set on it
-            for name in vars(cache).keys() - known[id(cache)]:
+        if id(cache) in attributes:  # the model's forward may have set tensors of rows on it
+            for name in vars(cache).keys() - attributes[id(cache)]:
                 setattr(cache, name, select_rows(name, getattr(cache, name), rows, num_prompts))
     for name, value in outputs.items():
         outputs[name] = select_rows(name, value, rows, num_prompts)
@@ -56,8 +61,8 @@ def _of_first_rows(
     model_kwargs: dict[str, Any],
     repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row; `None` if the rows between differ or something is
-    cached."""
+    """The inputs of every `repeats`-th row; `None` if the rows that follow it differ, or a cache is
+    not empty."""
     if mismatched_rows(model_kwargs, len(input_ids)) is not None:
         return None
     ids = first_rows(input_ids, repeats)
@@ -87,8 +92,8 @@ def _can_repeat_rows(layer: Any) -> bool:
     """Whether `reorder_cache` repeats all that a cache layer holds: a model's own class may hold
     states that an inherited method leaves out."""
     for base in type(layer).__mro__:
-        is_known = base.__module__.startswith(_KNOWN_LAYERS)
-        if not is_known and "reorder_cache" not in vars(base):
+        is_repeatable = base.__module__.startswith(_REPEATABLE_LAYERS)
+        if not is_repeatable and "reorder_cache" not in vars(base):
             return False
     return True
 

@@ -6,6 +6,10 @@ A block of a K/V head is one tile of bytes: `block_size * dim` codes, token afte
 magnitude over the largest code, so that tokens stored later do not change earlier ones. (vLLM's
 `int8_per_token_head` has the same scales.) The codes are a view `(num_blocks, heads, block_size,
 dim)` of the tiles; the scales are located from this view.
+
+A format is one torch dtype of one byte. A new one is named in `config.KV_DTYPES`, `DTYPES`,
+`LARGEST`, `NUMBERS`, `lanes.cpp` and the Triton kernels (`STORED`); narrower codes also change
+`KVBlocks`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Decides how a model may be run: from its modules and config, then by comparing forwards; no list
-of model names."""
+"""Decides in which layout a model runs: from its modules and config, then by comparing forwards.
+There is no list of model names; `checks` runs the forwards."""
 
 from __future__ import annotations
 
@@ -43,45 +43,44 @@ from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
 _lock = forks.lock()
-_REFUSED, _OPEN, _KNOWN = range(3)  # state of a check in one process: refused, not run yet, done
-# Types of module attributes that determine what a forward computes, such as a `forward` that
-# replaces the class's.
-_TOLD = {bool, str, types.FunctionType, types.MethodType, functools.partial}
+_REFUSED, _OPEN, _DONE = range(3)  # of a check in one process: ruled out, not run yet, run
+# Types of module attributes that determine what a forward computes, such as a function that
+# replaces the class's `forward`.
+_DESCRIBED = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
     weakref.WeakKeyDictionary()
 )
 
-Known = dict[Hashable, Any]
-"""Verdicts by kind of call, kept by a caller whose weights and configs do not change: with 100
-modules `_look` takes 1 ms, `_glance` 0.15 ms."""
+Verdicts = dict[Hashable, Any]
+"""Verdicts by kind of call. A caller keeps them while weights and configs do not change: for 100
+modules `_checked` takes 1 ms, `_quick_key` 0.15 ms."""
 
 
 class Capability:
-    """How the rows of a model may go through its forwards, decided by checks. `cache`, built for
-    the model, stays empty; `make` gives the runners of the checks. `known`: verdicts that a caller
-    keeps."""
+    """Checks how rows may go through the model's forwards. `cache`, built for the model, stays
+    empty; `make` makes the runners of the checks; `verdicts` are those that the caller keeps."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
         make: MakeRunner,
-        known: Known | None = None,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._make = make
-        self._known = known
+        self._caller_verdicts = verdicts
 
     def choose_layout(self) -> Layout:
         """The best layout in which each sequence gets the results that it gets alone."""
         model = self._model
-        with step_lock(model):  # steps of other threads with several adapters have hooks on it
-            packed = self._find(self_check, "packed")
+        with step_lock(model):  # other threads' steps with several adapters put hooks on the model
+            packed = self._verdict(self_check, "packed")
             if isinstance(packed, Layout):
                 return packed
-            layout = self._find(side_check, "side by side")
+            layout = self._verdict(side_check, "side by side")
             if not isinstance(layout, Layout):
                 layout = TOGETHER
             if layout is TOGETHER and not model.config.is_encoder_decoder:
@@ -89,58 +88,58 @@ class Capability:
         return layout._replace(unsupported_reason=packed)
 
     def reason_against_invariance(self) -> str | None:
-        """Why a packed model cannot serve `batch_invariant`; the runners compute each row as if
-        alone."""
+        """Why a packed model cannot serve `batch_invariant`; the runners must compute each row as
+        if it were alone."""
         device = compute_device(self._model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
         uses_cpp = cpp.is_available() and forced() in (None, "cpp")
         if not uses_cpp:
             return Topic.BATCH_INVARIANT("the C++ kernels are not used")
-        return self._find(invariance_check, "packed")
+        return self._verdict(invariance_check, "packed")
 
     def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
-        """Why rows with different adapters of these modules cannot share a forward of a packed
-        model; the runners are of three rows with different adapters."""
-        return self._find(mixing_check, "packed", kind=modules)
+        """Why rows with different adapters of these modules cannot share a packed forward; the
+        runners must give each of three rows another adapter."""
+        return self._verdict(mixing_check, "packed", kind=modules)
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
-        """Checks `prompts` (`execution.prompts.Prompts`) of a packed model; the verdict holds for
-        all prompts with inputs of the same names."""
+        """Checks `prompts` (`execution.prompts.Prompts`) of a packed model. The verdict holds for
+        all prompts whose inputs have the same names."""
         has_text = prompts.num_text(self._model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
-        verdict = self._find(prompts_check, "packed", prompts, kind)
+        verdict = self._verdict(prompts_check, "packed", prompts, kind)
         if isinstance(verdict, PromptsVerdict):
             return verdict
         return PromptsVerdict(verdict)
 
     def how_prompts_merge(self, prompts: Any) -> Hashable | None:
-        """A key: prompts of several requests with equal keys may be prefilled in one forward;
-        `None`: only alone."""
-        likeness = prompts.likeness(self._model.config)
+        """A key: one forward may prefill the prompts of several requests if their keys are equal;
+        `None`: each prompt needs its own forward."""
+        likeness = prompts.similarity_key(self._model.config)
         if likeness is None:
             return None
         kind = prompts.names, prompts.axis_counts
-        verdict = self._find(merge_check, "packed", prompts, kind)
+        verdict = self._verdict(merge_check, "packed", prompts, kind)
         return likeness if verdict is True else None
 
     def reason_against_rows(self, prompts: Any) -> str | None:
         """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout
         `TOGETHER`."""
         kind = (
-            tuple((name, str(type(prompts.model_kwargs[name]))) for name in _given(prompts)),
+            tuple((name, str(type(prompts.model_kwargs[name]))) for name in _input_names(prompts)),
             len(prompts.paddings) > 1,
             any(prompts.paddings),
             prompts.length > 1,
             prompts.hides_tokens,
         )
-        return self._find(rows_check, "together", prompts, kind)
+        return self._verdict(rows_check, "together", prompts, kind)
 
     def max_positions(self, prompts: Any = None) -> int | None:
         """`Layout.max_positions` in the layout `TOGETHER`; `prompts`: for a model with an encoder,
         `Prompts` with its outputs."""
-        kind = _given(prompts) if self._model.config.is_encoder_decoder else ()
-        count = self._find(positions_check, "together", prompts, kind)
+        kind = _input_names(prompts) if self._model.config.is_encoder_decoder else ()
+        count = self._verdict(positions_check, "together", prompts, kind)
         return None if isinstance(count, str) else count
 
     def how_rows_join(self, prompts: Any) -> tuple[bool, bool] | None:
@@ -149,35 +148,35 @@ class Capability:
         cache = self._cache
         if cache.cross is None:
             return None
-        given = _given(prompts)
+        names = _input_names(prompts)
         foreign = {type(layer) for layer in (*cache.layers, *cache.cross.layers)} - KV_LAYERS
-        if foreign or not {"decoder_attention_mask", "decoder_position_ids"}.isdisjoint(given):
+        if foreign or not {"decoder_attention_mask", "decoder_position_ids"}.isdisjoint(names):
             return None
-        kind = given, prompts.length > 1, prompts.num_encoder_tokens > 1
-        verdict = self._find(join_check, "together", prompts, kind)
+        kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
+        verdict = self._verdict(join_check, "together", prompts, kind)
         return None if isinstance(verdict, str) else verdict
 
-    def _find(
+    def _verdict(
         self,
         check: Callable[[Trial], Any],
         layout: str,
         prompts: Any = None,
         kind: Any = None,
     ) -> Any:
-        """The `known` verdict, the first of `structure.reasons`, or the result of `check`, which
-        runs several short forwards once per state of the model and `kind` of call."""
-        known = self._known
-        if known is None:
-            return self._look(check, layout, prompts, kind)
-        glance = _glance(self._model)
-        before, verdict = known.get((check, kind), (None, None))
-        if before != glance:
-            verdict = self._look(check, layout, prompts, kind)
+        """The caller's verdict, the first of `structure.reasons`, or the result of `check`, which
+        runs several short forwards once for each state of the model and `kind` of call."""
+        verdicts = self._caller_verdicts
+        if verdicts is None:
+            return self._checked(check, layout, prompts, kind)
+        quick_key = _quick_key(self._model)
+        old_key, verdict = verdicts.get((check, kind), (None, None))
+        if old_key != quick_key:
+            verdict = self._checked(check, layout, prompts, kind)
             if not isinstance(verdict, str):  # a reason may be temporary
-                known[check, kind] = glance, verdict
+                verdicts[check, kind] = quick_key, verdict
         return verdict
 
-    def _look(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+    def _checked(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
         model = self._model
         cache = self._cache
         modules = list(model.modules())
@@ -188,48 +187,48 @@ class Capability:
         key = _key(check, kind, model, cache, modules)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
-            state = _KNOWN if key in verdicts else _OPEN
+            state = _DONE if key in verdicts else _OPEN
         if processes is not None:
-            # modules may differ between processes: all processes run the check, or none
+            # modules may differ between processes; either all of them run the check, or none
             if reason is not None:
                 state = _REFUSED
             state = processes.least(state)
             if state == _REFUSED:
                 return reason or Topic.RANKS("another rank cannot use this layout")
-        if state == _KNOWN:
+        if state == _DONE:
             return verdicts[key]
         try:
             with step_lock(model), timed("self_check"):
                 trial = Trial(model, cache, self._make, prompts)
                 verdict = check(trial)
-                # whether it allows that prefixes are shared
+                # only verdicts that let requests share prefixes depend on what forwards write
                 if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
                     judge_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.lasts:  # the cause may be temporary: the next call checks again
                 return verdict
-        _note(model, _key(check, kind, model, cache, modules), verdict)
+        _store(model, _key(check, kind, model, cache, modules), verdict)
         return verdict
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
-    """Notes that a packed forward failed for `reason` although `self_check` had found none: while
-    the model stays in this state, `choose_layout` chooses no packed layout."""
+    """Notes that a packed forward failed for `reason` after `self_check` had passed: while the
+    model stays in this state, `choose_layout` chooses no packed layout."""
     key = _key(self_check, None, model, cache, list(model.modules()))
-    _note(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
+    _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
-def _given(prompts: Any) -> tuple[str, ...]:
+def _input_names(prompts: Any) -> tuple[str, ...]:
     """The sorted names of the inputs of `Prompts`."""
     inputs = prompts.model_kwargs.items()
     return tuple(sorted(name for name, value in inputs if value is not None))
 
 
-def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
-    """A key that changes with modules, their modes, hooks or forwards: covers less than `_code`,
-    and is faster."""
-    are_global = (
+def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
+    """A key that changes with modules, their modes, hooks or forwards: faster than `_code_key`,
+    which covers more."""
+    has_global_hooks = (
         bool(torch_module._global_forward_hooks),
         bool(torch_module._global_forward_pre_hooks),
     )
@@ -242,7 +241,7 @@ def _glance(model: PreTrainedModel) -> tuple[Any, ...]:
         )
         for module in model.modules()
     ]
-    return are_global, modules
+    return has_global_hooks, modules
 
 
 def _key(
@@ -253,10 +252,10 @@ def _key(
     modules: Modules,
 ) -> Hashable:
     layers = [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-    return check, kind, tuple(layers), _code(model, modules)
+    return check, kind, tuple(layers), _code_key(model, modules)
 
 
-def _note(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
+def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
         while key not in verdicts and len(verdicts) >= _MAX_VERDICTS:
@@ -264,19 +263,19 @@ def _note(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
         verdicts[key] = verdict
 
 
-def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward and the sizes of its weights, without their values,
-    computed in about a millisecond. Holds no model."""
+def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
+    """A key for the code of a model's forward and the shapes of its weights, not their values,
+    computed in about a millisecond. It keeps no model alive."""
     kinds = tuple((type(module), module.training) for module in modules)
-    held: list[Any] = []
+    attributes: list[Any] = []
     shapes: list[torch.Size] = []  # a longer table allows more positions
-    unread = notes_of(model).unread
+    write_only = notes_of(model).write_only
     for module in modules:
-        skipped = {*FUNCTIONS, *unread.get(module, ())}
+        skipped = {*FUNCTIONS, *write_only.get(module, ())}
         for name, value in vars(module).items():
-            if type(value) in _TOLD and name not in skipped:
-                held.append(value)
-        held += (replaced_forward(module), *hooks_of(module))
+            if type(value) in _DESCRIBED and name not in skipped:
+                attributes.append(value)
+        attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
     bases = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
     members = (member for base in bases for member in vars(base).values())
@@ -285,7 +284,7 @@ def _code(model: PreTrainedModel, modules: Modules) -> Hashable:
     device = compute_device(model)
     return (
         kinds,
-        tuple(map(code_of, held)),
+        tuple(map(code_of, attributes)),
         functions,
         tuple(map(model_attention, configs)),
         tuple(shapes),

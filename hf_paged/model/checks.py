@@ -1,5 +1,5 @@
-"""Checks of what a layout computes: short forwards on random tokens, or on a call's prompts,
-compared with plain ones."""
+"""Checks of layouts: each compares short forwards in a layout, on random tokens or on a call's
+prompts, with plain forwards. `capability` decides which check runs, and keeps its verdict."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from .writes import Write, changed, copied, is_same, note_write
 # prompt tokens of the first two sequences
 _FIRST = 8
 _SECOND = 9
-# tokens of the third's first chunk, of its prompt without chunks
+# tokens of the third sequence's first chunk, and of its prompt where it has no chunks
 _CHUNK = 18
 _THIRD = 13
 _PACKED_PROMPTS = (_FIRST, _SECOND, LENGTH)
-# Prompts side by side; decodes beside a chunk after cached tokens; nothing but decodes, of which
-# all logits are wanted.
+# Prompts side by side; decodes beside a chunk after cached tokens; decodes alone, for which the
+# head computes the logits of every token.
 _PACKED_STEPS: tuple[Step, ...] = (
     ((0, _FIRST), (1, _SECOND), (2, _CHUNK)),
     ((0, 1), (1, 1), (2, LENGTH - _CHUNK)),
@@ -54,8 +54,8 @@ _PACKED_ENDS = (
     *((0, _FIRST + 1), (1, _SECOND + 1), (2, LENGTH)),
     *((0, _FIRST + 2), (1, _SECOND + 2)),
 )
-"""The row of each of these steps' logits, and the number of tokens that precede them."""
-# A short and a long row; a row that joins them; one that has left.
+"""For each of these steps' logits: the row, and the number of tokens that precede them."""
+# A short and a long row; a third row joins them; the long row has left.
 _SIDE_STEPS = (
     ((0, _FIRST), (2, _THIRD)),
     ((0, 1), (2, 1)),
@@ -63,8 +63,8 @@ _SIDE_STEPS = (
     ((1, 1), (0, 1)),
 )
 _SIDE_ENDS = (11, 10, 15)  # of the rows' continuations
-# Prompts in two chunks; the second ones of equal length run side by side: shorter than a
-# convolution's kernel, and longer.
+# Prompts in two chunks. Second chunks of equal length run side by side: they are shorter than a
+# convolution's kernel, or longer.
 _CONTINUING_STEPS = (
     ((0, _FIRST), (2, 12), (1, 4)),
     ((0, 3), (2, 3), (1, 6)),
@@ -72,8 +72,8 @@ _CONTINUING_STEPS = (
 
 
 def self_check(trial: Trial) -> Layout | str:
-    """Compares packed steps with plain forwards, of whole sequences and of decode steps: the packed
-    `Layout`, or why they differ. Raises `ForwardFailedError` if a plain forward fails;
+    """Compares packed steps with plain forwards of whole sequences and of decode steps. Returns the
+    packed `Layout`, or how they differ. Raises `ForwardFailedError` if a plain forward fails;
     out-of-memory errors pass through."""
     model = trial.model
     with trial.forwards():
@@ -93,19 +93,19 @@ def self_check(trial: Trial) -> Layout | str:
         in_steps, packed[[2, 3, 5]], "logits of decode steps"
     )
     if reason is None:
-        # the model's `prepare_inputs_for_generation` may give a first forward other inputs
+        # the model's `prepare_inputs_for_generation` may prepare other inputs for a first forward
         reason = trial.difference(decoded[0], whole[:, _FIRST - 1], "first logits")
     if reason is not None:
         return reason
-    # the model may count padding among positions
+    # the model may count padding as positions
     unpadded = decoded[:2].flatten(0, 1)
-    mixed_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
+    can_mix_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
     fixed, growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
         run_kernels(trial)
     grows = growing is not None and (fixed is None or growing < fixed)
     return Layout(
-        mixed_lengths=mixed_lengths,
+        can_mix_lengths=can_mix_lengths,
         max_positions=growing if grows else fixed,
         grows_unpacked=grows,
         layers=memory.layers(),
@@ -113,42 +113,42 @@ def self_check(trial: Trial) -> Layout | str:
 
 
 def run_kernels(trial: Trial) -> None:
-    """Computes a packed prompt and a decode step in blocks of the size and dtype that the model's
-    cache has, unless the checks have the same: kernels that cannot run are then known before a
+    """Computes a packed prompt and a decode step in blocks of the size and dtype of the model's
+    cache, unless the checks' blocks have the same: kernels that cannot run fail here, before a
     request needs them (`kernels.triton.launch`)."""
     memory = trial.cache.memory
-    like = dataclasses.replace(
+    config = dataclasses.replace(
         CONFIG,
         block_size=memory.config.block_size,
         kv_dtype=memory.config.kv_dtype,
         storage=memory.config.storage,
     )
-    if like == CONFIG and memory.make_storage is storage_of:
+    if config == CONFIG and memory.make_storage is storage_of:
         return
     end = LENGTH - 1
     steps = ((0, end),), ((0, 1),)
     try:
         rows = sample_tokens(trial.model)
-        like_memory = PagedMemory(
-            like, is_bounded=False, sizes=memory.sizes, make_storage=memory.make_storage
+        trial_memory = PagedMemory(
+            config, is_bounded=False, sizes=memory.sizes, make_storage=memory.make_storage
         )
-        trial.run(Layout(), rows, (end,), steps, like_memory)
+        trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
-        # there may be no memory for large blocks, which requests then wait for
+        # memory may not suffice for large blocks: requests then wait for them
         if not _is_expected(error):
             raise
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether a forward failed, or memory did not suffice for it."""
+    """Whether the error means that a forward failed or ran out of memory."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why the logits of a step are not bitwise equal to those of each row alone, or prefill to
-    decode; `None` if they are. Raises as `self_check`."""
+    """Why the logits of a step are not bitwise equal to those of each row alone, or those of a
+    prefill to those of decodes; `None` if they are. Raises as `self_check`."""
     layout = self_check(trial)
     if isinstance(layout, str):
         return layout
@@ -163,27 +163,27 @@ def invariance_check(trial: Trial) -> str | None:
 
 
 def mixing_check(trial: Trial) -> str | None:
-    """Why rows in a step have other logits than alone; `None` if they agree. Raises as
-    `self_check`."""
+    """How the logits of rows in one step differ from those of each row alone; `None` if they
+    agree. Raises as `self_check`."""
     together, alone = _together_and_alone(trial, sample_tokens(trial.model))
     return trial.difference(alone, together, how="with several adapters in a forward")
 
 
 def _together_and_alone(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of `_PACKED_STEPS`, and of each row in steps of its own, `(len(_PACKED_ENDS),
-    vocab_size)` each."""
+    """The logits of `_PACKED_STEPS`, and those of the same rows when each runs alone: both
+    `(len(_PACKED_ENDS), vocab_size)`."""
     together = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS)
     alone = torch.empty_like(together)
     for row, prompt in enumerate(_PACKED_PROMPTS):
-        places = [place for place, (number, _) in enumerate(_PACKED_ENDS) if number == row]
+        indices = [index for index, (number, _) in enumerate(_PACKED_ENDS) if number == row]
         prefill = ((row, prompt),)
-        decodes = [((row, 1),)] * (len(places) - 1)
-        alone[places] = trial.run(Layout(), rows, _PACKED_PROMPTS, [prefill, *decodes])
+        decodes = [((row, 1),)] * (len(indices) - 1)
+        alone[indices] = trial.run(Layout(), rows, _PACKED_PROMPTS, [prefill, *decodes])
     return together, alone
 
 
 def side_check(trial: Trial) -> Layout:
-    """Compares rows side by side, joining and leaving, with plain forwards. Raises as
+    """Compares rows that run side by side, join and leave, with plain forwards. Raises as
     `self_check`."""
     model = trial.model
     prompts = _FIRST, _SECOND, _THIRD
@@ -195,25 +195,26 @@ def side_check(trial: Trial) -> Layout:
             in_steps.append(trial.plain(row[:, :end], prompt)[:, 0])
             at_once.append(trial.plain(row[:, :end], end)[0, 0])
     decoded = torch.stack([logits[-1] for logits in in_steps])
-    replays = trial.difference(decoded, torch.stack(at_once)) is not None
+    depends_on_splits = trial.difference(decoded, torch.stack(at_once)) is not None
     logits_of_row = list(map(iter, in_steps))
     expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
-    for mixed_lengths in (True, False):
-        layout = Layout("not packed", mixed_lengths, replays=replays)
+    for can_mix_lengths in (True, False):
+        layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
             computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
-                    continues=not replays and _continues(trial, layout, rows, at_once),
+                    can_chunk=not depends_on_splits and _can_chunk(trial, layout, rows, at_once),
                     max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )
     return TOGETHER
 
 
-def _continues(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
-    """Whether prompts in chunks have the logits of prompts `at_once`."""
+def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
+    """Whether prompts computed in chunks have the logits of `at_once`, the same prompts computed
+    whole."""
     short, middle, long = at_once
     with contextlib.suppress(ForwardFailedError):
         computed = trial.run(layout, rows, _SIDE_ENDS, _CONTINUING_STEPS)
@@ -223,7 +224,7 @@ def _continues(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
-    own loop: why they differ, or `None`. Raises as `self_check`."""
+    own loop. Returns how they differ, or `None`. Raises as `self_check`."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -281,11 +282,11 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     new = sample_tokens(model)[:1, :3]
 
     def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
-        """Logits of both rows, which begin together; then one gets a token more unless lengths must
-        be equal."""
+        """The logits of both rows, which begin together; unless lengths must be equal, one row then
+        computes a token more than the other."""
         for single in (first, second):
-            single.joins = None
-            single.set_joins(verdict if joins else None)
+            single.join_key = None
+            single.set_join_keys(verdict if joins else None)
         runner = TrialRunner(trial, TOGETHER)
         (a,) = runner.add_prompts(first, new)
         (b,) = runner.add_prompts(second, new.flip(1))
@@ -302,14 +303,14 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         with contextlib.suppress(ForwardFailedError):
             alone = compute(second, verdict, joins=False)
             joined = compute(second, verdict, joins=True)
-            if first.joins is not None and trial.difference(alone, joined) is None:
+            if first.join_key is not None and trial.difference(alone, joined) is None:
                 return verdict
     return None
 
 
 def _single(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts` with its encoder's tokens cut to `width`. Another `sign` makes its
-    content differ: swapped rows are noticed."""
+    """The first row of `Prompts` with its encoder's tokens cut to `width`. `sign` -1 negates its
+    content, so that swapped rows differ."""
     num_encoded = prompts.num_encoder_tokens
     single = copy.deepcopy(prompts)
 
@@ -327,20 +328,20 @@ def _single(prompts: Any, width: int, sign: int) -> Any:
 
 
 def positions_check(trial: Trial) -> int | None:
-    """How many tokens a table of positions allows in a row; of a model with an encoder, one of
-    `Prompts`."""
-    given = {}
+    """How many tokens of a row the model's tables of positions allow; for a model with an encoder,
+    of a row of `Prompts`."""
+    encoder_inputs = {}
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))
-        given = {name: value for name, value in inputs.items() if "decoder_" not in name}
-    return num_positions(trial, given)[0]
+        encoder_inputs = {name: x for name, x in inputs.items() if "decoder_" not in name}
+    return num_positions(trial, encoder_inputs)[0]
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
     """Compares prompts that the model's own forward computes, and packed decode steps after them,
-    with plain forwards; then recomputes each prompt's end packed, after its tokens for other
-    content, and a single prompt by the model's own forward behind its first text, which a packed
-    step computed without the other content. Raises as `self_check`."""
+    with plain forwards. Then recomputes each prompt's end, which follows its images or other
+    content, in a packed step; and a single prompt by the model's own forward behind its first
+    text, which a packed step computed without the content. Raises as `self_check`."""
     model, prompts = trial.model, trial.prompts
     new = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():
@@ -368,8 +369,8 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
 
 
 def _forget_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
-    """Drops what rows computed behind the other content of their prompts; `False` if that cannot be
-    computed again."""
+    """Drops the tokens that rows computed behind the content of their prompts; `False` if rows
+    cannot compute them again."""
     if keys is None:
         return False
     firsts = [max(1, key.num_content) for key in keys]
@@ -386,7 +387,7 @@ def _forget_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
 
 
 def _behind_text(runner: TrialRunner, prompts: Any, new: Tensor, num_text: int) -> Tensor:
-    """Logits of two steps of the only row of `Prompts`, whose first text was a prompt before."""
+    """The logits of two steps of the only row of `Prompts`, whose first text is already cached."""
     (row,) = runner.add_prompts(prompts, new)
     text = runner.add(row.tokens, num_text)
     runner.advance([text])
@@ -397,8 +398,8 @@ def _behind_text(runner: TrialRunner, prompts: Any, new: Tensor, num_text: int) 
 
 
 def merge_check(trial: Trial) -> bool:
-    """Compares one forward of prompts and of longer ones with other images, and a packed decode
-    step after it, with plain forwards of each."""
+    """Compares one forward of `prompts` and of longer prompts with other images, and a packed
+    decode step after it, with plain forwards of either."""
     model, prompts = trial.model, trial.prompts
     first, new = sample_tokens(model)[:1, :2].split(1, dim=1)
     longer = prompts.longer(int(first))
@@ -412,11 +413,11 @@ def merge_check(trial: Trial) -> bool:
             longer.find_positions(model)
             together.find_positions(model)
             if together.axes != [*prompts.axes, *longer.axes]:
-                return False  # padding counts among its positions
+                return False  # the model counts padding as positions
             runner = TrialRunner(trial, Layout())
             packed = runner.advance(runner.add_prompts(together, new), num_steps=2)
         return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
-    except Exception as error:  # memory may suffice for each alone
+    except Exception as error:  # memory may suffice for separate forwards
         if not _is_expected(error):
             raise
         return False
@@ -427,8 +428,8 @@ Writes = dict[Key, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes which attributes that forwards of the trial wrote every forward writes and none reads,
-    and which a forward reads although one of the engine wrote them."""
+    """Notes which attributes every forward of the trial writes and none reads, and which a forward
+    reads although a forward of the engine wrote them."""
     last: Writes = {}
     by_engine = set[Key]()
     for write in trial.writes:
@@ -446,32 +447,32 @@ def judge_writes(trial: Trial) -> None:
         attribute = type(write.module), write.name
         groups.setdefault(attribute, []).append(key)
     for keys in groups.values():
-        given = dict(last)
+        altered = dict(last)
         for key in keys:
-            given[key] = last[key]._replace(after=changed(last[key].after))
-        if all(is_same(given[key].after, last[key].after) for key in keys):
-            continue  # there is no other value of this type
-        logits, overwritten = _logits_behind(trial, given)
+            altered[key] = last[key]._replace(after=changed(last[key].after))
+        if all(is_same(altered[key].after, last[key].after) for key in keys):
+            continue  # this type has no other value
+        logits, overwritten = _logits_behind(trial, altered)
         is_read = logits is None or not torch.equal(logits, expected)
         for key in overwritten.intersection(keys):
             if not is_read or key in by_engine:
                 note_write(trial.model, last[key], is_read)
 
 
-def _logits_behind(trial: Trial, given: Writes) -> tuple[Tensor | None, set[Key]]:
-    """The logits of a forward that begins with the values `after`, `None` if it fails, and which of
-    these values it overwrites."""
+def _logits_behind(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Key]]:
+    """The logits of a forward that begins with the values `after` of these writes, `None` if it
+    fails, and the keys of those that it overwrites."""
     overwritten = set[Key]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST + 1]
-        for write in given.values():
+        for write in writes.values():
             write.table[write.name] = copied(write.after)
         prompts = trial.prompts
         if prompts is None:
             logits = trial.plain(row, _FIRST)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
-        for key, write in given.items():
+        for key, write in writes.items():
             if not is_same(write.table.get(write.name), write.after):
                 overwritten.add(key)
         return logits, overwritten

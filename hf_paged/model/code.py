@@ -1,5 +1,4 @@
-"""Code of functions: what it does, as a hash that is equal in every process, and which names it
-reads."""
+"""Hashes the code of functions, equally in every process, and lists the names that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from typing import Any
 
 from .values import SCALARS
 
-# of a code object, without file names and lines; the table of exceptions is from Python 3.11 on
+# Attributes of a code object, without file names and lines; Python has the table of exceptions from
+# 3.11 on.
 _PARTS = (
     "co_code",
     "co_exceptiontable",
@@ -28,16 +28,16 @@ _PARTS = (
 )
 
 
-def home_of(function: Any) -> str:
-    """The name of the Python module whose globals a function reads; `__module__` may be that of a
-    wrapped one."""
+def globals_module(function: Any) -> str:
+    """The name of the Python module whose globals a function reads; `__module__` may name that of a
+    wrapped function."""
     return str(function.__globals__.get("__name__"))
 
 
 @functools.lru_cache(maxsize=8192)
 def names_of(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes in code, and in functions, comprehensions and generators
-    within it; also its short texts, which may name attributes."""
+    """The names of globals and attributes in code, and in the functions, comprehensions and
+    generators inside it; also its strings that are identifiers, which may name attributes."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if type(constant) is str and constant.isidentifier():
@@ -54,7 +54,7 @@ def code_hash(code: types.CodeType) -> str:
 
 
 def _described(value: Any) -> Any:
-    """A constant of code, or code, as values that are equal in every process: without hash
+    """Code, or a constant of it, as values that are equal in every process: sets have no hash
     order."""
     if isinstance(value, types.CodeType):
         return [_described(getattr(value, name, b"")) for name in _PARTS]

@@ -1,5 +1,5 @@
-"""Detects what libraries and users put around or in place of modules' forwards: hooks, wrappers,
-compiled code."""
+"""Finds the hooks, wrappers and compiled code that libraries and users put around modules' forwards
+or in place of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 
 _NONE: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Libraries whose hooks move, cast or require gradients for their inputs, and do not depend on token
-# positions.
+# Libraries whose hooks move inputs, cast them or require their gradients, and do not depend on
+# token positions.
 _LIBRARIES = (
     "accelerate.",
     "peft.",
@@ -62,22 +62,22 @@ def has_foreign_hook(module: nn.Module) -> bool:
     )
 
 
-def code_of(function: Any, seen: set[int] | None = None) -> Any:
+def code_of(function: Any, visited: set[int] | None = None) -> Any:
     """A hashable key of what a function, method, callable object, wrapper or hook computes: its
-    code, the scalars in its closure or attributes, and likewise of callables there. Equal for
-    callables made alike; keeps code and classes alive."""
+    code, the scalars in its closure or attributes, and the keys of callables there. Equal for
+    callables that were created alike; keeps code and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
         return function
-    seen = set() if seen is None else seen
-    if id(function) in seen:  # some functions close over themselves
+    visited = set() if visited is None else visited
+    if id(function) in visited:  # some functions close over themselves
         return kind
-    seen.add(id(function))
+    visited.add(id(function))
     head: Any = kind
     parts: Iterable[Any] = ()
     if kind is types.FunctionType:
         head = function.__code__
-        cells = gc.get_referents(*(function.__closure__ or ()))  # what they hold, if anything
+        cells = gc.get_referents(*(function.__closure__ or ()))  # the cells' values, if set
         parts = (*cells, *(function.__defaults__ or ()))
     elif kind is types.MethodType:
         parts = function.__func__, getattr(function.__self__, "__dict__", {})
@@ -90,12 +90,12 @@ def code_of(function: Any, seen: set[int] | None = None) -> Any:
         parts = (part for name, x in named for part in (str(name), x))
     elif callable(function) and not isinstance(function, (nn.Module, type)):
         parts = (getattr(function, "__dict__", {}),)
-    return head, *(code_of(part, seen) for part in parts)
+    return head, *(code_of(part, visited) for part in parts)
 
 
 def compute_device(model: Any) -> torch.device:
     """The device on which the model's forward computes: that of its weights, or, if accelerate
-    offloads them, the one that it loads them to."""
+    offloads them, the device that it loads them to."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

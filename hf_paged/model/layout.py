@@ -1,4 +1,4 @@
-"""Results of a model's checks: how its rows may go through forwards."""
+"""Verdicts of a model's checks: how its rows may go through forwards."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ class Layout(NamedTuple):
     set."""
 
     unsupported_reason: str | None = None
-    # padding changes no result: prompts of different lengths may share a forward; else only those
-    # of equal length
-    mixed_lengths: bool = True
-    # rows of any requests may share a forward; else rows stay with the batch that they began in,
-    # and with all that the model's own loop carries (`TOGETHER`)
-    side_by_side: bool = True
-    continues: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
-    # prefill and token-by-token decode give different logits: a recompute splits the tokens as the
-    # first run did
-    replays: bool = False
-    # tokens of a sequence that a table of positions allows; `None`: any number
+    # prompts of different lengths may share a forward, since padding changes no result; else only
+    # prompts of equal length
+    can_mix_lengths: bool = True
+    # rows of any requests may share a forward; else rows stay in the batch that they began in, with
+    # everything that the model's own loop carries (`TOGETHER`)
+    is_side_by_side: bool = True
+    can_chunk: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
+    # prefill and token-by-token decode give different logits, so a recompute must split the tokens
+    # into the steps of the first run
+    depends_on_splits: bool = False
+    # most tokens of a sequence that the model's tables of positions allow; `None`: no limit
     max_positions: int | None = None
-    # whether forwards that are not packed make that table longer when they need it
+    # whether forwards that are not packed grow that table when they need it
     grows_unpacked: bool = False
-    # what the layers of its cache store, if rows may join and leave
+    # the K/V that the cache's layers store, if rows may join and leave
     layers: tuple[LayerKV, ...] = ()
 
     @property
     def reason_against_drafts(self) -> str | None:
         """Why a row cannot verify several draft tokens in one forward and roll back rejected
         ones."""
-        if self.side_by_side and self.continues:
+        if self.is_side_by_side and self.can_chunk:
             return None
         return self.unsupported_reason
 
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
         how = "rows stay in their original batch under the engine's scheduler"
-        if self.side_by_side:
+        if self.is_side_by_side:
             how = "rows side by side under the engine's scheduler, not packed"
         return f"{how}: {self.unsupported_reason}"
 
@@ -53,8 +53,10 @@ class PromptsVerdict(NamedTuple):
     than token ids."""
 
     unsupported_reason: str | None = None
-    can_reuse: bool = False  # whether other prompts may use a prompt's cached prefix
-    begins_behind_text: bool = False  # whether the model's own forward may begin behind cached text
+    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
+    begins_behind_text: bool = False  # the model's own forward may begin behind cached text
 
 
-TOGETHER = Layout("rows stay together", mixed_lengths=False, side_by_side=False, replays=True)
+TOGETHER = Layout(
+    "rows stay together", can_mix_lengths=False, is_side_by_side=False, depends_on_splits=True
+)

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer from a name or a folder by transformers."""
+"""Loads a model and its tokenizer through transformers, from a name or a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# options of `from_pretrained` that say where files are found; configs and tokenizers take them, too
+# options of `from_pretrained` that say where files are; configs and tokenizers take them, too
 _SOURCE = {
     "cache_dir",
     "code_revision",
@@ -28,14 +28,14 @@ _SOURCE = {
 
 
 def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
-    """Loads a model of the class that its config names, else a causal language model; for the
-    folder of a PEFT adapter the base model with it. `loading` and errors are those of
-    `from_pretrained` (`dtype`, `device_map`, ...)."""
+    """Loads a model of the class that its config names, else a causal language model; from the
+    folder of a PEFT adapter, the base model with the adapter. `loading` are arguments of
+    `from_pretrained` (`dtype`, `device_map`, ...), which raises the errors."""
     try:
         config = AutoConfig.from_pretrained(name_or_path, **_source_of(loading))
         architectures = config.architectures
     except (OSError, ValueError):
-        # an adapter without a config, or nothing: `from_pretrained` raises then
+        # an adapter without a config, or no model: `from_pretrained` then raises
         architectures = None
     name = (architectures or [""])[0]
     model_class = getattr(transformers, name, AutoModelForCausalLM)
@@ -57,8 +57,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: 
         except (OSError, ValueError) as failure:
             error = error or failure
         else:
-            # without files transformers makes a tokenizer of its class's special tokens and T5's
-            # space marker
+            # without files, transformers makes a tokenizer that has only the class's special tokens
+            # and T5's space marker
             if len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1:
                 return tokenizer
     message = (

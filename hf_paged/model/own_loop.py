@@ -17,12 +17,12 @@ from ..cache.paged_cache import PagedCache
 
 
 def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
-    """The cache to pass to the model's forward: with the cross-attention cache if it has one."""
+    """The cache for the model's forward, with its cross-attention cache if it has one."""
     return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
 
 
 def pad_token_id(model: Any) -> int:
-    """The token id for left padding: the config's, or 0; the mask hides it."""
+    """The token id of left padding: the config's, or 0, since the mask hides it."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
@@ -47,21 +47,44 @@ def next_logits(
     num_logits: int = 1,
     num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Runs one step: logits `(rows * num_logits, vocab_size)` after each of the last `num_logits`
-    tokens of `ids`, and the next inputs. Only the last `num_new` tokens are new; if the rows begin,
-    all but the first `num_cached`."""
+    """Runs one step. Returns the logits `(rows * num_logits, vocab_size)` after each of the last
+    `num_logits` tokens of `ids`, and the inputs of the next step. `num_new` and `num_cached` as in
+    `prepare`."""
+    prepared = prepare(model, ids, inputs, begins, num_new, num_cached)
+    if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it to 1
+        prepared["logits_to_keep"] = num_logits
+    outputs = model(**prepared, return_dict=True)
+    logits = outputs.logits[:, -num_logits:].flatten(0, 1)
+    return logits, next_inputs(model, outputs, inputs)
+
+
+def prepare(
+    model: Any,
+    ids: Tensor,
+    inputs: dict[str, Any],
+    begins: bool,
+    num_new: int = 1,
+    num_cached: int = 0,
+) -> dict[str, Any]:
+    """Returns the arguments of the model's forward. Only the last `num_new` tokens of `ids` are
+    new; if the rows begin, all but the first `num_cached`."""
     has_encoder = bool(model.config.is_encoder_decoder)
     embeds = inputs.get("inputs_embeds")
     new = embeds if begins and embeds is not None and not has_encoder else ids
     count = new.shape[1] - num_cached if begins else num_new
-    prepared = model.prepare_inputs_for_generation(
+    prepared: dict[str, Any] = model.prepare_inputs_for_generation(
         ids, next_sequence_length=count, is_first_iteration=begins, **inputs
     )
-    if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
-        prepared["logits_to_keep"] = num_logits
-    outputs = model(**prepared, return_dict=True)
-    logits = outputs.logits[:, -num_logits:].flatten(0, 1)
-    return logits, compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
+    return prepared
+
+
+def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inputs from which the next step is prepared, after a forward's `outputs`."""
+    has_encoder = bool(model.config.is_encoder_decoder)
+    updated: dict[str, Any] = compat.update_inputs(
+        model, outputs, inputs, is_encoder_decoder=has_encoder
+    )
+    return updated
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -86,7 +109,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# inputs whose rows are their first dimension in every model, but for positions with axes in front
+# Inputs whose first dimension are the rows, in every model; positions may have axes in front.
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",
@@ -100,7 +123,7 @@ ROW_INPUTS = {
 
 
 def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
-    """Says which input has neither one row nor `rows`; `None` if there is none."""
+    """Names an input that has neither one row nor `rows`; `None` if there is none."""
     for name in sorted(ROW_INPUTS & inputs.keys()):
         value = inputs[name]
         if isinstance(value, Tensor) and value.dim():
@@ -111,11 +134,11 @@ def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
 
 
 def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
-    """Selects rows `(n,)` from the input or output `name` of a batch of `count` rows; values
-    without such rows stay whole."""
+    """Selects rows `(n,)` from the input or output `name` of a batch of `count` rows. Values
+    without these rows stay whole."""
 
     def select(x: Tensor) -> Tensor:
-        # where transformers repeats rows
+        # the axis along which transformers repeats rows
         axis = 0
         if name.endswith("position_ids") and x.dim() == 3:
             axis = 1
@@ -139,8 +162,8 @@ def first_row(prompts: Any) -> dict[str, Any]:
 
 
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
-    """Concatenates an input of several batches along rows. Tensors whose number of columns equals
-    their batch's entry in `widths` are padded with zeros on the left, or cut there, to `width`
+    """Concatenates an input of several batches along rows. A tensor with as many columns as
+    `widths` says of its batch is first padded with zeros on the left, or cut there, to `width`
     columns."""
     first = values[0]
     if isinstance(first, ModelOutput):

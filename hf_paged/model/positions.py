@@ -1,5 +1,5 @@
-"""Tables of positions that a model's forward reads: how they are recognised, which of them end, and
-how many positions they hold."""
+"""Recognises the tables of positions that a model's forward reads, and counts the positions that
+they hold."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .trial import ForwardFailedError, Trial, sample_tokens
 from .values import addresses_of, kept_tensors
 
 _aten = torch.ops.aten
-# tokens of a prompt, and of steps behind it, that show which tables are read
+# tokens of the prompt, and steps behind it, that show which tables a forward reads
 _NUM_PROBED = 4
 _NUM_STEPS = 3
 
 
-class Table(NamedTuple):
-    """An axis of which a forward reads place `offset + position`."""
+class PositionTable(NamedTuple):
+    """An axis of a tensor, of which a forward reads index `offset + position`."""
 
     size: int
     offset: int
-    # whether it is one of a parameter, which no forward replaces by a longer one
+    # whether the tensor is a parameter, which no forward replaces by a longer one
     is_parameter: bool
 
 
 class PositionReads(TorchDispatchMode):
-    """Around a forward of the one token at `position`: collects in `tables` all of which the
-    forward reads one place. Raises `IndexError` before a read past an axis's end, which on a GPU
-    would end the process."""
+    """Wraps a forward of the one token at `position`: collects in `tables` the axes of which the
+    forward reads a single index. Raises `IndexError` before a read past an axis's end, which would
+    end the process on a GPU."""
 
     def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
         self.position = position
-        self.tables = set[Table]()
+        self.tables = set[PositionTable]()
         self._addresses = addresses_of(kept_tensors(model))
 
     def __torch_dispatch__(
@@ -47,18 +47,20 @@ class PositionReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for size, places in self._reads(func.overloadpacket, args):
-            if places and max(places) >= size:
-                raise IndexError(f"place {max(places)} is read of {size}")
-            if len(places) == 1:
+        for size, indices in self._reads(func.overloadpacket, args):
+            if indices and max(indices) >= size:
+                raise IndexError(f"index {max(indices)} is read of an axis of {size}")
+            if len(indices) == 1:
                 self.tables.add(
-                    Table(size, min(places) - self.position, isinstance(args[0], nn.Parameter))
+                    PositionTable(
+                        size, min(indices) - self.position, isinstance(args[0], nn.Parameter)
+                    )
                 )
         return func(*args, **(kwargs or {}))
 
     def _reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
-        """Returns the size of each axis that an operation reads in part, and which places it reads;
-        of a slice one end."""
+        """Returns the size of each axis that an operation reads in part, and the indices that it
+        reads; of a slice, one end."""
         if kind is _aten.embedding:
             return [(len(args[0]), _values(args[1]))]
         if kind in (_aten.gather, _aten.index_select) and args[0].dim():
@@ -75,14 +77,14 @@ class PositionReads(TorchDispatchMode):
         size = args[0].shape[axis]
         takes_start = not start or start < 0  # `x[:end]`
         takes_end = not takes_start and (end is None or end >= size)
-        # code cuts what it computes for many reasons; it cuts a table of the model, or takes the
-        # end of one (MPT)
+        # Code slices intermediate tensors for many reasons. So only slices of the model's own
+        # tensors count, and slices `x[start:]` (MPT reads its table from the end).
         if not takes_end and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
         if takes_start:
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
-        if end is None or end > size:  # `x[size - length:]`: a table that is read from its end
-            # nothing is left, which is no error
+        if end is None or end > size:  # `x[size - length:]`: a table read from its end
+            # an empty slice is no error
             return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
 
@@ -92,66 +94,68 @@ def _values(index: Tensor) -> set[int]:
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts all buffers of the model with an axis of `size`, and tensors kept like them, to `length`
-    places; returns whether there are any. For use where attributes of modules are restored."""
+    """Cuts the model's buffers with an axis of `size`, and the tensors among its modules'
+    attributes, to `length` on that axis; returns whether there are any. The caller restores the
+    attributes of modules."""
     is_shorter = False
     for module in model.modules():
-        for held in (module._buffers, vars(module)):
-            for name, value in list(held.items()):
+        for tensors in (module._buffers, vars(module)):
+            for name, value in list(tensors.items()):
                 if (
                     isinstance(value, Tensor)
                     and not isinstance(value, nn.Parameter)
                     and size in value.shape
                 ):
-                    held[name] = value.narrow(value.shape.index(size), 0, length)
+                    tensors[name] = value.narrow(value.shape.index(size), 0, length)
                     is_shorter = True
     return is_shorter
 
 
 def num_positions(
-    trial: Trial, given: dict[str, Any] | None = None
+    trial: Trial, encoder_inputs: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
-    """Returns how many positions the model's tables hold: those that end, and those that its
-    forward makes longer when needed; `None` without any, or if a forward fails. `given`: inputs of
-    a model with an encoder. A table is an axis of which each step reads one place, the one that
-    follows that of the step before."""
+    """Returns the number of positions that the model's fixed tables hold, and that of the tables
+    that its forward grows when needed; `None` if there are none or a forward fails.
+    `encoder_inputs`: for a model with an encoder. A table is an axis of which each step reads one
+    index, which follows that of the step before."""
     try:
-        tables = _tables(trial, given)
+        tables = _tables(trial, encoder_inputs)
     except ForwardFailedError:
         return None, None
-    ending: list[int] = []
+    fixed: list[int] = []
     growing: list[int] = []
     for table in tables:
-        counts = growing if _grows(trial, given, table) else ending
+        counts = growing if _grows(trial, encoder_inputs, table) else fixed
         counts.append(table.size - table.offset)
-    return min(ending, default=None), min(growing, default=None)
+    return min(fixed, default=None), min(growing, default=None)
 
 
-def _grows(trial: Trial, given: dict[str, Any] | None, table: Table) -> bool:
-    """Whether forwards make a table longer that is cut to one place less than they need."""
+def _grows(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
+    """Whether forwards grow a table that was cut to one position less than they need."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
-            _tables(trial, given, table.size, table.offset + _NUM_PROBED + _NUM_STEPS - 1)
+            length = table.offset + _NUM_PROBED + _NUM_STEPS - 1
+            _tables(trial, encoder_inputs, table.size, length)
             return True
     return False
 
 
 def _tables(
-    trial: Trial, given: dict[str, Any] | None, size: int = 0, length: int = 0
-) -> set[Table]:
-    """The tables that decode steps read, with buffers of `size` cut to `length`."""
+    trial: Trial, encoder_inputs: dict[str, Any] | None, size: int = 0, length: int = 0
+) -> set[PositionTable]:
+    """The tables that decode steps read, after buffers of `size` are cut to `length`."""
     model = trial.model
     with trial.forwards():
         if size and not shorten(model, size, length):
-            raise IndexError("the table is no buffer")
+            raise IndexError("the table is not a buffer")
         columns = [0] * (_NUM_PROBED + _NUM_STEPS)
         ids = sample_tokens(model)[:1, columns]
         prompt = ids[:, :_NUM_PROBED]
         inputs = first_inputs(model, prompt, torch.ones_like(prompt), None)
-        if given:
-            del inputs["attention_mask"]  # it would be the encoder's
-            inputs |= given
-        tables_by_step: list[set[Table]] = []
+        if encoder_inputs:
+            del inputs["attention_mask"]  # the forward would take it as the encoder's
+            inputs |= encoder_inputs
+        tables_by_step: list[set[PositionTable]] = []
 
         def reading(length: int) -> PositionReads:
             reads = PositionReads(length - 1, model)

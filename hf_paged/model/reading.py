@@ -1,4 +1,4 @@
-"""Reads everything in a model that its forward depends on."""
+"""Reads everything in a model that its forward depends on. `state` compares what was read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import compat
 from ..compiled import replaced_forward
-from .code import code_hash, home_of, names_of
+from .code import code_hash, globals_module, names_of
 from .forwards import is_idle_hook
 from .values import (
     ABSENT,
@@ -48,10 +48,10 @@ _NAMED = (type, types.ModuleType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
-MARSHAL_VERSION = 2  # its bytes depend on values alone; later versions look at reference counts
-# Attributes that do not affect the forward: also where the model was loaded from.
+MARSHAL_VERSION = 2  # its bytes depend on values alone; those of later versions on reference counts
+# Attributes that do not affect the forward, the path that the model was loaded from among them.
 _IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
-# Classes of these modules do loading, saving or generation; no forward depends on them.
+# Classes of these modules load, save or generate; no forward depends on them.
 _UNRELATED = (
     "abc",
     "builtins",
@@ -61,7 +61,7 @@ _UNRELATED = (
     "transformers.modeling_utils",
     "transformers.utils",
 )
-# Objects of the standard library that their text describes.
+# Objects of the standard library that their `repr` describes.
 _SHOWN: tuple[type, ...] = (
     numbers.Number,
     datetime.date,
@@ -76,13 +76,13 @@ _SHOWN: tuple[type, ...] = (
 _CONTAINERS = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
 _DICTS = (dict, types.MappingProxyType)
 _ARRAYS = (np.ndarray, bytearray, array.array)
-# Values that differ between threads, and modules of the standard library whose functions give
+# Values that differ between threads, and modules of the standard library whose functions return
 # changing values.
-_UNSEEN = (ContextVar, threading.local)
+_UNDETECTABLE = (ContextVar, threading.local)
 _CHANGING = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT = {"environ", "getenv"}  # of `os`
 _REPRESENTED = (bool, int, float, str, np.generic, *_TORCH_SCALARS)
-# What user classes and modules hold that is read, beside scalars.
+# Values of user classes and modules that are read, beside scalars.
 _DATA: tuple[type, ...] = (
     *_CONTAINERS,
     types.SimpleNamespace,
@@ -91,46 +91,47 @@ _DATA: tuple[type, ...] = (
     enum.Enum,
     *_REPRESENTED,
     *_SHOWN,
-    *_UNSEEN,
+    *_UNDETECTABLE,
 )
-# methods that no forward calls
+# methods that forwards do not call
 _SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-_MAX_PLAIN_OBJECTS = 1000  # most objects whose attributes are read
-_MAX_ITEMS = 1000  # most items of a container that a closure or a Python module holds
+_MAX_PLAIN_OBJECTS = 1000  # maximum number of objects whose attributes are read
+_MAX_ITEMS = 1000  # maximum number of items of a container in a closure or a Python module
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
 
 class Reading:
-    """What a model consists of, as `structure`, and what holds it, to be read again."""
+    """The parts of a model, described in `structure`, and the objects that hold them, which can be
+    read again."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.unseen: str | None = None  # what user code reads whose changes cannot be seen
-        self.tensors = list[Tensor]()  # the distinct ones, which `structure` names by number
-        self._all_tensors = list[Tensor]()  # including several views of the same memory
-        self._objects = list[Any]()  # modules, configs and plain objects, in the order met
+        # names a value that user code reads and whose changes cannot be detected
+        self.undetectable: str | None = None
+        self.tensors = list[Tensor]()  # distinct tensors, which `structure` names by number
+        self._all_tensors = list[Tensor]()  # also other views of the same memory
+        self._objects = list[Any]()  # modules, configs and plain objects, in order of discovery
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain = 0
-        self._kinds = set[type]()  # the classes met
+        self._kinds = set[type]()  # classes described so far
         self._packages = set[str]()  # of user code
-        # that code names
-        self._names = {"__call__", "__getattr__", "forward"}
-        # of user classes, whose names no code has named yet
+        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
+        # methods of user classes that no code has named yet, by name
         self._methods = dict[str, list[Any]]()
         self._functions = deque[Any]()  # to be followed
         self._followed = set[Any]()
         self._reads_mode = False  # whether user code reads `training`
-        self._closed = list[Any]()  # what closures hold, which a hook may collect
-        # modules' parameters, buffers and modules, where they have some
+        self._closed = list[Any]()  # scalars in closures' objects, which a hook may collect
+        # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
-        # those with some that no forward reads, which the other dict names
+        # dicts with entries that no forward reads, and a dict of these entries
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
-        # modules, dicts, lists, functions of user code, cells: what they refer to
+        # modules, dicts, lists, functions of user code and cells, whose referents are compared
         self._owners = list[Any]()
-        self._iterated = list[Iterable[Any]]()  # dicts whose keys count, values behind proxies
+        self._iterated = list[Iterable[Any]]()  # dicts whose keys matter, values behind proxies
         self._globals = list[tuple[dict[str, Any], str]]()  # with the name that code reads there
         self._arrays = list[Any]()
-        self._unread = notes_of(model).unread
+        self._write_only = notes_of(model).write_only
         self._number(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
@@ -172,8 +173,8 @@ class Reading:
         return number
 
     def _class(self, kind: type) -> list[Any]:
-        """The functions and scalars of a class and its bases, the first time it is met; also what
-        user classes hold."""
+        """The functions and scalars of a class and its bases, at its first use; also the data of
+        user classes."""
         described: list[Any] = [kind.__qualname__]
         if kind in self._kinds:
             return described
@@ -200,12 +201,12 @@ class Reading:
         return described
 
     def _module(self, module: nn.Module) -> list[Any]:
-        unread = self._unread.get(module, {})
+        write_only = self._write_only.get(module, {})
         described: list[Any] = []
         for name, value in vars(module).items():
             if name in _IGNORED:
                 continue
-            value = unread.get(name, value)
+            value = write_only.get(name, value)
             if name == "forward":
                 replaced = replaced_forward(module)
                 value = ABSENT if replaced is None else replaced
@@ -215,11 +216,11 @@ class Reading:
                 described.append((name, self._number(value)))
             elif value is not ABSENT:
                 described.append((name, self._value(value)))
-        for held in (module._parameters, module._buffers, module._modules):
-            if not held:
-                self._owners.append(held)
+        for table in (module._parameters, module._buffers, module._modules):
+            if not table:
+                self._owners.append(table)
             else:
-                described += self._table(held, unread)
+                described += self._table(table, write_only)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
@@ -227,17 +228,17 @@ class Reading:
                     described.append(("hook", self._value(hook)))
         return described
 
-    def _table(self, held: dict[str, Any], unread: dict[str, Any]) -> list[tuple[str, Any]]:
-        """The parameters, buffers or modules that a module has."""
-        if not isinstance(held, dict):  # in traced modules
-            self._owners.append(held)
-        elif unread.keys().isdisjoint(held):
-            self._tables.append(held)
+    def _table(self, table: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
+        """The parameters, buffers or modules of a module."""
+        if not isinstance(table, dict):  # in traced modules
+            self._owners.append(table)
+        elif write_only.keys().isdisjoint(table):
+            self._tables.append(table)
         else:
-            self._partly_read.append((held, unread))
+            self._partly_read.append((table, write_only))
         described = []
-        for name, part in held.items():
-            part = unread.get(name, part)
+        for name, part in table.items():
+            part = write_only.get(name, part)
             if part is not ABSENT:
                 described.append((name, self._value(part)))
         return described
@@ -267,7 +268,7 @@ class Reading:
         return self._other(value, depth)
 
     def _inner(self, depth: int, *items: Any) -> list[Any]:
-        """The values of what a value of this depth holds."""
+        """The descriptions of the items that a value at this depth holds."""
         return [self._value(item, depth + 1) for item in items]
 
     def _container(self, value: Any, depth: int) -> Any:
@@ -310,8 +311,10 @@ class Reading:
     def _other(self, value: Any, depth: int) -> Any:
         """An object that is neither data nor code."""
         kind = type(value)
-        if isinstance(value, _UNSEEN):
-            self.unseen = f"its code reads a {kind.__qualname__}, which may change between steps"
+        if isinstance(value, _UNDETECTABLE):
+            self.undetectable = (
+                f"its code reads a {kind.__qualname__}, which may change between steps"
+            )
             return "object", kind.__qualname__
         if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
@@ -331,8 +334,8 @@ class Reading:
                 self._iterated.append(value)
 
     def _standard(self, value: Any, depth: int) -> Any:
-        """Describes an object of the standard library: by its text if that says all, else by its
-        scalars."""
+        """Describes an object of the standard library, by its `repr` where that is complete, else
+        by its scalars."""
         if isinstance(value, _SHOWN):
             return repr(value)
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
@@ -341,10 +344,12 @@ class Reading:
         return self._called(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """The scalars in a container, or among an object's attributes; of other values the type."""
-        held = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
-        self._watch_container(held)
-        items: Iterable[Any] = held.items() if isinstance(held, _DICTS) else enumerate(held)
+        """The scalars in a container, or among an object's attributes; other values by their
+        type."""
+        container = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
+        self._watch_container(container)
+        items: Iterable[Any]
+        items = container.items() if isinstance(container, _DICTS) else enumerate(container)
         scalars = []
         for key, item in itertools.islice(items, _MAX_ITEMS):
             if type(key) not in SCALARS:
@@ -356,7 +361,7 @@ class Reading:
 
     def _function(self, function: Any, depth: int) -> Any:
         attributes = None
-        if is_users(home_of(function)):
+        if is_users(globals_module(function)):
             self._owners.append(function)
             attributes = self._value(vars(function), depth + 1)
         defaults = (function.__defaults__, function.__kwdefaults__)
@@ -366,11 +371,11 @@ class Reading:
         return "function", function.__qualname__, code, described_defaults, cells, attributes
 
     def _method(self, name: str, function: Any) -> None:
-        """Notes a function of a class, to be followed once code names it."""
+        """Keeps a function of a class until code names it; then the function is followed."""
         if name in _SETUP:
             return
-        if not is_users(home_of(function)):
-            # library code calls what user classes override
+        if not is_users(globals_module(function)):
+            # library code calls methods that user classes override
             self._name(names_of(function.__code__))
         elif name in self._names:
             self._functions.append(function)
@@ -383,12 +388,12 @@ class Reading:
         self._names |= names
 
     def _follow(self, function: Any) -> Any:
-        """Describes what a function of user code reads by name from its Python module."""
-        home = home_of(function)
-        if function in self._followed or not is_users(home):
+        """Describes the globals that a function of user code reads by name."""
+        module_name = globals_module(function)
+        if function in self._followed or not is_users(module_name):
             return None
         self._followed.add(function)
-        self._packages.add(package_of(home))
+        self._packages.add(package_of(module_name))
         names = names_of(function.__code__)
         self._reads_mode |= "training" in names
         self._name(names)
@@ -397,26 +402,26 @@ class Reading:
         return [(name, self._global(space, name, names)) for name in read]
 
     def _global(self, space: dict[str, Any], name: str, names: frozenset[str]) -> Any:
-        """Describes a global of user code; `names`: what the function that reads it names."""
+        """Describes a global of user code; `names` are those that its reader's code names."""
         value = space[name]
         kind = type(value)
         is_module = isinstance(value, types.ModuleType)
         self._globals.append((space, name))
         owner = type(getattr(value, "__self__", None))  # of a method, as `random.random`
         if is_module:
-            home = value.__name__
+            module_name = value.__name__
         else:
-            home = getattr(value, "__module__", None) or owner.__module__
-        reads_environment = home == "os" and bool(names & _ENVIRONMENT)
-        is_changing = home in _CHANGING or reads_environment
+            module_name = getattr(value, "__module__", None) or owner.__module__
+        reads_environment = module_name == "os" and bool(names & _ENVIRONMENT)
+        is_changing = module_name in _CHANGING or reads_environment
         if is_changing and (is_module or callable(value)):
-            self.unseen = f"its code reads {name!r}, whose values change"
-        is_followed = package_of(home) in self._packages
+            self.undetectable = f"its code reads {name!r}, whose values change"
+        is_followed = package_of(module_name) in self._packages
         if is_module:
             is_other = is_followed and vars(value) is not space
             read = sorted(names & vars(value).keys()) if is_other else []
             parts = [(part, self._global(vars(value), part, names - {part})) for part in read]
-            return "module", home, parts
+            return "module", module_name, parts
         if isinstance(value, type):
             return self._class(value) if is_followed else self._value(value)
         if kind is types.FunctionType and not is_followed:
@@ -426,7 +431,9 @@ class Reading:
         is_described = is_data or callable(value) or is_followed or is_of_library
         is_large = isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS
         if not is_described or is_large:
-            self.unseen = f"its code reads the global {name!r}, changes of which cannot be seen"
+            self.undetectable = (
+                f"its code reads the global {name!r}, changes of which cannot be seen"
+            )
         elif is_data or is_followed or not callable(value):
             return self._value(value)
         return kind.__qualname__
@@ -438,17 +445,17 @@ class Reading:
             return "empty"
         self._owners.append(cell)
         kind = type(value)
-        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNSEEN))
+        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNDETECTABLE))
         if is_read or kind in SCALARS:
             return self._value(value, depth)
-        # other objects may be what a hook collects; these do not change what is cached
+        # a hook may collect results in other objects, whose changes do not affect cached blocks
         if package_of(kind.__module__) in STANDARD or is_users(kind.__module__):
             self._closed.append(self._scalars(value))
         return self._called(value, depth)
 
     def _called(self, value: Any, depth: int) -> Any:
-        """Describes a library object: autocast, a wrapper around a function (as accelerate's), or
-        its type alone."""
+        """Describes a library object: autocast by its options, a wrapper (as accelerate's) by the
+        function inside, others by their type alone."""
         name = type(value).__qualname__
         if type(value) is torch.autocast:
             return name, value.device, str(value.fast_dtype), value._enabled

@@ -1,4 +1,4 @@
-"""State kept per model, outside of it: its memory pool, and the route of its last call."""
+"""Keeps, per model and outside of it, the memory pool and the route of the last call."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ class Route:
     The execution path of a model's last `generate` call, or of a `PagedEngine`'s requests.
 
     Args:
-        road (`str`): `"engine"`: the engine's forwards, packed or rows side by side, and rows leave
-            the batch when they end; `"rows"`: an engine's forwards, one request each; `"hf_loop"`:
-            transformers' decoding loop on a paged cache; `"plain"`: without one.
+        road (`str`): `"engine"`: the engine runs the forwards, packed or with rows side by side,
+            and rows leave the batch when they end; `"rows"`: an engine runs a forward for each
+            request; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: the same
+            loop without a paged cache.
         reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
         in_place (`bool`): Every decode step read its keys and values through block tables, without
             gathering.
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
-        num_captured_steps (`int`): Decode steps that were replays of a graph.
+        num_captured_steps (`int`): Decode steps that replayed a recorded step.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
-            and those of them that were accepted.
+            and how many of them it accepted.
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
-            what later calls reuse: `"self_check"` (forwards that decide how the model runs),
-            `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps,
-            which are computed meanwhile). Other parts are left out.
-        slowed_by (`tuple[str, ...]`): Reasons why it was slower than possible; each is logged as a
-            WARNING, once for a model.
+            work that later calls reuse: `"self_check"` (forwards that decide how the model runs),
+            `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps
+            while they are computed). Parts without such work are left out.
+        slowed_by (`tuple[str, ...]`): Reasons why the call was slower than possible; each is logged
+            as a WARNING, once per model.
     """
 
     road: str
@@ -77,31 +78,32 @@ def route_of(
     is_packed: bool,
     **others: Any,
 ) -> Route:
-    """The [`Route`] of work with these counters of K/V reads; `others` are further fields of it."""
-    slow = sorted(slowed_by)
+    """The [`Route`] of a call or an engine with these counters of K/V reads; `others` are its other
+    fields."""
+    reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
-        slow.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
+        reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
     reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
     return Route(
         name,
         reason,
         in_place=is_packed or reads_in_place,
         latent=any(c.latent for c in counters),
-        slowed_by=tuple(slow),
+        slowed_by=tuple(reasons),
         **others,
     )
 
 
-# signal handlers and finalizers, which run at any moment, may look at models or free them
+# reentrant: signal handlers and finalizers run at any moment, and may look up or free models
 _lock = forks.rlock()
-# Weak keys beside the model, not attributes of it: copying and saving a model leave its pool out.
+# Weak keys instead of attributes of the model: copies and checkpoints of it leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
     weakref.WeakKeyDictionary()
 )
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
-    # a child starts without memories: calls of the parent may have been changing these
+    # a child process starts without memories, which threads of the parent may have been changing
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
@@ -111,15 +113,15 @@ def block_sizes(
     expected: Iterable[int] = (),
     seen: Iterable[int] = (),
 ) -> BlockSizes:
-    """The inputs of `block_size="auto"`: the lengths `seen` or `expected`, and the kernel's times.
-    Blocks have the default size where other processes or calls need the same one."""
+    """The inputs for choosing sizes with `block_size="auto"`: lengths `seen` or `expected`, and the
+    kernel's times. Blocks have the default size where other processes or calls need equal sizes."""
     reason = None
     if config.prefix_tiers is not None:
-        reason = "blocks of `prefix_tiers` are found by processes that saw other lengths"
+        reason = "processes that saw other lengths must find the blocks of `prefix_tiers`"
     elif config.batch_invariant:
-        reason = "`batch_invariant` gives the same bits whatever lengths were seen"
+        reason = "`batch_invariant` must give the same bits, whatever lengths came before"
     elif is_sharded(model):
-        reason = "shards of a block lie in several processes"
+        reason = "several processes hold shards of a block"
     if reason is not None:
         return BlockSizes(Costs({}, reason))
     device = compute_device(model)
@@ -130,11 +132,11 @@ def block_sizes(
 def memory_for(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()
 ) -> PagedMemory:
-    """The memory of `model`, rebuilt when block size, budget, storage, dtypes, device or
-    `batch_invariant` change, or, with `block_size="auto"`, when other sizes are better
+    """The memory of `model`, rebuilt when the block size, budget, storage, dtypes, device or
+    `batch_invariant` changes, or, with `block_size="auto"`, when other sizes are better
     (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows. The memory counts as in
-    use until `idle.end_use`. Raises `ValueError` for a storage that the device does not have, and
-    `OSError` if the folder of new `prefix_tiers` cannot be used."""
+    use until `idle.end_use`. Raises `ValueError` for a storage that the device does not support,
+    and `OSError` if the folder of new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     budget = (
@@ -149,20 +151,23 @@ def memory_for(
     dtypes = model.dtype, autocast_dtype(device)
     key = (budget, has_tiers, config.storage, dtypes, device, processes)
     with _lock:
-        known, before = _memories.get(model, (None, None))
-        memory = before
-        if before is None or before.config.prefix_tiers != config.prefix_tiers:
+        old_key, old_memory = _memories.get(model, (None, None))
+        memory = old_memory
+        if old_memory is None or old_memory.config.prefix_tiers != config.prefix_tiers:
             check_tiers(config)
-        sizes = before.better_sizes() if before is not None and known == key else None
-        if memory is None or known != key or sizes is not None:
+        has_changed = old_key != key
+        sizes = None
+        if old_memory is not None and not has_changed:
+            sizes = old_memory.better_sizes()
+        if memory is None or has_changed or sizes is not None:
             if config.block_size == AUTO:
                 sizes = sizes or block_sizes(model, config, expected)
             memory = PagedMemory(config, sizes=sizes, processes=processes)
         _memories[model] = key, memory
         memory.config = config
         begin_use(memory)
-    if before is not None and before is not memory:
-        before.evict_cached()
+    if old_memory is not None and old_memory is not memory:
+        old_memory.evict_cached()
     return memory
 
 
@@ -173,7 +178,7 @@ def check_tiers(config: PagedConfig) -> None:
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
-    """Remembers the route of a call, and logs each reason that slowed it once per model."""
+    """Stores the route of a call, and logs each reason that slowed it, once per model."""
     with _lock:
         _routes[model] = route
     for reason in route.slowed_by:
@@ -181,7 +186,7 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
 
 
 def warn_once(model: PreTrainedModel, message: str) -> None:
-    """Logs a WARNING about a model, once for each message; the model's class is its subject."""
+    """Logs a WARNING that begins with the model's class, once for each message."""
     with _lock:
         messages = _warned.setdefault(model, set())
         is_new = message not in messages
@@ -191,31 +196,31 @@ def warn_once(model: PreTrainedModel, message: str) -> None:
 
 
 def _modules(owner: Any) -> Iterator[Any]:
-    """The modules of a model, a wrapper of one such as PEFT's, or the model of an engine or a
+    """The modules of a model, of a wrapper such as PEFT's, or of the model of an engine or a
     pipeline. Raises `ValueError` for anything else."""
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "model", None)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"`model` is {shown(owner)}: pass a model, or what has one as `.model`: an engine, a"
-            " pipeline"
+            f"`model` is {shown(owner)}: pass a model, or an object with one as `.model`: an"
+            " engine, a pipeline"
         )
     return model.modules()
 
 
 def _memories_of(owner: Any) -> list[PagedMemory]:
-    """The pools of a model, or of what has one as `.model`."""
+    """The pools of a model, or of an object with one as `.model`."""
     memory = getattr(owner, "memory", None)
-    if isinstance(memory, PagedMemory):  # of an engine, which has a pool of its own
+    if isinstance(memory, PagedMemory):  # an engine has its own pool
         return [memory]
     with _lock:
         return [_memories[module][1] for module in _modules(owner) if module in _memories]
 
 
 def free(model: Any) -> None:
-    """Frees the pool of a model, or of what has one as `.model`: an engine, a pipeline. Caches that
-    a caller holds keep their blocks until they are garbage-collected."""
+    """Frees the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
+    Caches that a caller holds keep their blocks until they are garbage-collected."""
     if isinstance(getattr(model, "memory", None), PagedMemory):
-        return model.free()  # an engine, which has a pool of its own
+        return model.free()  # an engine has its own pool
     with _lock:
         owners = [module for module in _modules(model) if module in _memories]
         memories = [_memories.pop(module)[1] for module in owners]
@@ -234,7 +239,7 @@ def last_route(model: Any) -> Route | None:
 
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
-    Statistics of the pool of a model, or of what has one as `.model`: an engine, a pipeline.
+    Statistics of the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
 
     Args:
         reset (`bool`, defaults to `False`): Reset the peaks after reading them.

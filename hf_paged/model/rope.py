@@ -20,20 +20,20 @@ from .writes import restore_attributes
 
 
 class LengthRope:
-    """Gives each token of a packed forward the rotary factors of its sequence. A token has the
-    factors of the forward that first computes it in plain `generate`: prompt tokens those of the
-    prompt's length, a later token those of the length including it. Factors are identified by the
-    shortest length that has them, 0 for short sequences.
+    """Gives each token of a packed forward the rotary factors of its sequence. These are the
+    factors of the forward that first computes the token in plain `generate`: for prompt tokens the
+    factors of the prompt's length, for a later token those of the length including it. The shortest
+    length with some factors identifies them; 0 stands for short sequences.
     """
 
     def __init__(
         self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]
     ) -> None:
-        """`kinds`: for each rotary embedding its types, each with the length up to which the
-        factors are those of 0."""
+        """`kinds`: for each rotary embedding its types, each with the length up to which it has the
+        factors of short sequences."""
         self._modules = list(kinds)
         limits = {kind_and_limit for of_module in kinds.values() for kind_and_limit in of_module}
-        # every length beyond has different factors
+        # beyond these limits, every length has different factors
         self._dynamic = sorted(limit for kind, limit in limits if kind != "longrope")
         self._limits = sorted((limit for _, limit in limits), reverse=True)
         self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
@@ -59,42 +59,42 @@ class LengthRope:
     @property
     def is_fresh(self) -> bool:
         """Whether the modules hold the factors of short sequences."""
-        held = ((module, vars(module).items()) for module in self._modules)
         return not any(
             name.endswith("max_seq_len_cached") and int(value) > module.original_max_seq_len
-            for module, attributes in held
-            for name, value in attributes
+            for module in self._modules
+            for name, value in vars(module).items()
         )
 
     @restoring
     def rotating(self, factors: list[int]) -> Iterator[None]:
-        """A context for a packed forward of tokens with these factors; without any, those that the
-        modules have. It leaves the modules unchanged: the forward writes to copies."""
-        places: dict[int, list[int]] = {}
-        for place, kind in enumerate(factors):
-            places.setdefault(kind, []).append(place)
-        rotate = functools.partial(_rotate, places)
+        """A context for a packed forward of tokens with these factors; without any, the modules use
+        the factors that they hold. It leaves the modules unchanged: the forward writes to copies of
+        their buffers."""
+        indices: dict[int, list[int]] = {}
+        for index, kind in enumerate(factors):
+            indices.setdefault(kind, []).append(index)
+        rotate = functools.partial(_rotate, indices)
         with contextlib.ExitStack() as stack:
             for module in self._modules:
-                for held in (vars(module), module._buffers):
-                    stack.callback(restore_attributes, held, dict(held))
+                for attributes in (vars(module), module._buffers):
+                    stack.callback(restore_attributes, attributes, dict(attributes))
                 module._buffers.update(
                     {name: x if x is None else x.clone() for name, x in module._buffers.items()}
                 )
-                if places:
+                if indices:
                     stack.callback(module.register_forward_hook(rotate, with_kwargs=True).remove)
             yield
 
 
 def _rotate(
-    places: dict[int, list[int]],
+    indices: dict[int, list[int]],
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
     """A forward hook: calls the module once for the tokens of each kind of factors, followed by a
-    position that selects them. `places`: of these tokens, by kind."""
+    position that selects the factors. `indices`: those of the tokens, by kind."""
     kwargs = dict(kwargs)
     x, positions, *others = (
         *args,
@@ -102,14 +102,14 @@ def _rotate(
     )
     outputs: list[Any] = []
     order: list[int] = []
-    for kind in sorted(places):
-        # as after a short sequence
+    for kind in sorted(indices):
+        # resets the module to the factors of a short sequence
         module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
-        chosen = positions[..., torch.tensor(places[kind], device=positions.device)]
+        chosen = positions[..., torch.tensor(indices[kind], device=positions.device)]
         longest = torch.full_like(chosen[..., :1], max(kind - 1, 0))
         ending = torch.cat([chosen, longest], dim=-1)
         outputs.append(module.forward(x, ending, *others, **kwargs))
-        order += places[kind]
+        order += indices[kind]
     back = torch.tensor(order, device=positions.device).argsort()
 
     def join(*tables: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> Le
 
 
 def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
-    """The types of a rotary embedding whose factors depend on the length, with the types of layers
-    that have them, if these differ."""
+    """The types of a rotary embedding whose factors depend on the length; each with the type of
+    layers that has it, if layers differ."""
     types: Any = compat.attribute(module, "rope_type")
     if not types:  # the usual case
         return []
@@ -149,8 +149,8 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
     ]
 
 
-class _Held(DynamicCache):
-    """Reports `length` tokens, without holding them."""
+class _LengthOnly(DynamicCache):
+    """Reports `length` tokens, but stores none."""
 
     length = 0
 
@@ -160,7 +160,7 @@ class _Held(DynamicCache):
 
 def _drops_cache(model: Any, limit: int) -> bool:
     """Whether the model drops its cache when it prepares the first forward past `limit` tokens."""
-    cache = _Held(config=model.config.get_text_config(decoder=True))
+    cache = _LengthOnly(config=model.config.get_text_config(decoder=True))
     cache.length = limit
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(

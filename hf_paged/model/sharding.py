@@ -1,5 +1,5 @@
-"""Models in shards over several processes, which compute every forward together; what the processes
-tell one another is the room `ranks`'."""
+"""Models in shards over several processes, which compute every forward together. The room `ranks`
+implements the messages between the processes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..topics import Topic, TopicError
 
 
 class RankLostError(TopicError, RuntimeError):
-    """A process that holds a shard of the model has ended or is out of step with the others: no
-    forward can be computed any more."""
+    """A process that holds a shard of the model has ended or is out of step with the others: the
+    processes can compute no more forwards."""
 
     topic = Topic.RANKS
 
@@ -34,15 +34,15 @@ def _ranks() -> Any:
 
 def processes_of(model: nn.Module) -> Processes | None:
     """The processes that compute the model's forwards together; `None` if this process computes
-    them alone. The first call must happen in all of them. Raises `ValueError` if they cannot share
-    the model's K/V heads evenly."""
+    them alone. All of them must make the first call. Raises `ValueError` if they cannot share the
+    model's K/V heads evenly."""
     return _ranks().processes_of(model) if is_sharded(model) else None
 
 
 def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
-    """Returns what drives the other processes that hold shards of the model for an engine with this
-    config, closed when `owner` is collected; `None` if there are none. Raises `ValueError` in
-    processes other than 0."""
+    """Returns the [`Leader`] that drives the other processes with shards of the model for an engine
+    with this config; it is closed when `owner` is collected. `None` if the model is in one process.
+    Raises `ValueError` in processes other than 0."""
     return _ranks().lead(model, config, owner) if is_sharded(model) else None
 
 
@@ -53,17 +53,17 @@ def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def deferring(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Around a call that several processes make together, if they share the model: defers signals
-    until its end. (Plain calls come here, too: without the room there is nothing to wait for.)"""
+    """A context for a call that all processes of a sharded model make together: defers signals
+    until its end. Calls of other models pass through it, too, also without the room."""
     if not is_sharded(model) or not is_installed("ranks"):
         return NOTHING
-    return _ranks().held()
+    return _ranks().deferring_signals()
 
 
 def serve_rank(model: Any) -> None:
     """Serves a [`PagedEngine`] of process 0 in the other processes that hold shards of its model
-    (made by `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
-    closed (the end of its `with`) or garbage-collected; Ctrl-C waits for that.
+    (from `from_pretrained(..., tp_plan="auto")` under `torchrun`). Returns when that engine is
+    closed (at the end of its `with`) or garbage-collected; Ctrl-C waits for that.
 
         if torch.distributed.get_rank() == 0:
             with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:

@@ -1,5 +1,5 @@
-"""Detects changes of a model: cached keys and values and recorded graphs are valid while it has not
-changed."""
+"""Detects changes of a model: cached keys and values and recorded steps are valid until it
+changes."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _VERSION = operator.attrgetter("_version")
 
 _Values = tuple[tuple[Any, ...], bytes, list[bytes]]
 
-# models whose failure to be read has been logged
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# models for which a warning has been logged
+_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether forwards read what earlier ones wrote, so that a prefix depends on what ran before;
-    logged once."""
+    """Whether forwards read values that earlier forwards wrote, so that a prefix depends on them; a
+    warning says so once."""
     name = notes_of(model).carried
     if name is None:
         return False
-    _tell(model, f"its forward reads `{name}`, which earlier forwards wrote")
+    _warn_once(model, f"its forward reads `{name}`, which earlier forwards wrote")
     return True
 
 
-def _tell(model: nn.Module, reason: object) -> None:
-    if model not in _told:
-        _told.add(model)
+def _warn_once(model: nn.Module, reason: object) -> None:
+    if model not in _warned:
+        _warned.add(model)
         message = Topic.PREFIX_CACHE(
             "prefix caching is off for this %s, since changes of it cannot be detected: %s"
         )
@@ -69,8 +69,8 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
-    """[`ModelState.fingerprint`] of the model as it is now; `None`, which is logged once, if it
-    cannot be read or carries state. `state` saves reading it, if it has just been read."""
+    """[`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once, if the
+    model cannot be read or carries state. `state`: the model's, if it has just been read."""
     try:
         if carries_state(model):
             return None
@@ -80,24 +80,24 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if is_interrupt(error):
             raise
-        _tell(model, error)
+        _warn_once(model, error)
         return None
 
 
 class ModelState(Reading):
-    """The state of a model that determines what its forward computes, read at construction. There
-    are two questions to it: which content the tensors have (`fingerprint`), and, once other code
-    could run, whether the model is still what it was when the references were taken (`is_same`).
+    """The state of a model that determines what its forward computes, read at construction. It
+    answers two questions: which content the tensors have (`fingerprint`), and, after other code
+    could run, whether the model has not changed since the references were taken (`is_same`).
 
     Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
     scalars, nested containers of scalars, objects of user classes or values of the standard
     library; functions and scalars of modules' classes; functions that replace or hook `forward`,
     with their closures; what user code reads by name: helper functions, globals of its modules,
-    train or eval mode. Not covered: files, attributes of library objects, what each forward writes
-    and none reads (`writes.note_write`), and what `unseen` names. Equal models have equal
-    fingerprints in every process with the same library versions and kind of device. Tensor
-    subclasses are read by `__tensor_flatten__`; those without it, sparse tensors and meta tensors
-    raise `ValueError`; user code may raise other errors."""
+    train or eval mode. Not covered: files, attributes of library objects, attributes that each
+    forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
+    Equal models have equal fingerprints in every process with the same library versions and kind of
+    device. Tensor subclasses are read by `__tensor_flatten__`; those without it, sparse tensors and
+    meta tensors raise `ValueError`; user code may raise other errors."""
 
     # references of `is_same`
     _values: _Values | None = None
@@ -105,22 +105,22 @@ class ModelState(Reading):
 
     def fingerprint(self) -> bytes:
         """32 bytes that change with the covered state or the content of any tensor. Raises
-        `ValueError` if something is `unseen`."""
-        if self.unseen is not None:
-            raise ValueError(self.unseen)
+        `ValueError` if some changes are `undetectable`."""
+        if self.undetectable is not None:
+            raise ValueError(self.undetectable)
         with torch.no_grad():
             hashes = hash_tensors(self.tensors)
             return self._digest(hashes)
 
     def addresses(self) -> bytes:
-        """As `fingerprint`, but with tensor addresses in place of content, every module's mode and
-        the scalars that closures hold in containers and objects."""
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
-        return self._digest([addresses, self._modes, self._closed])
+        """As `fingerprint`, but with the tensors' addresses in place of their content, and with
+        every module's mode and the scalars in containers and objects that closures hold."""
+        pointers = [tensor.data_ptr() for tensor in self.tensors]
+        return self._digest([pointers, self._modes, self._closed])
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states are of equal models: by `addresses`, and if both are watched also by
-        what `watch` sees."""
+        the references of `watch`."""
         if self.addresses() != other.addresses():
             return False
         if self._content is None or other._content is None:
@@ -132,31 +132,32 @@ class ModelState(Reading):
     def hold(self) -> None:
         """Takes the reference of `is_in_place`. Keeps the tensors alive."""
         self._parts = self._read_parts()
-        self._places = list(map(Tensor.data_ptr, self._all_tensors))
+        self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
         self._is_doubted, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
-        """Keeps the tensors' memory, for recorded steps that do not ask `is_in_place` each time."""
+        """Keeps the tensors' memory alive, for recorded steps between two doubts: `is_in_place`
+        then returns what it found before."""
         self._memory = [x.untyped_storage() for x in self._all_tensors]
 
     def doubt(self) -> None:
-        """Notes that code has run that may have changed the model: its own, or other's."""
+        """Notes that code which may have changed the model has run."""
         self._is_doubted = True
 
     def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors as at `hold`, at the same addresses.
-        Looks once after each `doubt`."""
+        """Whether the model has the same modules and tensors as at `hold`, at the same addresses;
+        read once after each `doubt`."""
         if self._is_doubted:
             self._is_doubted = False
-            places = list(map(Tensor.data_ptr, self._all_tensors))
+            addresses = list(map(Tensor.data_ptr, self._all_tensors))
             parts = self._read_parts()
             has_parts = _pointers(parts) == _pointers(self._parts)
-            self._is_in_place = has_parts and places == self._places
+            self._is_in_place = has_parts and addresses == self._addresses
         return self._is_in_place
 
     def accept(self) -> None:
-        """Takes the reference of `is_same` for all but modules and tensors: before other code can
-        run, and again after each forward, since what the model writes by itself is no change."""
+        """Takes the reference of `is_same` for all but modules and tensors. Called before other
+        code can run, and again after each forward, since the model's own writes are no change."""
         self._attributes = list(map(vars, self._modules))
         backwards = map(reversed, self._attributes)
         self._last_names = list(map(next, backwards))
@@ -164,23 +165,23 @@ class ModelState(Reading):
 
     def watch(self) -> None:
         """Takes the reference of `is_same` for writes to tensors."""
-        chance = random.Random(0)
+        rng = random.Random(0)
         self._counted = [x for x in self._all_tensors if not x.is_inference()]
         on_cpu = [x for x in self.tensors if x.is_cpu and x.nbytes]
-        self._lines = [_line(x, chance) for x in on_cpu]
+        self._lines = [_line(x, rng) for x in on_cpu]
         self._content = self._read_content()
 
     def is_same(self) -> bool:
         """Whether a check of microseconds finds the model as it was at `hold`, `accept` and, if it
-        is watched, `watch`: the same modules and tensors at the same addresses; attributes, hooks,
-        functions, closures and globals that are the same objects; tensors of the same versions, on
-        the CPU with the same content in one cache line of each at a random place. Of writes that
-        change neither version nor address it sees those to whole tensors, and may miss those to a
-        few elements. If it finds a difference, the model may still be equal (`is_like`)."""
+        is watched, `watch`: the same modules and tensors at the same addresses; the same objects as
+        attributes, hooks, functions, closures and globals; tensors of the same versions, on the CPU
+        also with the same content in one random cache line of each. Of writes that change neither
+        version nor address it detects those to whole tensors, and may miss those to a few elements.
+        If it finds a difference, the model may still be equal (`is_like`)."""
         self.doubt()
         if self._values is None or not self.is_in_place():
             return False
-        # an attribute that was renamed is the last one
+        # renaming an attribute makes it the last one
         has_names = map(operator.contains, self._attributes, self._last_names)
         if not all(has_names):
             return False
@@ -191,13 +192,13 @@ class ModelState(Reading):
 
     def _read_parts(self) -> tuple[Any, ...]:
         parts = gc.get_referents(*self._tables)
-        for table, unread in self._partly_read:
-            parts += [part for name, part in table.items() if name not in unread]
+        for table, write_only in self._partly_read:
+            parts += [part for name, part in table.items() if name not in write_only]
         return tuple(parts)
 
     def _read_values(self) -> _Values | None:
-        """The values, their addresses and the content of arrays; `None` if that fails, since
-        another thread changes them."""
+        """The values, their addresses and the content of arrays; `None` if another thread changes
+        them meanwhile."""
         try:
             values = (
                 *gc.get_referents(*self._owners),
@@ -227,14 +228,14 @@ def _pointers(values: tuple[Any, ...]) -> bytes:
     return bytes(items)
 
 
-def _line(tensor: Tensor, chance: random.Random) -> memoryview:
-    """Up to `LINE` bytes of the tensor's memory, at a random place; the view keeps the storage
-    alive."""
+def _line(tensor: Tensor, rng: random.Random) -> memoryview:
+    """A view of up to `LINE` bytes of the tensor's memory, from a random address, which keeps the
+    storage alive."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
-    # expanded tensors hold less than they have
+    # expanded tensors have more elements than their storage
     size = min(tensor.nbytes, storage.nbytes() - start)
-    first = start + chance.randrange(max(1, size - LINE + 1))
+    first = start + rng.randrange(max(1, size - LINE + 1))
     line = torch.empty(0, dtype=torch.uint8, device="cpu")
     line.set_(storage, first, (min(LINE, size),))
     return memoryview(line.numpy())

@@ -1,4 +1,5 @@
-"""Reasons in a model's structure (its methods, modules, hooks and config) against a layout."""
+"""Finds the reasons against a layout in a model's structure: its methods, modules, hooks and
+config. It runs no forward: `checks` does."""
 
 from __future__ import annotations
 
@@ -28,15 +29,14 @@ _RATES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """Why the structure of the model, as it is now, rules out packed forwards; `None` if it does
-    not."""
+    """Why the model's present structure rules out packed forwards; `None` if it does not."""
     return next(reasons(model, cache, list(model.modules()), "packed"), None)
 
 
 def reasons(
     model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str
 ) -> Iterator[str]:
-    """Yields why a `layout` is ruled out: "packed", "side by side" (rows join and leave) or
+    """Yields the reasons against a `layout`: "packed", "side by side" (rows join and leave) or
     "together" (rows leave)."""
     packs = layout == "packed"
     joins = layout != "together"
@@ -47,7 +47,7 @@ def reasons(
 
 
 def reasons_of_rows(model: PreTrainedModel, modules: Modules, packs: bool = True) -> Iterator[str]:
-    """Yields why rows of one forward may not get the results that each gets alone."""
+    """Yields why rows of one forward may get other results than each row alone."""
     yield from _of_hooks(model, modules)
     yield from _of_rows(model, modules, packs)
 
@@ -55,13 +55,13 @@ def reasons_of_rows(model: PreTrainedModel, modules: Modules, packs: bool = True
 def _of_inputs(
     model: PreTrainedModel, cache: PagedCache, packs: bool, joins: bool, attends_itself: bool
 ) -> Iterator[str]:
-    """Of the arguments of a forward, the cache among them."""
+    """Reasons in the arguments of a forward, the cache among them."""
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
     parameters = inspect.signature(model.forward).parameters
     missing = []
     if not attends_itself and "position_ids" not in parameters:
-        # a model's own attention has alibi in its mask
+        # a model's own attention code takes ALiBi positions from its mask
         missing.append("position_ids")
     if compat.cache_name(model) not in parameters:
         missing.append("cache")
@@ -84,15 +84,15 @@ def _of_inputs(
 def _of_code(
     model: PreTrainedModel, modules: Modules, packs: bool, joins: bool, attends_itself: bool
 ) -> Iterator[str]:
-    """Of methods that replace transformers', and of the code of attention."""
-    # overrides may pass inputs that the engine does not know, or end the loop at another time
+    """Reasons in methods that override transformers', and in the code of attention."""
+    # overrides may pass inputs that the engine does not support, or end the loop at another time
     if joins and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
     method = overridden(model, compat.SAMPLE)
     if method is not None:
         yield Topic.MODEL_CODE(f"it overrides `{method}`")
     if any(compat.attribute(module, "_setup_cache") for module in modules):
-        # forwards of a check would change that state
+        # a check's forwards would change those states
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):
         yield Topic.MODEL_CODE("its `prepare_inputs_for_generation` was replaced")
@@ -108,7 +108,7 @@ def _of_code(
 
 
 def _of_hooks(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
-    """Of what is around modules, and where their weights are."""
+    """Reasons in the hooks on modules, and in the devices of their weights."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:
@@ -116,7 +116,7 @@ def _of_hooks(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
             name = next(name for name, part in model.named_modules() if part is module)
             yield Topic.HOOKS(f"there are forward hooks on {name or 'the model'}")
     devices = {tensor.device for module in modules for tensor in tensors_of_module(module)}
-    # accelerate loads meta weights when they are used, and moves activations between devices
+    # accelerate loads meta weights before their use, and moves activations between devices
     is_dispatched = any("_hf_hook" in vars(module) for module in modules)
     if len(devices) > 1 and not is_dispatched:
         names = ", ".join(sorted(map(str, devices)))
@@ -124,7 +124,7 @@ def _of_hooks(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
 
 
 def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[str]:
-    """A token's result must depend neither on other rows of the batch nor on random numbers."""
+    """Reasons why a token's result depends on other rows of the batch or on random numbers."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
         yield Topic.BATCH("its experts have a capacity for the whole batch")
@@ -136,13 +136,14 @@ def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[
                 f"its rotary embedding ({rope_type}) depends on the longest position in the batch"
             )
         if module.training:
-            source = _chance(module)
+            source = _random_source(module)
             if source:
                 yield Topic.TRAINING(f"it is in training mode with {source}")
 
 
-def _chance(module: nn.Module) -> str | None:
-    """Names the source of random numbers of a module in training mode; `None` if it has none."""
+def _random_source(module: nn.Module) -> str | None:
+    """Names the reason why a module in training mode draws random numbers; `None` if it draws
+    none."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
@@ -153,14 +154,14 @@ def _chance(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether a method of the model is transformers' own, or missing there as well."""
+    """Whether the model does not override a method of transformers, or has no such method."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first method that the model overrides and that transformers' `loop` calls, but not the
-    engine's; `None` if there is none."""
+    """The first overridden method that transformers' `loop` calls and the engine's does not; `None`
+    if there is none."""
     names = compat.REPLACED_METHODS[loop]
     return next((name for name in names if not is_stock(model, name)), None)

@@ -1,5 +1,5 @@
-"""Short forwards of a model, plain ones and steps as an engine runs them, and how far their logits
-differ."""
+"""Runs short forwards of a model, plain ones and steps as an engine runs them, and compares their
+logits. It judges no layout: `checks` does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 from ..compiled import running_eagerly
 from ..config import PagedConfig
-from ..interrupts import is_interrupt, restoring, surely
+from ..interrupts import ensure_done, is_interrupt, restoring
 from ..plan import StepPlan
 from ..switches import NOTHING
 from ..topics import Topic
@@ -35,35 +35,35 @@ from .writes import Snapshot, Write
 
 # `execution.executor.Runner`
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
-Step = tuple[tuple[int, int], ...]  # of each row its number and how many tokens are computed
+Step = tuple[tuple[int, int], ...]  # (row number, tokens to compute) of each row
 
 # In standard deviations of the logits. Half precision rounds differently with every shape, by about
-# a fifth of these values, and a router may then choose another expert for a token or two: there
-# half of the tokens must be close.
+# a fifth of these values, and a router may then choose another expert for a token or two; so in
+# half precision only half of the tokens must be close.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# Half precision with as many bits as torch's options leave to operands of float32 products.
+# The half precision with as many bits as torch's options leave to operands of float32 products.
 _ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
-# of blocks of the usual size, so that a GPU compiles kernels once for the checks and the calls
+# blocks of the default size: a GPU then compiles kernels once for the checks and the calls
 CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
 # Checks use a separate memory, since the model's may be bounded and full. `hf_paged.budget` does
-# not count it: a check that runs out of memory would say that the model cannot be packed.
+# not count it: a check that ran out of budget would find that the model cannot be packed.
 scratch_memory = functools.partial(PagedMemory, CONFIG, is_bounded=False)
 
 LENGTH = 22
-"""Tokens of each of the three sequences: above the block size, and the windows of a test's
-model."""
+"""Tokens of each of the three sequences: more than the block size and than the sliding windows of
+the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If it `lasts`, later checks would fail as well."""
+    """A forward failed in a check. If the cause `lasts`, later checks would fail as well."""
 
     lasts = False
 
 
 class WritesLostError(ForwardFailedError):
-    """A forward wrote what cannot be taken back."""
+    """A forward's writes cannot be undone."""
 
     lasts = True
 
@@ -82,20 +82,20 @@ class Trial:
     cache: PagedCache  # built for the model; stays empty
     make: MakeRunner
     prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
-    writes: list[Write] = dataclasses.field(default_factory=list)  # of its forwards
+    writes: list[Write] = dataclasses.field(default_factory=list)  # those of its forwards
 
     def __post_init__(self) -> None:
         dtype = autocast_dtype(compute_device(self.model))
-        # in which the compared logits were computed: a model may turn on autocast by itself
+        # dtypes in which the logits were computed: a model may turn on autocast by itself
         self.dtypes = {self.model.dtype, dtype}
 
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
-        """Takes back what forwards write into modules, which it adds to `writes`, and the random
-        state; layers with a cache run without compiled code, as in steps. `by_engine`: these are
-        forwards of the engine, which call our attention, and not plain ones. Raises
-        `ForwardFailedError` for any error but out of memory, for a forward that draws random
-        numbers, and for one whose writes cannot be taken back."""
+        """A context for forwards. Undoes their writes into modules, which it adds to `writes`, and
+        restores the random state; layers with a cache run without compiled code, as in steps.
+        `by_engine`: these are the engine's forwards, which call our attention, and not plain ones.
+        Raises `ForwardFailedError` for any error but out of memory, for a forward that draws random
+        numbers, and for one whose writes cannot be undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -117,14 +117,14 @@ class Trial:
             try:
                 yield
                 if snapshot.has_drawn or not all(map(torch.equal, drawn, _random_states(devices))):
-                    # rows of one prompt would share the draws
+                    # rows of one prompt would share these numbers
                     raise RuntimeError("it draws random numbers")
             except Exception as error:
                 if is_interrupt(error) or is_out_of_memory(error):
                     raise
                 raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
             finally:
-                surely(functools.partial(snapshot.restore, by_engine, self.writes))
+                ensure_done(functools.partial(snapshot.restore, by_engine, self.writes))
             num_bytes = snapshot.num_lost_bytes
             if num_bytes:
                 raise WritesLostError(
@@ -139,8 +139,8 @@ class Trial:
         around: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
     ) -> Tensor:
         """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
-        `(rows or 1, n)` behind them. `around`: makes the context of the forward whose tokens end at
-        a length. Adds to `dtypes`."""
+        `(rows or 1, n)` behind them. `around(length)` makes the context of the forward that ends
+        after `length` tokens. Adds to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:
@@ -154,12 +154,12 @@ class Trial:
             with around(tokens.shape[1]):
                 step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
             logits.append(step_logits)
-        held = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
-        self.dtypes |= {x.dtype for x in tensors_of(held) if x.is_floating_point()}
+        cached = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
+        self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}
         return torch.stack(logits)
 
     def plain(self, rows: Tensor, prompt: int, padding: int = 0) -> Tensor:
-        """As `decode`, after the first `prompt` tokens of rows, of which the first `padding` are
+        """As `decode`, after the first `prompt` tokens of `rows`, the first `padding` of which are
         masked, and after each later token."""
         ids = rows[:, :prompt]
         mask = torch.ones_like(ids)
@@ -174,8 +174,8 @@ class Trial:
         steps: Iterable[Step],
         memory: PagedMemory | None = None,
     ) -> Tensor:
-        """Logits `(n, vocab_size)` of all `steps` of rows with these `tokens`, of which the first
-        `prompts` are their prompts; in `memory` or one made for them."""
+        """Logits `(n, vocab_size)` of all `steps` of rows with these `tokens`; `prompts` are the
+        lengths of their prompts. The steps run in `memory`, or in a new one."""
         with self.forwards(by_engine=True):
             runner = TrialRunner(self, layout, memory)
             rows = list[TrialRow]()
@@ -183,37 +183,38 @@ class Trial:
                 rows.append(runner.add(token_ids, prompt, row=len(rows)))
             logits = []
             for step in steps:
-                counted = [(rows[number], count) for number, count in step]
-                logits.append(runner.compute(counted))
+                logits.append(runner.compute([(rows[number], count) for number, count in step]))
             return torch.cat(logits)
 
     def difference(
-        self, plain: Tensor, computed: Tensor, what: str = "logits", how: str = "packed"
+        self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
     ) -> str | None:
-        """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`;
-        NaN and infinities must be at the same places."""
+        """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`.
+        NaN and infinities must have the same positions."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
             return None
-        return Topic.SELF_CHECK(f"{how}, its {what} are {excess} from those of a sequence alone")
+        return Topic.SELF_CHECK(
+            f"{how}, its {quantity} are {excess} from those of a sequence alone"
+        )
 
 
 @dataclasses.dataclass(eq=False)
 class TrialRow:
     """Stands for a sequence of a [`TrialRunner`], and for its request."""
 
-    tokens: list[int]  # of the prompt, and those that follow
+    tokens: list[int]  # those of the prompt, and those that follow
     num_prompt_tokens: int
     blocks: SequenceBlocks
-    inputs: Any = None  # `Prompts` and the row's number in them, if the prompt is one of these
+    inputs: Any = None  # `Prompts` and the row's number in them, if the prompt comes from these
     encoded: Any = NO_BLOCKS
     row: int = 0
     token_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_text: int = 0
     namespace: Any = UNCACHED
-    # the same for all
+    # equal in all rows
     draft: ClassVar[list[int]] = []
     prompt_logprobs: ClassVar[None] = None
 
@@ -223,7 +224,7 @@ class TrialRow:
 
 
 class TrialRunner:
-    """A runner of steps of rows in `layout`, in `memory` or one made for them."""
+    """Runs steps of rows in `layout`, in `memory` or in a new one."""
 
     def __init__(self, trial: Trial, layout: Layout, memory: PagedMemory | None = None) -> None:
         self._trial = trial
@@ -243,7 +244,7 @@ class TrialRunner:
         for number, padding in enumerate(prompts.paddings):
             length = prompts.length - padding
             token_ids = prompts.input_ids[number, padding:].tolist()
-            if not token_ids:  # there are embeddings in place of them
+            if not token_ids:  # the prompt is given as embeddings
                 token_ids = [0] * length
             encoded = NO_BLOCKS
             if encoders is not None:
@@ -254,7 +255,7 @@ class TrialRunner:
         return rows
 
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:
-        """Logits of a step that computes so many more tokens of each row."""
+        """Logits of a step that computes `count` more tokens of each `(row, count)`."""
         for row, count in rows:
             skips = not self._is_packed or row.inputs is not None
             self.manager.append(row.blocks, count, skips=skips)
@@ -278,8 +279,8 @@ class TrialRunner:
         return torch.cat(logits)
 
     def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """As `advance`; modules are restored after the step, as if another call had run in
-        between."""
+        """As `advance`, but restores the modules after the step, as if another call had run
+        between two steps."""
         with self._trial.forwards(by_engine=True):
             return self.advance(rows)
 
@@ -298,7 +299,7 @@ def stock_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def sample_tokens(model: PreTrainedModel) -> Tensor:
-    """Token ids `(3, LENGTH)` int64, no special tokens among them."""
+    """Token ids `(3, LENGTH)` int64, without special tokens."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
     special = {
@@ -316,8 +317,8 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def product_precision(device: torch.device) -> tuple[str, bool]:
-    """Torch's options for products on `device`: of float32, and whether those of float16 are summed
-    in float16."""
+    """Torch's options for matrix products on `device`: the precision of float32 products, and
+    whether float16 products are summed in float16."""
     backend: Any = torch.backends.cuda
     if device.type in ("cpu", "xpu"):
         backend = torch.backends.mkldnn
@@ -330,9 +331,9 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
 
 def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
     """Says how far logits `(n, vocab_size)` that were computed in `dtypes` differ, in standard
-    deviations: of all rows the worst, in half precision the median, where a router may choose
-    another expert for a row; `None` if that is tolerated. NaN and infinities must be at the same
-    places."""
+    deviations: the worst row's difference or, in half precision, where a router may choose another
+    expert for a row, the median. `None` if that is tolerated. NaN and infinities must have the same
+    positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()
@@ -347,7 +348,7 @@ def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | No
         worst = float(gap.max())
     else:
         worst = float(gap.sort().values[len(gap) // 2])
-    if worst <= (half or TOLERANCE):  # not so for NaN
+    if worst <= (half or TOLERANCE):  # false for NaN
         return None
     return f"{worst:.1e} standard deviations"
 

@@ -1,5 +1,5 @@
-"""Kinds of values that modules hold, as both the state of a model and the writes of its forward see
-them."""
+"""Kinds of values that modules hold; `reading` (the state of a model) and `writes` (of its
+forwards) both use them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 CONTAINERS = (dict, list, deque, set)
-"""Those that code changes in place."""
-# Attributes that transformers sets on a model or its class as notes to itself.
+"""Containers that code changes in place."""
+# Attributes that transformers sets on a model or its class for its own bookkeeping.
 NOTES = frozenset(
     {
         "_auto_class",
@@ -29,14 +29,14 @@ NOTES = frozenset(
     }
 )
 PLUMBING = NOTES.union(vars(nn.Module()))
-"""Attributes that do not affect a forward: notes, and what torch keeps in every module (parameters,
-buffers, modules and forward hooks are visited separately)."""
-# Objects of these packages, except modules, tensors and configs, do not affect a forward, and reach
-# half the process.
+"""Attributes that do not affect a forward: notes, and torch's attributes of every module. (Its
+parameters, buffers, modules and forward hooks are visited separately.)"""
+# Objects of these packages do not affect a forward, except modules, tensors and configs; they
+# reference half the process.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
-ABSENT = object()  # stands for an attribute that is not there
+ABSENT = object()  # stands for a missing attribute
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def package_of(name: str) -> str:
 
 @functools.cache
 def is_users(name: str) -> bool:
-    """Whether a Python module of this name holds user code."""
+    """Whether the Python module of this name is user code."""
     return package_of(name) not in LIBRARIES
 
 

@@ -1,5 +1,5 @@
-"""Checks when cached blocks were computed with the current weights, and drops them after a
-change."""
+"""Checks whether cached blocks were computed with the current weights, and drops them if the
+weights have changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .state import ModelState, carries_state, fingerprint
 
 class WeightsGuard:
     """Lets the prefix cache serve only blocks that the model computed in its current state. User
-    code may change the model between *windows* (a call, or one step of an engine). Blocks of
-    earlier windows are served once the window's fingerprint (`vouch`) equals that of `memory`,
-    whose lock guards `blocks`. Before a window ends (`settle`), its blocks get a fingerprint, or
-    the executor watches the model (`is_watched`); else they are forgotten."""
+    code may change the model between *periods* (a call, or one step of an engine). The cache serves
+    blocks of earlier periods once `verify` has found the period's fingerprint equal to that of
+    `memory`, whose lock guards `blocks`. Before a period ends, `commit` fingerprints its blocks,
+    unless the executor watches the model (`is_watched`); a period without either forgets them."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -24,12 +24,12 @@ class WeightsGuard:
         self._blocks = blocks
         self._epochs = blocks.epochs
         self._is_on = False
-        # stays off if `blocks` starts with it off
+        # caching stays off if `blocks` starts without it
         self._can_cache = blocks.prefix_caching
         self._autocast: torch.dtype | None = None
-        # whether the executor compares the model with what it was (`ModelState.is_same`)
+        # whether the executor compares the model with its earlier state (`ModelState.is_same`)
         self.is_watched = False
-        self.num_changes = 0  # how often the model was found to have changed
+        self.num_changes = 0  # detected changes of the model
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
 
@@ -39,8 +39,8 @@ class WeightsGuard:
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """Begins work, with no request in flight; `autocast` is the dtype of forwards under
-        autocast, if any."""
+        """Begins work, with no request in flight. `autocast`: the dtype of forwards under autocast,
+        if any."""
         self._is_on = is_on
         self._autocast = autocast
         self.is_watched = False
@@ -48,28 +48,28 @@ class WeightsGuard:
             self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 
     def rest(self) -> None:
-        """Ends work: no request is in flight. With a tier, fingerprints the weights, so that blocks
-        that move to it later are known to be of these weights in any process."""
-        is_known = self._epochs.are_verified or self._memory.fingerprint is None
-        if self.is_on and self._blocks.tier is not None and not is_known:
+        """Ends work, with no request in flight. With a tier, fingerprints the weights, so that any
+        process can verify the blocks that move to it later."""
+        is_verified = self._epochs.are_verified or self._memory.fingerprint is None
+        if self.is_on and self._blocks.tier is not None and not is_verified:
             self.open()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False
 
     def open(self) -> None:
-        """Begins a window: user code may have run since the last."""
+        """Begins a period: user code may have run since the last one."""
         if self.is_on:
             with self._memory.lock:
                 self._epochs.begin_period()
 
-    def vouch(self) -> bool:
-        """Whether blocks of earlier windows may be served in this one, by one fingerprint per
-        window; if not, they are dropped."""
+    def verify(self) -> bool:
+        """Fingerprints the weights, once per period, and returns whether the cache may serve blocks
+        of earlier periods; if not, drops them."""
         return self._epochs.are_verified or self._compare()
 
-    def settle(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Before the end of a window (a step or call): fingerprints the blocks that it computed, if
-        caching is on. `state`: the model's, if it has just been read."""
+    def commit(self, is_call: bool, state: ModelState | None = None) -> None:
+        """Before the end of a period (a step or call): fingerprints the weights that computed its
+        blocks, if caching is on. `state`: the model's, if it has just been read."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or not self.is_watched
@@ -83,8 +83,8 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a window without `settle`: forgets its blocks unless something else vouches for
-        them."""
+        """Ends a period without `commit`: forgets its blocks, unless they are verified or the model
+        is watched."""
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
@@ -104,7 +104,7 @@ class WeightsGuard:
             if now is None or now != before:
                 self._forget()
                 for blocks in self._memory.managers.values():
-                    # managers of other layouts share the fingerprint
+                    # the managers of other layouts share the fingerprint
                     if blocks is not self._blocks:
                         blocks.drop_cached()
             elif self._blocks.tier is not None:

@@ -1,4 +1,5 @@
-"""The model inside its wrappers, and the room of adapters, for models and requests that need it."""
+"""Finds the model inside its wrappers, and imports the room of adapters for models and requests
+that need it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from ..switches import NOTHING
 
 
 def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
-    """The room of adapters if a request names an `adapter`, or PEFT has put some on the model."""
+    """The room of adapters, if a request names an `adapter` or PEFT has put adapters on the
+    model."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
     adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
@@ -30,7 +32,7 @@ def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> Res
 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
-    """As `AdaptersRoom.use_adapter`; `None`: as the model is."""
+    """As `AdaptersRoom.use_adapter`; `None` leaves the model as it is."""
     adapters = adapters_for(None, name)
     if adapters is None:
         return NOTHING
@@ -39,20 +41,20 @@ def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
 
 def base_model(model: Any) -> Any:
     """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
-    model itself. Raises `ValueError` for FSDP's, and for adapters that PEFT's own `generate`
-    computes and that cannot be inactive."""
+    model itself. Raises `ValueError` for a wrapper of FSDP, and for adapters that only PEFT's own
+    `generate` computes and that cannot be inactive."""
     levels = [model]
     while (inner := _wrapped(levels[-1])) is not None:
         levels.append(inner)
-    needing = (adapters_for(level) for level in levels)
-    adapters = next(filter(None, needing), None)
+    rooms = (adapters_for(level) for level in levels)
+    adapters = next(filter(None, rooms), None)
     if adapters is not None:
         adapters.check_wrapped(levels)
     return levels[-1]
 
 
 def _wrapped(model: Any) -> Any:
-    """The model in this wrapper; `None` if it is no wrapper."""
+    """The model in a wrapper; `None` if `model` is no wrapper."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds: tuple[Any, ...] = ()
     if fsdp is not None:

@@ -1,5 +1,5 @@
-"""What forwards write into their model: attributes, buffers, generators. It is taken back after a
-check; which of it a forward reads decides whether the prefix cache serves the model."""
+"""Records and undoes what forwards write into their model: attributes, buffers, generators. The
+prefix cache serves no model whose forwards read what earlier forwards wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_users_objec
 MAX_COPIED = 256 << 20
 """Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
 
-_MAX_CONTAINERS = 10_000  # in one attribute, whose objects may reach half the process
+_MAX_CONTAINERS = 10_000  # of one attribute, whose objects may reference half the process
 
 
 class Write(NamedTuple):
@@ -29,22 +29,22 @@ class Write(NamedTuple):
     name: str
     before: Any
     after: Any  # a copy
-    by_engine: bool  # whether a forward as the engine runs it wrote it, and not only plain ones
+    by_engine: bool  # whether a forward of the engine wrote it, and not only a plain one
 
 
 Modes = tuple[bool, ...]  # of a model's modules
 
 
 class Notes:
-    """What the forwards of a model write into it, in some modes of its modules."""
+    """The writes of a model's forwards into the model, with its modules in certain modes."""
 
     def __init__(self) -> None:
-        # an attribute that forwards read and earlier ones wrote: no prefix of the model is cached
+        # an attribute that forwards read and earlier forwards wrote: the prefix cache is then off
         self.carried: str | None = None
-        # by module, attributes that each forward writes and none reads, so that they are not part
-        # of the model's state, and what a `ModelState` reads in their place
-        self.unread: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
-        self.unread = weakref.WeakKeyDictionary()
+        # by module, attributes that each forward writes and none reads, which are no part of the
+        # model's state; with the value that a `ModelState` reads in their place
+        self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
+        self.write_only = weakref.WeakKeyDictionary()
 
 
 _NONE = Notes()
@@ -56,43 +56,43 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def notes_of(model: nn.Module) -> Notes:
-    """The notes on a model in its modules' present modes, not to be changed."""
-    known = _notes.get(model)
-    return _NONE if known is None else known.get(_modes(model), _NONE)
+    """The notes on a model in its modules' present modes. Read-only."""
+    notes_by_modes = _notes.get(model)
+    return _NONE if notes_by_modes is None else notes_by_modes.get(_modes(model), _NONE)
 
 
 def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
-    """Notes that in the present modes each forward of `model` makes this write, and whether a
-    forward reads what another wrote."""
+    """Notes that in the present modes each forward of `model` makes this write. `is_read`: whether
+    a forward reads what another wrote."""
     notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
         notes.carried = f"{type(write.module).__name__}.{write.name}"
         return
-    told = "written"
+    stand_in = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
-        told = write.before  # from before the first forward, it is the same in every process
-    notes.unread.setdefault(write.module, {}).setdefault(write.name, told)
+        stand_in = write.before  # the value before the first forward, equal in every process
+    notes.write_only.setdefault(write.module, {}).setdefault(write.name, stand_in)
 
 
 class Snapshot:
-    """What modules hold beside parameters: attributes, the elements of containers and the
-    attributes of objects of user classes, the content of tensors and the state of generators.
-    Tensors beyond `MAX_COPIED` are not copied."""
+    """A copy of what modules hold beside parameters: attributes, the elements of containers and the
+    attributes of objects of user classes, the content of tensors and the state of generators. It
+    leaves tensors beyond `MAX_COPIED` out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
             (module, table, dict(table))
             for module in model.modules()
             for table in (vars(module), module._buffers)
-            # attributes of a traced or scripted module are no dicts, and its code sets none
+            # the attributes of a traced or scripted module are not in dicts, and its code sets none
             if isinstance(table, dict)
         ]
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         parts: list[Any] = []
-        for _, _, known in self._tables:
-            for name, value in known.items():
+        for _, _, before in self._tables:
+            for name, value in before.items():
                 if name not in PLUMBING:
-                    parts += self._reached(value)
+                    parts += self._reachable(value)
         generators = {part for part in parts if isinstance(part, torch.Generator)}
         self._generators = [(x, x.get_state()) for x in generators]
         tensors: dict[int, Tensor] = {}
@@ -103,11 +103,11 @@ class Snapshot:
                         tensors[id(tensor)] = tensor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
-        left = MAX_COPIED
+        num_left = MAX_COPIED  # bytes
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
-            left -= tensor.nbytes
-            if left < 0 or not self._copy(tensor):
-                left = 0
+            num_left -= tensor.nbytes
+            if num_left < 0 or not self._copy(tensor):
+                num_left = 0
                 if not tensor.is_inference():
                     self._uncopied.append((tensor, tensor._version))
 
@@ -118,9 +118,9 @@ class Snapshot:
             return False
         return True
 
-    def _reached(self, value: Any) -> Iterator[Any]:
-        """A value, or what containers and objects of user classes hold, whose elements are
-        noted."""
+    def _reachable(self, value: Any) -> Iterator[Any]:
+        """Yields a value, or the values in containers and in objects of user classes, whose
+        elements it notes."""
         pending = [value]
         limit = len(self._containers) + _MAX_CONTAINERS
         while pending:
@@ -142,12 +142,11 @@ class Snapshot:
 
     @property
     def num_lost_bytes(self) -> int:
-        """Bytes of the tensors that were not copied, and were written to."""
+        """Bytes of the tensors that forwards wrote to and that were not copied."""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Puts everything back but transformers' notes to itself; adds the differences to
-        `writes`."""
+        """Restores everything but transformers' own notes; adds the differences to `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
         refilled = [
             (value, listed)
@@ -165,15 +164,15 @@ class Snapshot:
                     x.copy_(copy)
                 else:  # resized
                     x.set_(copy)
-        for _, now, known in self._tables:
+        for _, now, before in self._tables:
             notes = {name: x for name, x in now.items() if name in NOTES}
-            restore_attributes(now, {**known, **notes})
+            restore_attributes(now, {**before, **notes})
 
     def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
         """The differences; `changed`: ids of tensors and containers with other content."""
-        for module, now, known in self._tables:
+        for module, now, attributes in self._tables:
             for name, after in now.items():
-                before = known.get(name, ABSENT)
+                before = attributes.get(name, ABSENT)
                 is_other = after is not before and (type(after) not in SCALARS or after != before)
                 is_written = is_other or id(after) in changed
                 if not is_written and changed:
@@ -185,15 +184,15 @@ class Snapshot:
 
 
 def restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Makes a dict hold what it held before."""
+    """Restores a dict to its items before."""
     for name in now.keys() - before.keys():
         del now[name]
     now.update(before)
 
 
 @restoring
-def taken_back(model: nn.Module) -> Iterator[None]:
-    """Takes back what is written into the model meanwhile."""
+def undoing_writes(model: nn.Module) -> Iterator[None]:
+    """A context that undoes all writes into the model within it."""
     snapshot = Snapshot(model)
     try:
         yield
@@ -265,7 +264,7 @@ def copied(value: Any) -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` of a value, or a container with that of its elements."""
+    """Applies `function` to a value, or to the elements of a container."""
     if isinstance(value, dict):
         values = map(function, value.values())
         return dict(zip(value, values))

@@ -1,6 +1,6 @@
-"""transformers' continuous-batching API on `PagedEngine`: replaces `generate_batch`,
-`init_continuous_batching` and `continuous_batching_context_manager` of models after
-`hf_paged.install(continuous_batching=True)`."""
+"""transformers' continuous-batching API on `PagedEngine`: the functions that replace
+`generate_batch`, `init_continuous_batching` and `continuous_batching_context_manager` of models
+after `hf_paged.install(continuous_batching=True)`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .pending import Pending, output_names
 logger = logging.getLogger(__name__)
 
 
-_session_lock = forks.rlock()  # guards taking a kept manager from its model, and putting one there
-# models on which a manager has been kept
+_session_lock = forks.rlock()  # guards the managers that models keep for the next session
+# models that have kept a manager
 _kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -49,22 +49,22 @@ class PagedBatchingManager(ContinuousBatchingManager):
     A request gets the tokens of `model.generate` on its prompt alone with its options; requests
     that sample without a `seed` draw in turn from torch's global generator. A request that cannot
     be served ends with the error in its output. A step that raises is logged and repeated; if it
-    raises again, its requests end with that error, and others go on. If the thread dies all the
-    same (`SystemExit` in it, for instance), `fatal_error` holds the cause, all unfinished requests
-    end with that error, and methods that wait return.
+    raises again, its requests end with that error, and others go on. If the thread still dies, from
+    `SystemExit` for instance, `fatal_error` holds the cause, all unfinished requests end with that
+    error, and waiting methods return.
 
     Args:
         model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.
         generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a
             request may change options.
-        continuous_batching_config ([`ContinuousBatchingConfig`]): `MAPPED` lists the fields with a
-            meaning here, `LEFT` those that are ignored.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED` lists the
+            fields that have an effect, `IGNORED` the others.
 
     Raises:
         ValueError: for a config that cannot be served, and for models that only `generate` serves.
     """
 
-    batch_processor = None  # the loop of transformers, which is not used
+    batch_processor = None  # transformers' loop, which this class does not use
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.continuous_batching_config = continuous_batching_config
         config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
         self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
-        # for seeds, and for default request ids
+        # request numbers for seeds, and for default request ids
         self._numbers = itertools.count()
         self._names = itertools.count()
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
-        # copies and checkpoints of a model leave the manager out, as they do its memory
+        # copies and checkpoints of a model leave its manager out, like its memory
         return type(None), ()
 
     @property
     def num_return_sequences(self) -> int:
-        """Of requests that do not say otherwise."""
+        """The default number of sequences of a request."""
         return self.generation_config.num_return_sequences or 1
 
     @property
@@ -120,7 +120,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 Topic.CONTINUOUS_BATCHING("the manager is running already, so `start` does nothing")
             )
         else:
-            with _session_lock:  # a running manager is not kept for other calls
+            with _session_lock:  # other calls must not take a running manager
                 if getattr(self.model, compat.CACHED_MANAGER, None) is self:
                     delattr(self.model, compat.CACHED_MANAGER)
                 self._thread.start()
@@ -132,9 +132,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Accepts no more requests and ends the thread: once all requests are finished, or with
-        `hard_stop` after the step in progress, which fails unfinished requests. Waits for the end
-        of pauses of other threads. Frees the memory, unless it is kept for the next session. Raises
+        """Refuses further requests and ends the thread: once all requests are finished or, with
+        `hard_stop`, after the step in progress, which fails unfinished requests. Waits until other
+        threads end their pauses. Frees the memory, unless the next session keeps it. Raises
         `RuntimeError` in a thread that pauses the manager."""
         if threading.get_ident() in self._thread.pausing:
             raise RuntimeError(
@@ -147,7 +147,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session and was_started:
             with _session_lock:
-                # kept by a concurrent session
+                # a concurrent session may have kept one
                 other = getattr(self.model, compat.CACHED_MANAGER, None)
                 setattr(self.model, compat.CACHED_MANAGER, self)
                 _kept.add(self.model)
@@ -166,11 +166,11 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Pauses steps within this context, in which the model may be changed. Afterwards
-        unfinished requests continue with the keys and values that they have; cached prefixes of
-        other weights are dropped. Steps continue in evaluation mode; training mode set within the
-        context is restored when the manager ends. Raises `RuntimeError` if the manager is not
-        running, or ends before the pause begins."""
+        """A context that pauses steps, in which the caller may change the model. Afterwards
+        unfinished requests continue with the keys and values that they have, and cached prefixes of
+        other weights are dropped. Steps continue in evaluation mode; if the caller has set training
+        mode within the context, the manager restores it at its end. Raises `RuntimeError` if the
+        manager is not running, or ends before the pause begins."""
         if not self.is_running():
             raise RuntimeError("the manager is not running, so it cannot pause: call `start` first")
         with self._thread.paused():
@@ -190,8 +190,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         on_result: Callable[[RequestResult], None] | None = None,
         **options: Any,
     ) -> str:
-        """Queues a request and returns its id. Outputs are delivered by `get_result`, iteration or
-        a handler; if the request cannot be served, its last output has the error. With
+        """Queues a request and returns its id. `get_result`, iteration or a handler deliver its
+        outputs; if the request cannot be served, its last output has the error. With
         `num_return_sequences` n, n - 1 further outputs have the ids `"{request_id}__child#{i}"`.
 
         Args:
@@ -203,12 +203,12 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 negative ids are ignored.
             seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the
                 configuration's.
-            tokenizer (*optional*): For `stop_strings`, as in `generate`; used until a later request
-                passes another.
+            tokenizer (*optional*): For `stop_strings`, as in `generate`; in effect until a later
+                request passes another.
             request_options (`dict`, *optional*): Further arguments of `PagedEngine.add_request`:
                 `inputs`, `schema`, `cache_salt`, `top_logprobs`, ...
-            on_result (callable, *optional*): Called with the engine's [`RequestResult`] when the
-                request has ended, in the engine's thread, before its last outputs are delivered.
+            on_result (callable, *optional*): The engine's thread calls it with the engine's
+                [`RequestResult`] when the request has ended, before it delivers the last outputs.
             options: Options of [`GenerationConfig`] for this request.
 
         Raises:
@@ -222,11 +222,13 @@ class PagedBatchingManager(ContinuousBatchingManager):
         if seed is None and cb_config.seed is not None:
             seed = cb_config.seed + next(self._numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        given = {option: value for option, value in options.items() if value is not None}
-        given.setdefault("num_return_sequences", self.num_return_sequences)
-        make_config = functools.partial(_request_config, self.model, self.generation_config, given)
+        generation = {option: value for option, value in options.items() if value is not None}
+        num_sequences = generation.setdefault("num_return_sequences", self.num_return_sequences)
+        make_config = functools.partial(
+            _request_config, self.model, self.generation_config, generation
+        )
         request = Pending(
-            names=output_names(request_id, given["num_return_sequences"]),
+            names=output_names(request_id, num_sequences),
             prompt=input_ids,
             make_config=make_config,
             seed=seed,
@@ -291,8 +293,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], None]
     ) -> None:
-        """Delivers the outputs of a request to `callback`, which the running event loop calls,
-        until the last. The request may be added later, to this manager while it runs."""
+        """Makes the running event loop call `callback` with each output of a request, until the
+        last. The request may be added later, while this manager runs."""
         with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             for output in self._thread.outputs.pop(request_id, ()):
@@ -302,8 +304,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
 def _request_config(
     model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig:
-    """The configuration of one request. Raises `ValueError` for options that `GenerationConfig`
-    does not have."""
+    """The configuration of one request. Raises `ValueError` for options that are not in
+    `GenerationConfig`."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (
@@ -312,7 +314,7 @@ def _request_config(
         "compile_config",
         "continuous_batching_config",
     ):
-        if hasattr(request_config, name):  # options for how transformers would run it
+        if hasattr(request_config, name):  # options of transformers' own loop
             setattr(request_config, name, None)
     for name, value in options.items():
         setattr(request_config, name, value)
@@ -336,10 +338,10 @@ def _request_config(
 
 
 def _cb_config(
-    config: GenerationConfig, given: ContinuousBatchingConfig | None
+    config: GenerationConfig, argument: ContinuousBatchingConfig | None
 ) -> ContinuousBatchingConfig:
     from_config = getattr(config, "continuous_batching_config", None)
-    return given or from_config or ContinuousBatchingConfig()
+    return argument or from_config or ContinuousBatchingConfig()
 
 
 def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
@@ -362,7 +364,7 @@ def _init(
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config = config
             return cached
-        model.destroy_cached_continuous_batching_manager()  # it was made for another config
+        model.destroy_cached_continuous_batching_manager()  # it has another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
@@ -391,7 +393,7 @@ def _context(
     try:
         yield manager
         is_hard = False
-    finally:  # if the caller's code raised, unfinished requests are not waited for
+    finally:  # after an error of the caller's code, unfinished requests are dropped
         manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
 
 
@@ -408,16 +410,16 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # one `generate` call would compute no more than the layers in the model
+    # one `generate` call would compute only the adapter layers in the model
     base_adapters = adapters_for(base_model(model))
     if base_adapters is not None:
         base_adapters.check_served(base_model(model), None)
     base = generation_config or model.generation_config
-    given = {name: value for name, value in options.items() if value is not None}
-    generation_options = {name: value for name, value in given.items() if name != "tokenizer"}
+    options = {name: value for name, value in options.items() if value is not None}
+    generation_options = {name: value for name, value in options.items() if name != "tokenizer"}
     config = _request_config(model, base, generation_options)
     effective = Effective(model, config)
-    # one `generate` call does not tell where a stop string ended a row
+    # one `generate` call does not report where a stop string ended a row
     needs_requests = record_timestamps or persistent_manager or effective.stop_strings
     if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
         cb_config = _cb_config(base, continuous_batching_config)
@@ -432,11 +434,11 @@ def _generate_batch(
     )
     outputs: dict[str, GenerationOutput] = {}
     with context as manager:
-        added = manager.add_requests(inputs, record_timestamps=record_timestamps, **given)
-        num_sequences = given.get("num_return_sequences", manager.num_return_sequences)
+        added = manager.add_requests(inputs, record_timestamps=record_timestamps, **options)
+        num_sequences = options.get("num_return_sequences", manager.num_return_sequences)
         names: Iterable[str]
         names = [name for request_id in added for name in output_names(request_id, num_sequences)]
-        # no tqdm without a progress bar: it takes a lock, which a forked child may find held
+        # without a progress bar, tqdm is avoided: it takes a lock that a forked child may find held
         if progress_bar:
             names = tqdm(names, unit="request")
         for name in names:
@@ -456,8 +458,8 @@ def _generate_batch(
 
 
 def destroy_kept() -> None:
-    """Destroys managers kept on models for a next session; transformers' own methods would
-    otherwise use them."""
+    """Destroys the managers that models keep for the next session, which transformers' own methods
+    would otherwise use."""
     for model in list(_kept):
         if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
             _destroy_cached(model)
@@ -470,7 +472,7 @@ replacements: dict[str, Callable[..., Any]] = {
     "continuous_batching_context_manager": _context,
     "generate_batch": _generate_batch,
 }
-"""Replacements by name of the `ContinuousMixin` method."""
+"""The replacement of each method of `ContinuousMixin`, by the method's name."""
 
 
 def _through_wrapper(name: str) -> Callable[..., Any]:
@@ -489,6 +491,5 @@ through_wrapper = {
         "generate_batch",
     )
 }
-"""Methods for wrappers of models, which pass these names on to the model inside, where the wrapper
-is not known. They raise `ValueError` for adapters that only the wrapper's own `generate`
-computes."""
+"""Methods for wrappers of models. They call the method of the model inside, without the wrapper,
+and raise `ValueError` for adapters that only the wrapper's own `generate` computes."""

@@ -1,4 +1,4 @@
-"""Maps the fields of `ContinuousBatchingConfig` to `PagedConfig`."""
+"""Converts a `ContinuousBatchingConfig` to a `PagedConfig`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MAPPED: dict[str, str] = {
     ),
     "max_queue_size": "requests that may wait for the engine's thread",
 }
-"""Fields of `ContinuousBatchingConfig` that have a meaning here, and that meaning."""
+"""The fields of `ContinuousBatchingConfig` that have an effect, with this effect."""
 
-LEFT: dict[str, str] = {
+IGNORED: dict[str, str] = {
     "max_blocks_per_request": "sizes a block table of a flash kernel; here tables grow",
     "use_async_batching": "the engine itself prepares the next step ahead where it can",
     "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
@@ -51,8 +51,8 @@ LEFT: dict[str, str] = {
     "cpu_group_timeout": "for tensor parallelism, which these methods do not serve here",
     "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""Fields that tune transformers' own implementation and change no token, and why they may be
-ignored."""
+"""The other fields, which tune transformers' own implementation and change no token, with the
+reason to ignore them."""
 
 _defaults: list[PagedConfig] = [PagedConfig()]  # the config passed to `install`
 
@@ -66,17 +66,17 @@ def set_default(config: PagedConfig) -> None:
 def paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """The `PagedConfig` for a `ContinuousBatchingConfig`: its fields that are not at their
-    defaults, over `cache_config` or the default config. Raises `ValueError` for values that cannot
-    be served and unknown fields."""
-    given = _given(cb_config)
-    unknown = sorted(set(given) - set(MAPPED) - set(LEFT))
+    """The `PagedConfig` for a `ContinuousBatchingConfig`: the fields that differ from their
+    defaults override `cache_config` or the default config. Raises `ValueError` for unknown fields
+    and values that cannot be served."""
+    changed_fields = _changed_fields(cb_config)
+    unknown = sorted(set(changed_fields) - set(MAPPED) - set(IGNORED))
     if unknown:
         raise ValueError(
             f"`ContinuousBatchingConfig` has fields that hf_paged does not know, {unknown}: leave"
             " them out"
         )
-    scheduler = given.get("scheduler_type", "fifo")
+    scheduler = changed_fields.get("scheduler_type", "fifo")
     if scheduler not in ("fifo", "prefill_first"):
         raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
     base = (_defaults[0] if cache_config is None else PagedConfig.coerce(cache_config)).to_dict()
@@ -87,15 +87,17 @@ def paged_config(
         "max_requests_per_batch": "max_num_seqs",
         "allow_block_sharing": "prefix_caching",
     }
-    base |= {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+    base |= {
+        ours: changed_fields[theirs] for theirs, ours in names.items() if theirs in changed_fields
+    }
     size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
-    if {"page_size", "block_size", "num_blocks"} & set(given):
-        # `num_blocks` counts blocks of their block size
+    if {"page_size", "block_size", "num_blocks"} & set(changed_fields):
+        # `num_blocks` counts blocks of transformers' size
         base["block_size"] = size
-    if "use_cuda_graph" in given:
+    if "use_cuda_graph" in changed_fields:
         base["capture"] = any(cb_config.cuda_graph_booleans)
-    if "cpu_offload_space" in given:
-        base["preemption"] = "recompute" if given["cpu_offload_space"] == 0 else "swap"
+    if "cpu_offload_space" in changed_fields:
+        base["preemption"] = "recompute" if changed_fields["cpu_offload_space"] == 0 else "swap"
     if scheduler == "prefill_first":
         base["max_chunk_tokens"] = base["max_num_batched_tokens"]
     try:
@@ -104,12 +106,12 @@ def paged_config(
         raise ValueError(f"the `ContinuousBatchingConfig` cannot be served: {error}") from None
 
 
-def _given(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """Values of the fields that are not at their defaults."""
-    given = {}
+def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
+    """The fields that differ from their defaults, with their values."""
+    values = {}
     for field in fields(cb_config):
         default = None if field.default is MISSING else field.default
         value = getattr(cb_config, field.name)
         if value != default:
-            given[field.name] = value
-    return given
+            values[field.name] = value
+    return values

@@ -1,4 +1,4 @@
-"""The thread of a continuous-batching manager: takes requests, steps an engine, delivers
+"""The thread of a continuous-batching manager: it takes requests, steps an engine and delivers
 transformers' outputs."""
 
 from __future__ import annotations
@@ -32,39 +32,40 @@ from .pending import Pending
 
 logger = logging.getLogger(__name__)
 
-MAX_NEW = 32  # requests that the engine gets between two steps: the running ones wait meanwhile
+MAX_NEW = 32  # requests that the engine gets between two steps, while the running ones wait
 QUEUE_SECONDS = 10.0  # how long `add` waits for room in a full queue, as in transformers
 POLL_SECONDS = 0.25  # how often the engine's thread checks whether its manager was collected
 EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the step in progress
-OWN_ATTENTION = "paged|"  # prefix of attention functions that only transformers' own loop can call
+# prefix of attention implementations that only transformers' own loop can call
+NATIVE_ATTENTION = "paged|"
 
 
 class ManagerThread:
-    """The engine's thread and the state that it shares with callers. Holds no reference to the
-    manager, which can be garbage-collected."""
+    """The engine's thread and the state that it shares with callers. It holds no reference to the
+    manager, so that the manager can be garbage-collected."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int) -> None:
         self.max_queue_size = max_queue_size
         self.lock = forks.rlock()
         self.fatal_error: BaseException | None = None  # the error that ended the thread
         self.is_flushing = self.is_stopping = self.is_paused = self.keeps_memory = False
-        # set by the manager's finalizer, which thus holds no model
+        # set by the manager's finalizer, which need not reference the model
         self.is_abandoned = threading.Event()
         self._reset(PagedEngine(model, config))
         forks.in_child(self)
 
     def _reset(self, engine: PagedEngine) -> None:
-        """Begins without a thread and without requests."""
+        """Sets the initial state: no thread, no requests."""
         self.engine = engine
-        # Signals everything below, which the lock guards. `with` takes the lock itself: a
-        # condition's `__enter__` and `__exit__` are Python code, in which a signal would leave the
-        # lock taken.
+        # Signals changes of the attributes below, which the lock guards. `with` takes the lock
+        # itself: a condition's `__enter__` and `__exit__` are Python code, where a signal could
+        # leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
         self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
         self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
-        self.outputs: dict[str, deque[GenerationOutput]] = {}  # not read yet
+        self.outputs: dict[str, deque[GenerationOutput]] = {}  # those that no caller has read
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
         ] = {}
@@ -82,20 +83,20 @@ class ManagerThread:
 
     @property
     def _has_vanished(self) -> bool:
-        """Whether the thread ended without a word, as one that lacks memory does."""
+        """Whether the thread ended without an error, as a thread that lacks memory does."""
         return self.thread is not None and not self.thread.is_alive() and not self.is_stopping
 
     def start(self) -> None:
-        """Raises `RuntimeError` if the process may have no more threads."""
+        """Starts the thread. Raises `RuntimeError` if the process may have no more threads."""
         with self.lock:
             self.is_flushing = self.is_stopping = self.is_paused = False
             self.fatal_error = None
-            self.thread = None  # an earlier one, which has ended
+            self.thread = None  # the earlier one has ended
         _running.add(self)
         self.thread = make(self._run, "hf_paged-continuous-batching", on_error=self._die)
         error = begin(self.thread)
         if error is not None:
-            self.is_stopping = True  # should it begin later
+            self.is_stopping = True  # in case the thread begins later
             self.thread = None
             raise RuntimeError(
                 "can't start new thread: the process is at its limit of threads or memory"
@@ -108,7 +109,7 @@ class ManagerThread:
             self.changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Waits for the thread's end, at most `timeout` seconds; whether it has ended."""
+        """Waits for the thread's end, at most `timeout` seconds; returns whether it has ended."""
         thread = self.thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
@@ -124,14 +125,15 @@ class ManagerThread:
 
         with self.lock:
             is_in_time = self._wait_for(has_room, QUEUE_SECONDS)
-            used = [name for name in request.names if name in self.pending]
-            if used:
+            used_names = [name for name in request.names if name in self.pending]
+            if used_names:
                 raise ValueError(
-                    f"request id {used[-1]!r} is in use by an unfinished request: choose another"
+                    f"request id {used_names[-1]!r} is in use by an unfinished request: choose"
+                    " another"
                 )
             is_refused = is_over()
             if is_refused or not is_in_time:
-                for name in request.names:  # registered before the request, which is refused
+                for name in request.names:  # handlers may precede the request, which is refused
                     self.handlers.pop(name, None)
             if not is_in_time:
                 raise queue.Full(
@@ -166,19 +168,19 @@ class ManagerThread:
         """Waits for the next output (of `name` if given); `None` after the timeout and once none
         can come."""
         with self.lock:
-            here = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
+            has_output = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
             # a caller with a timeout may wait for a request that is not added yet
             needs_request = name is not None and timeout is None
 
             def is_over() -> bool:
                 return not self.is_alive or (needs_request and name not in self.pending)
 
-            if self.is_alive and is_over() and not here():
+            if self.is_alive and is_over() and not has_output():
                 raise ValueError(
                     f"no unfinished request has the id {name!r}, and no output of it is unread"
                 )
-            self._wait_for(lambda: bool(here()) or is_over(), timeout)
-            if not here():
+            self._wait_for(lambda: bool(has_output()) or is_over(), timeout)
+            if not has_output():
                 return None
             if name is None:
                 name = next(iter(self.outputs))
@@ -188,28 +190,29 @@ class ManagerThread:
             return output
 
     def _wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits, with `lock` held, until `predicate()`, at most `timeout` seconds; whether it
-        holds. Looks every `POLL_SECONDS`: a thread that lacks memory ends without a word."""
+        """Waits, with `lock` held, until `predicate()` holds, at most `timeout` seconds; returns
+        whether it holds. Polls every `POLL_SECONDS`, since a thread that lacks memory notifies
+        nobody of its end."""
         end = None if timeout is None else time.monotonic() + timeout
         while not predicate():
-            left = POLL_SECONDS
+            seconds = POLL_SECONDS
             if end is not None:
-                left = min(POLL_SECONDS, end - time.monotonic())
-            if left <= 0:
+                seconds = min(POLL_SECONDS, end - time.monotonic())
+            if seconds <= 0:
                 return False
-            wait(self.changed, self.lock, left)
+            wait(self.changed, self.lock, seconds)
         return True
 
     def deliver(self, output: GenerationOutput) -> None:
         with self.lock:
             handler = self.handlers.get(output.request_id)
-            unread = self.outputs.get(output.request_id)
-            if handler is None and unread is None:
-                # at once: without memory for the second of two steps, an empty queue would stay
+            outputs = self.outputs.get(output.request_id)
+            if handler is None and outputs is None:
+                # in one statement: if memory ran out between two, an empty queue would stay
                 self.outputs[output.request_id] = deque([output])
             elif handler is None:
-                assert unread is not None
-                unread.append(output)
+                assert outputs is not None
+                outputs.append(output)
             else:
                 callback, loop = handler
                 if output.is_finished():
@@ -255,14 +258,14 @@ class ManagerThread:
                     if not self._wait_for_work():
                         break
                     self._take_requests()
-                    self._tell(self._outputs(self.engine.step()))
+                    self._deliver_all(self._outputs(self.engine.step()))
                     has_failed = False
-                except Exception as caught:
-                    # the engine repeats the step, then ends the requests that it computes
+                except Exception as error:
+                    # the engine repeats the step once, then ends the requests in it
                     logger.error(
-                        Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=caught
+                        Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=error
                     )
-                    self._fail_given(caught, has_failed)
+                    self._fail_lost(error, has_failed)
                     has_failed = not has_failed
         self._end(None)
 
@@ -275,7 +278,8 @@ class ManagerThread:
         """Waits for requests and pauses. Returns False when the thread must end."""
         with self.lock:
             was_paused = False
-            # wait for the end of a pause even when stopping: the model must not be restored before
+            # even a thread that stops waits for the end of a pause: only then may it restore the
+            # model
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pausing)
                 if self.is_paused:
@@ -294,19 +298,19 @@ class ManagerThread:
             return True
 
     def _take_requests(self) -> None:
-        """Gives new requests to the engine, up to `MAX_NEW`, and cancels requests, in the engine or
-        before."""
+        """Adds up to `MAX_NEW` new requests to the engine, and cancels requests in the engine or in
+        the inbox."""
         with self.lock:
             num_new = min(len(self.inbox), MAX_NEW)
             cancelled = set(self.cancelled)
             self.cancelled.clear()
             requests = [self.inbox.popleft() for _ in range(num_new)]
-            dropped = [request for request in self.inbox if request.names[-1] in cancelled]
-            for request in dropped:
+            removed = [request for request in self.inbox if request.names[-1] in cancelled]
+            for request in removed:
                 self.inbox.remove(request)
             self.changed.notify_all()  # the queue has room
-        for request in dropped:
-            self._tell(request.fail(RuntimeError("the request was cancelled")))
+        for request in removed:
+            self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
@@ -319,7 +323,7 @@ class ManagerThread:
                     **request.options,
                 )
             except Exception as error:
-                self._tell(request.fail(error))
+                self._deliver_all(request.fail(error))
         for name in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended
                 self.engine.cancel(name)
@@ -338,35 +342,35 @@ class ManagerThread:
                 outputs += request.fail(error)
         return outputs
 
-    def _fail_given(self, error: Exception, frees: bool) -> None:
-        """Fails requests that the engine does not have and whose result it will not output. If it
-        could not end those that it has either, fails all but those in the inbox, and frees it."""
+    def _fail_lost(self, error: Exception, frees: bool) -> None:
+        """Fails requests that the engine does not have and whose result it will not output.
+        `frees`: the engine could not end its own requests either; then fails all requests but those
+        in the inbox, and frees the engine."""
         core = self.engine._core
-        kept = set[Hashable]()
+        kept_ids = set[Hashable]()
         if not frees:
             with core.lock:
-                kept = {*core.requests, *(output.request_id for output in core.unread)}
+                kept_ids = {*core.requests, *(output.request_id for output in core.pending_outputs)}
         with self.lock:
-            kept |= {request.names[-1] for request in self.inbox}
+            kept_ids |= {request.names[-1] for request in self.inbox}
             requests = dict.fromkeys(self.pending.values())
         for request in requests:
-            if request.names[-1] not in kept:
-                if request.started < 0:  # it was not refused
+            if request.names[-1] not in kept_ids:
+                if request.started < 0:  # distinguishes it from a refused request
                     request.started = time.perf_counter()
-                self._tell(request.fail(error))
+                self._deliver_all(request.fail(error))
         if not frees:
             return
         try:
             self.engine.free()
-        except Exception as caught:
-            logger.error(
-                Topic.CONTINUOUS_BATCHING("the engine raised while it was freed"), exc_info=caught
-            )
+        except Exception as free_error:
+            message = Topic.CONTINUOUS_BATCHING("the engine raised while it was freed")
+            logger.error(message, exc_info=free_error)
         with self.lock:
-            # if all steps raise, they do not follow one another at once
+            # a pause between steps, in case all of them raise
             self.changed.wait(POLL_SECONDS)
 
-    def _tell(self, outputs: list[GenerationOutput]) -> None:
+    def _deliver_all(self, outputs: list[GenerationOutput]) -> None:
         with self.lock:
             for output in outputs:
                 self.deliver(output)
@@ -379,21 +383,23 @@ class ManagerThread:
             self.fatal_error = error
             self.inbox.clear()
             self.cancelled.clear()
-            why: Exception = RuntimeError("the manager was stopped before its end")
+            cause: Exception = RuntimeError("the manager was stopped before its end")
             if isinstance(error, Exception):
-                why = error
+                cause = error
             elif error is not None:
-                why = RuntimeError(f"the engine's thread died: {error!r}")
+                cause = RuntimeError(f"the engine's thread died: {error!r}")
             requests = list(dict.fromkeys(self.pending.values()))
             for request in requests:
-                self._tell(request.fail(why))
-            self.handlers.clear()  # the rest are for ids without a request
+                self._deliver_all(request.fail(cause))
+            self.handlers.clear()  # the remaining ids have no request
         try:
             if error is None and self.keeps_memory:
                 for request in requests:
                     with contextlib.suppress(ValueError):  # the engine does not have it
                         self.engine.cancel(request.names[-1])
-                while self.engine.has_unfinished:  # cancelled requests; their outputs are dropped
+                while (
+                    self.engine.has_unfinished
+                ):  # ends cancelled requests, and drops their outputs
                     self.engine.step()
             else:
                 self.engine.free()
@@ -426,11 +432,11 @@ class _Served:
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
                 name = compat.attention_of(config)
-                if isinstance(name, str) and name.startswith(OWN_ATTENTION):
+                if isinstance(name, str) and name.startswith(NATIVE_ATTENTION):
                     self.attention.append((config, name))
 
     def evaluate(self, model: PreTrainedModel) -> None:
-        """Sets evaluation mode; remembers the modules that were in training mode."""
+        """Sets evaluation mode, and stores the modules that were in training mode."""
         self.training = _training(model) or self.training
         model.eval()
 
@@ -445,31 +451,31 @@ _served_lock = forks.lock()
 
 @restoring
 def served(model: PreTrainedModel) -> Iterator[None]:
-    """Prepares a model as transformers' continuous batching does: evaluation mode, and attention
-    implementations named `paged|...`, which only its own loop can call, replaced by their base. The
-    last context to exit restores both."""
+    """A context that prepares a model as transformers' continuous batching does: it sets evaluation
+    mode, and replaces attention implementations named `paged|...`, which only transformers' own
+    loop can call, by their base. The last context to exit restores both."""
     device = compute_device(model)
-    mine = list[_Served]()
+    entered = list[_Served]()
     try:
         with _served_lock:
-            before = _served.setdefault(model, _Served(model))
-            before.count += 1
-            mine.append(before)
-            before.evaluate(model)
-            for config, name in before.attention:
-                compat.set_attention(config, name.removeprefix(OWN_ATTENTION))
-        # set per thread
+            state = _served.setdefault(model, _Served(model))
+            state.count += 1
+            entered.append(state)
+            state.evaluate(model)
+            for config, name in state.attention:
+                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION))
+        # the current device is a thread's own
         with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:
-            for before in mine:
-                before.count -= 1
-                if not before.count:
+            for state in entered:
+                state.count -= 1
+                if not state.count:
                     del _served[model]
                     if not _training(model):
-                        # a mode set by a caller stays
-                        for module in before.training:
+                        # a training mode that a caller has set stays
+                        for module in state.training:
                             module.training = True
-                    for config, name in before.attention:
+                    for config, name in state.attention:
                         compat.set_attention(config, name)

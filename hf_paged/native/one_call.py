@@ -1,4 +1,4 @@
-"""Batches of `generate_batch` that are the rows of one `generate` call."""
+"""Runs a batch of `generate_batch` as the rows of one `generate` call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .pending import output_names
 
 
 class Effective:
-    """The options of a config; of the model's generation config where that leaves them unset."""
+    """The options of a generation config; for those that it leaves unset, the model's."""
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
         self._configs = config, model.generation_config
@@ -42,8 +42,8 @@ def sample_together(
     cb_config: ContinuousBatchingConfig,
     paged: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
-    """Runs the prompts as rows of one `generate` call, with one random number stream: a seed gives
-    plain's tokens. `None` if such a call does not return everything requested."""
+    """Runs the prompts as rows of one `generate` call, which draw from one random stream, so that a
+    seed gives plain's tokens. `None` if such a call cannot return everything that was requested."""
     effective = Effective(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:

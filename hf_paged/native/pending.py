@@ -1,5 +1,4 @@
-"""A request of a continuous-batching manager: what it asks for, and its outputs in transformers'
-form."""
+"""An unfinished request of a continuous-batching manager, and its outputs in transformers' form."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Pending:
 
     names: list[str]
     prompt: Any
-    # run in the engine's thread: its errors end this request
+    # called in the engine's thread: its errors end this request
     make_config: Callable[[], GenerationConfig]
     seed: int | None
     is_streaming: bool
@@ -41,7 +40,7 @@ class Pending:
     started: float = -1.0
 
     def __post_init__(self) -> None:
-        # generated so far, by row of the engine's request
+        # of the tokens generated so far, by row of the engine's request
         self.tokens = defaultdict[int, list[int]](list)
         self.times = defaultdict[int, list[float]](list)
         try:
@@ -73,7 +72,7 @@ class Pending:
         if self.on_result is not None:
             try:
                 self.on_result(result)
-            except Exception as caught:  # the outputs are delivered all the same
+            except Exception as caught:  # the outputs must still be delivered
                 logger.error(Topic.CONTINUOUS_BATCHING("`on_result` raised"), exc_info=caught)
         now = time.perf_counter()
         error = result.error
@@ -87,7 +86,7 @@ class Pending:
             output = self._output(row, status)
             output.error = None if error is None else str(error)
             output.lifespan = (self.started, now)
-            # engines have one row where all would be equal; tokens of beams are final only now
+            # an engine computes one row where all would be equal; only now are beams' tokens final
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)

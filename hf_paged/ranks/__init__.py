@@ -1,9 +1,9 @@
 """Models in shards over several processes (tensor parallelism): calls that all of them make, and
-engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`; its functions are
-those that `model.sharding` calls. Imports no other room."""
+engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`; `model.sharding`
+calls its functions. Imports no other room."""
 
 from .leader import lead as lead
 from .leader import serve as serve
 from .processes import alone as alone
 from .processes import processes_of as processes_of
-from .signals import held as held
+from .signals import deferring_signals as deferring_signals

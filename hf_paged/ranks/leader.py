@@ -1,5 +1,6 @@
 """An engine over several processes, each with a shard of the model's weights and the K/V heads of
-that shard. Process 0 schedules and samples; the others compute its steps (`serve_rank`)."""
+that shard. Process 0 schedules and samples; the others compute its steps (`serve_rank`) and
+schedule nothing."""
 
 from __future__ import annotations
 
@@ -35,23 +36,23 @@ from ..plan import StepPlan
 from ..switches import NOTHING
 from ..topics import Topic
 from .processes import Ranks, processes_of
-from .signals import PatientLock, held
+from .signals import PatientLock, deferring_signals
 
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""For each block table of a step: how many leading block ids it shares with the previous table at
-its position, and the block ids after them."""
+"""For each block table of a step: the number of leading block ids that it shares with the previous
+table of its row, and the block ids after them."""
 
 
-class HeldThere(NamedTuple):
-    """Stands for `HostBlocks`, which each process keeps in its own host memory."""
+class RemoteHostBlocks(NamedTuple):
+    """Stands in a message for `HostBlocks`, which each process keeps in its own host memory."""
 
     number: int
 
 
 class TableHistory:
-    """Encodes a step's block tables as changes since the previous step, as most tables only
+    """Encodes a step's block tables as changes since the previous step, since most tables only
     grow."""
 
     def __init__(self) -> None:
@@ -60,14 +61,14 @@ class TableHistory:
     def changes(self, tables: Sequence[list[int]]) -> Changes:
         changes: Changes = []
         for row, ids in enumerate(tables):
-            earlier = self._tables[row] if row < len(self._tables) else []
-            count = len(earlier) if earlier == ids[: len(earlier)] else 0
+            previous = self._tables[row] if row < len(self._tables) else []
+            count = len(previous) if previous == ids[: len(previous)] else 0
             changes.append((count, ids[count:]))
         self._tables[: len(tables)] = map(list, tables)
         return changes
 
     def tables(self, changes: Changes) -> list[list[int]]:
-        """Returns the tables that the other process passed to `changes`."""
+        """Decodes the tables that the other process passed to `changes`."""
         tables = [
             [*self._tables[row][:count], *new] if count else new
             for row, (count, new) in enumerate(changes)
@@ -76,10 +77,10 @@ class TableHistory:
         return tables
 
 
-class Leader:
-    """Process 0's side: makes the other processes repeat its operations on blocks and models, in
-    the same order (`seams.Leader`). Operations that need no answer are queued until the next
-    message; each step sends one."""
+class RankLeader:
+    """Process 0's side: makes the other processes repeat its operations on blocks and models in the
+    same order (`seams.Leader`). It queues orders that need no answer until the next message; each
+    step sends one."""
 
     leads = True
 
@@ -92,7 +93,7 @@ class Leader:
         self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
-        ranks.take()
+        ranks.reserve()
 
     def locked(self, lock: Any) -> PatientLock:
         return PatientLock(lock)
@@ -116,15 +117,15 @@ class Leader:
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
                 " a new one"
             )
-        wanted = {
+        unsupported = {
             "`batch_invariant`": self._config.batch_invariant,
             "`hf_paged.budget`": budget.limit() is not None,
             "an encoder": self._model.config.is_encoder_decoder,
         }
-        for what, is_wanted in wanted.items():
-            if is_wanted:
+        for feature, is_requested in unsupported.items():
+            if is_requested:
                 raise ValueError(
-                    f"{what} is not served by an engine whose model is in shards over"
+                    f"{feature} is not served by an engine whose model is in shards over"
                     f" {self.ranks.size} processes: leave it out, or call `model.generate(...,"
                     ' cache_implementation="paged")` in each of them'
                 )
@@ -157,10 +158,10 @@ class Leader:
         changes = [
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
-        rest = tokens._replace(groups=[group._replace(tables=[]) for group in tokens.groups])
+        without_tables = [group._replace(tables=[]) for group in tokens.groups]
         self.send(
             "run",
-            rest,
+            tokens._replace(groups=without_tables),
             changes,
             others,
             names,
@@ -169,7 +170,7 @@ class Leader:
     def adapters(self, method: str, *arguments: Any) -> str | None:
         if method == "load":
             return self._load_adapter(*arguments)
-        if method == "check":  # whose forwards follow at once
+        if method == "check":  # its forwards follow at once
             self.send("adapters", method, *arguments)
         else:
             self.note("adapters", method, *arguments)
@@ -207,7 +208,7 @@ class Leader:
         return self.ranks.least(number)
 
     def agree(self, number: int) -> int:
-        """This process decides for all, and `check` has nothing to compare."""
+        """Returns `number`: this process decides for all, so `check` need not compare plans."""
         return number
 
     def check(self, plan: StepPlan) -> None:
@@ -216,11 +217,11 @@ class Leader:
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
     ) -> None:
-        if group not in self._groups:  # memory of a model that only this process has
+        if group not in self._groups:  # the memory of a model in this process alone
             return
         number = self._groups.index(group)
-        named = [HeldThere(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.note("move", move, number, named, id(result))
+        portable = [RemoteHostBlocks(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
+        self.note("move", move, number, portable, id(result))
         if isinstance(result, HostBlocks):
             weakref.finalize(result, self.note, "forget", id(result)).atexit = False
 
@@ -231,18 +232,20 @@ class Leader:
                     self.send("end")
             finally:
                 self._is_open, self._groups = False, []
-                self.ranks.give_back()
+                self.ranks.release()
 
     def note(self, name: str, *arguments: Any) -> None:
+        """Queues an order: the other processes call their method `name` with the arguments."""
         self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
 
     def send(self, name: str, *arguments: Any) -> None:
+        """Sends all queued orders and this one."""
         self.note(name, *arguments)
         orders = [self._queue.popleft() for _ in range(len(self._queue))]
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
+def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
     """As `model.sharding.lead`, for a model in shards."""
     ranks = processes_of(model)
     if ranks.rank:
@@ -251,13 +254,13 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> Leader:
             " an engine is driven from process 0: call `hf_paged.serve_rank(model)` here, which"
             " returns when that engine is closed"
         )
-    leader = Leader(model, config, ranks)
+    leader = RankLeader(model, config, ranks)
     weakref.finalize(owner, leader.close)
     return leader
 
 
 class Follower:
-    """The other processes' side. A [`Leader`] calls its methods by name."""
+    """The other processes' side. A [`RankLeader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -265,7 +268,7 @@ class Follower:
         self._executor: Any
         self._groups: list[GroupMemory]
         self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
-        # the last forward's error, until the leader reports that it failed, too
+        # the last forward's error, until the leader reports that its forward failed, too
         self._failure: Exception | None = None
         self.retire()
 
@@ -309,7 +312,7 @@ class Follower:
         names: Any,
     ) -> None:
         if self._failure is not None:
-            # only this process failed, and left the others in that forward
+            # only this process failed, and the others are still in that forward
             raise self._failure
         executor = self._executor
         using = NOTHING
@@ -351,8 +354,8 @@ class Follower:
         self.ranks.least(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
-        named = [self._hosts[x.number] if isinstance(x, HeldThere) else x for x in arguments]
-        result = move(self._groups[group], *named)
+        local = [self._hosts[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments]
+        result = move(self._groups[group], *local)
         if isinstance(result, HostBlocks):
             self._hosts[number] = result
 
@@ -377,14 +380,14 @@ def serve(model: Any) -> None:
     ranks = processes_of(shard)
     if not ranks.rank:
         raise _not_served(shard, "is led by this process, number 0")
-    with held(), torch.no_grad():
-        ranks.take()
+    with deferring_signals(), torch.no_grad():
+        ranks.reserve()
         follower = Follower(shard, ranks)
         try:
             follower.serve()
         finally:
             follower.retire()
-            ranks.give_back()
+            ranks.release()
 
 
 def _not_served(model: nn.Module, where: str) -> ValueError:

@@ -1,5 +1,5 @@
-"""Processes that compute every forward of one model together, each with a shard of the weights:
-their group, and the messages between them."""
+"""The process group of a model in shards, whose processes compute every forward together, and the
+messages between them. `leader` builds an engine on these."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..model.state import ModelState, fingerprint
 from ..plan import StepPlan
 
 _ENGINE = -1  # user id of an engine, in place of a thread's id
-_MESSAGE = 1 << 14  # bytes of a message's first part, which holds most messages whole
-# how long a process may wait for a message; a process that ended is noticed
+_MESSAGE = 1 << 14  # bytes of a message's first part, into which most messages fit
+# How long a process may wait for a message. It notices at once if another process ends.
 _IDLE = datetime.timedelta(days=365)
-# time for all processes to reach the end of a failed forward
+# how long all processes may take to the end of a failed forward
 _FAILED = datetime.timedelta(seconds=20)
 
 
@@ -32,9 +32,9 @@ _lock = forks.lock()
 
 
 class Ranks:
-    """The processes of one sharded model, in a separate process group (gloo, on the CPU), as calls
-    that all of them make need them (`seams.Processes`). All methods except `alone`, `take` and
-    `give_back` are collectives: all members call them in the same order."""
+    """The processes of one sharded model, in a separate process group (gloo, on the CPU), for calls
+    that all of them make (`seams.Processes`). All methods except `alone`, `reserve` and `release`
+    are collectives: all members call them in the same order."""
 
     leads = False
 
@@ -52,14 +52,14 @@ class Ranks:
     def alone(self) -> Iterator[None]:
         """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or
         an engine, uses it: concurrent forwards could run in a different order in each process."""
-        outer = self.take(threading.get_ident())
+        outer = self.reserve(threading.get_ident())
         try:
             yield
         finally:
             self._user = outer
 
-    def take(self, user: int = _ENGINE) -> int | None:
-        """As `alone`, until `give_back`; returns the previous user."""
+    def reserve(self, user: int = _ENGINE) -> int | None:
+        """As `alone`, but until `release`; returns the previous user."""
         with _lock:
             outer = self._user
             if outer is not None and (outer != user or user == _ENGINE):
@@ -71,7 +71,7 @@ class Ranks:
             self._user = user
         return outer
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self._user = None
 
     def send(self, message: bytes) -> None:
@@ -93,7 +93,8 @@ class Ranks:
         return message
 
     def _broadcast(self, content: bytearray) -> None:
-        """Sends the content from the first member, or replaces it by what is sent."""
+        """Sends the content from the first member; in the others, replaces it by the content
+        sent."""
         with self._reaching():
             shared = torch.frombuffer(content, dtype=torch.uint8)
             dist.broadcast(shared, self._first, group=self._group)
@@ -113,7 +114,8 @@ class Ranks:
         return self.gather(number)[0][0]
 
     def run(self, *forward: Any) -> None:
-        """The others run it, too: so do `moved` and `adapters`."""
+        """Does nothing, like `moved` and `adapters`: all processes make the same calls
+        themselves."""
 
     moved = adapters = run
 
@@ -134,7 +136,7 @@ class Ranks:
         return hashlib.blake2b(repr(numbers).encode(), digest_size=32).digest()
 
     def check_failed(self) -> None:
-        """After a forward failed here: raises [`RankLostError`] unless it failed in every
+        """Called after a forward failed here: raises [`RankLostError`] unless it failed in every
         member."""
         with self._reaching():
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
@@ -143,7 +145,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """A context around a forward of all members: an error passes through if every member has
+        """A context for a forward of all members: an error passes through if every member raises
         one."""
         try:
             yield
@@ -162,7 +164,7 @@ class Ranks:
             ) from error
 
 
-_known: dict[tuple[int, ...], Ranks] = {}
+_ranks: dict[tuple[int, ...], Ranks] = {}
 
 
 def _check_heads(model: nn.Module) -> None:
@@ -188,8 +190,8 @@ def processes_of(model: nn.Module) -> Ranks:
     assert members is not None
     _check_heads(model)
     key = tuple(members)
-    ranks = _known.get(key)
+    ranks = _ranks.get(key)
     if ranks is None or ranks.world is not dist.group.WORLD:
-        # or it belongs to an earlier `init_process_group`
-        ranks = _known[key] = Ranks(members)
+        # else it belongs to an earlier `init_process_group`
+        ranks = _ranks[key] = Ranks(members)
     return ranks

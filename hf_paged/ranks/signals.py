@@ -1,11 +1,11 @@
 """Defers signals while several processes compute together: an interrupt in one of them, between a
 message and the end of its forward, would leave the others waiting for it.
 
-Python runs signal handlers between any two bytecodes of the main thread. Within [`held`] signals
-are only noted, and their handlers are called on leaving. Not deferred: exceptions that one thread
-sets in another (`PyThreadState_SetAsyncExc`), and signals other than `SIGNALS`, since each of these
-costs every `held` a look at its handler. A model in one process needs none of this
-(`interrupts`).
+Python runs signal handlers between any two bytecodes of the main thread. Within
+[`deferring_signals`] signals are only noted; at its end their handlers are called. Not deferred are
+exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than
+`SIGNALS`, since every `deferring_signals` looks up the handler of each of these. A model in one
+process needs no deferral (`interrupts`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def _hold() -> None:
-    """Starts to defer signals. If a handler raises meanwhile, raises that and defers none."""
+    """Starts to defer signals. If a handler raises meanwhile, raises its error and defers none."""
     global _handlers, _holder
-    # only Python handlers: "ignore" and "default" raise nothing, and those of C are not ours to set
+    # only Python handlers: "ignore" and "default" raise nothing, and C handlers cannot be restored
     handlers = {}
     for signum in SIGNALS:
         handler = _signal.getsignal(signum)
@@ -52,22 +52,22 @@ def _hold() -> None:
         _handlers = handlers
         _holder = threading.get_ident()
     except BaseException:
-        _put_back(handlers)
+        _restore_handlers(handlers)
         raise
 
 
 def _release(raises: bool = True) -> None:
-    """Puts the handlers back and, if `raises`, calls those of the noted signals."""
+    """Restores the handlers and, if `raises`, calls those of the noted signals."""
     global _handlers
     handlers, _handlers = _handlers, None
     try:
-        _put_back(handlers or {})
+        _restore_handlers(handlers or {})
     finally:  # also if a restored handler has just raised
         if _pending and raises:
             _raise_pending()
 
 
-def _put_back(handlers: dict[int, Any]) -> None:
+def _restore_handlers(handlers: dict[int, Any]) -> None:
     ours: list[int] = []
     before: list[Any] = []
     for signum, handler in handlers.items():
@@ -75,7 +75,8 @@ def _put_back(handlers: dict[int, Any]) -> None:
             ours.append(signum)
             before.append(handler)
     # A restored handler may raise after any call, on entering a function, and in `signal` before it
-    # sets the next one: so one call of C code restores all, once more after each of two signals.
+    # sets the next handler. So one call of C code restores all, and is repeated after each of two
+    # signals.
     try:
         deque(map(_signal.signal, ours, before), 0)
     except BaseException:
@@ -94,15 +95,15 @@ def _raise_pending() -> None:
         if callable(handler):
             # called directly: raising the signal would write to `signal.set_wakeup_fd` again
             handler(signum, sys._getframe())
-        elif handler == signal.SIG_DFL:  # set by a caller's code since
+        elif handler == signal.SIG_DFL:  # a caller's code has set it since
             signal.raise_signal(signum)
     finally:  # handle the others even if this handler raised
         if _pending:
             _raise_pending()
 
 
-class held:
-    """Context in which signals are deferred until the outermost `held` exits."""
+class deferring_signals:
+    """A context that defers signals until the outermost `deferring_signals` ends."""
 
     __slots__ = ("_is_outermost",)
 
@@ -123,16 +124,16 @@ class held:
 
 
 class PatientLock:
-    """`lock`, with signals deferred while it is held, and handled while it waits for another
+    """A lock that defers signals while it is held, and handles them while it waits for another
     thread."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         # by thread, including threads that wait for a condition
-        self._holds: dict[int, list[held]] = {}
+        self._holds: dict[int, list[deferring_signals]] = {}
 
     def __enter__(self) -> None:
-        hold = held()
+        hold = deferring_signals()
         hold.__enter__()
         try:
             while not self._lock.acquire(timeout=0.05):
@@ -149,8 +150,8 @@ class PatientLock:
 
 
 def _forget() -> None:
-    """In a child process, whose main thread is the one that forked: stops deferring signals if
-    another thread of the parent did."""
+    """In a child process, whose main thread is the thread that forked: stops deferring signals if
+    another thread of the parent deferred them."""
     global _main_thread
     _main_thread = threading.get_ident()
     if _handlers is not None and threading.get_ident() != _holder:

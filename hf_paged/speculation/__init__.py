@@ -1,4 +1,4 @@
-"""Drafts of the next tokens of a loop's rows: by n-grams, a smaller model, the model's own heads or
+"""Drafts the next tokens of a loop's rows: from n-grams, a smaller model, the model's own heads or
 one of transformers' candidate generators. Implements `seams.Drafter`; imports no other room."""
 
 from .speculator import Speculator as Speculator

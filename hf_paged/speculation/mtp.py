@@ -1,6 +1,6 @@
-"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2;
-transformers' `MtpModel`): rows run together, on the hidden states that the target's steps store in
-its blocks."""
+"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2):
+rows run together, on the hidden states that the target's steps store in its blocks. Leaves the
+heads themselves to transformers' `MtpModel`."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from ..plan import StepPlan
 from ..step import numbers_on
 from ..threads import step_lock
 from ..topics import Topic
-from .assistant import Assistant, AssistantRow, Wanted, assistant_cache
+from .assistant import Assistant, AssistantRow, DraftRequests, assistant_cache
 
-MAX_DIM = 128  # head dim when a hidden state is stored as heads
+MAX_DIM = 128  # largest head dim when a hidden state is stored as heads
 
 
 class HiddenNamespace(NamedTuple):
     """Namespace of prefixes that have hidden states beside keys and values."""
 
-    own: Hashable
+    base: Hashable  # the request's namespace
 
 
 def drafts_by_heads(config: Any) -> bool:
-    """Whether the model's multi-token prediction heads draft (`use_mtp`), by transformers'
-    precedence."""
+    """Whether the model's multi-token prediction heads draft (`use_mtp`), by the precedence that
+    transformers gives its options."""
     others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
     return bool(config.use_mtp) and others == (None, None)
 
 
 def reason_against_mtp(model: PreTrainedModel) -> str | None:
-    """Why this model's heads cannot draft for rows of a packed step; `None` if they can."""
+    """Returns why this model's heads cannot draft for rows of a packed step; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if not compat.HAS_MTP:
         return Topic.ASSISTED(
@@ -74,8 +74,7 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
     shared = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(module, "base_layer") for module in shared):
         return Topic.ASSISTED(
-            "its heads share embeddings or `lm_head`, which have adapters that transformers does"
-            " not load"
+            "its heads share embeddings or `lm_head`, whose adapters transformers does not load"
         )
     if not calls_interface(model.modules()):
         return Topic.ASSISTED("its layers have their own attention code")
@@ -87,13 +86,13 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
         )
     if GroupSpec() in target_cache.groups:
         return None
-    return Topic.ASSISTED("no layer keeps all tokens, so hidden states have no blocks")
+    return Topic.ASSISTED("no layer stores all tokens, so no blocks can hold hidden states")
 
 
 class HiddenStates:
     """Hidden states in the blocks of the full-attention layers, so that they are shared, copied,
-    swapped and cached with K/V; half of each is stored as the keys and half as the values of a
-    layer."""
+    swapped and cached with K/V. A layer stores half of a hidden state as keys and half as
+    values."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
@@ -110,34 +109,34 @@ class HiddenStates:
         layer = self._layer
         group = layer.group
         with group.memory.lock:
-            # `num_layers` is 1: do not estimate the other layers' bytes from this one
+            # 1 for `num_layers`: other layers' bytes are not estimated from this one
             group.blocks.layer(layer.index, keys, values, 1, group.num_begun(0))
         layer.update(keys, values)
         layer.packed_handles = None
 
-    def read(self, wanted: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
-        """Returns the hidden states `(1, n, hidden_size)` of tokens `[first, end)` of each
-        sequence, concatenated."""
+    def read(self, spans: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
+        """Returns the concatenated hidden states `(1, n, hidden_size)` of tokens `[first, end)` of
+        sequences."""
         group = self._layer.group
         slots = []
-        for sequence, first, end in wanted:
+        for sequence, first, end in spans:
             table = sequence.tables[group.number]
             slots += table.slots(first, end)
         with group.memory.lock:
             blocks = group.blocks.storage.layers[self._layer.index]
-            at = numbers_on(blocks.keys.device, slots)
+            slot_ids = numbers_on(blocks.keys.device, slots)
             size = group.blocks.block_size
-            index = (at // size, slice(None), at % size)
-            # each (n, heads, dim)
+            index = (slot_ids // size, slice(None), slot_ids % size)
+            # both (n, heads, dim)
             halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]
         return torch.cat([half.flatten(1) for half in halves], dim=1)[None]
 
 
 class MtpRunner(PackedRunner):
     """Runs the heads, one after another, on positions of many sequences at once. At position `i`
-    head `k` reads token `i + k + 1` of the text and the hidden state of the target, or of the
-    previous head, at `i`; it predicts token `i + k + 2`. The sequences given here start at the
-    second token of the text."""
+    head `k` reads token `i + k + 1` of the text, and the hidden state at `i` of the target or of
+    the previous head; it predicts token `i + k + 2`. The sequences of its plans start at the second
+    token of the text."""
 
     def draft(
         self,
@@ -145,31 +144,30 @@ class MtpRunner(PackedRunner):
         hidden: Tensor,
         choose: Callable[[Tensor], None],
     ) -> Tensor:
-        """Computes positions of each sequence from the target's `hidden` `(1, positions,
-        hidden_size)`; returns the last head's. `choose` gets each head's logits `(n, vocab)` of the
-        sequences that are then fully computed, and appends a token to each. The other sequences
-        already have the tokens that later heads read.
-        """
+        """Computes positions of the plan's sequences from the target's `hidden` `(1, positions,
+        hidden_size)`; returns the hidden states of the last head. For every head, `choose` gets the
+        logits `(n, vocab)` of the sequences that are then fully computed, and appends a token to
+        each of them. The other sequences already have the tokens that later heads read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]
-        places = inputs[1:2]
+        positions = inputs[1:2]
         last = numbers_on(self.device, tokens.last)
         token_lists = [sequence.token_ids for sequence in plan.sequences]
         spans = list(zip(token_lists, plan.starts, plan.counts))
-        self.cache.begin(steps, places)
+        self.cache.begin(steps, positions)
         try:
             with self.products:
                 for head in range(self.model.num_mtp_layers):
                     if head:
-                        read: list[int] = []
+                        head_ids: list[int] = []
                         for ids, first, count in spans:
-                            read += ids[first + head : first + head + count]
-                        token_ids = numbers_on(self.device, [read])
+                            head_ids += ids[first + head : first + head + count]
+                        token_ids = numbers_on(self.device, [head_ids])
                     hidden = self.model.forward_layer(
                         head,
                         hidden,
-                        places + (head + 1),
+                        positions + (head + 1),
                         self.cache,
                         input_ids=token_ids,
                     )
@@ -181,9 +179,9 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. Once a row is added, the target's steps store hidden states. Each
-    draft runs all heads, which share block tables; positions that depend on rejected tokens are
-    computed again."""
+    """The MTP heads of one model. Once a row is added, the target's steps store hidden states.
+    Every draft runs all heads, which share block tables, and computes positions again that depend
+    on rejected tokens."""
 
     def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
         model = compat.load_mtp(target.model)
@@ -191,8 +189,10 @@ class MtpHeads(Assistant):
         memory = target.cache.memory
         cache = assistant_cache(model, memory)
         self.runner = MtpRunner(model, cache)
-        made = memory.manager(cache.groups), self.runner
-        super().__init__(model, cache, made, scheduler, scheduler.max_num_batched_tokens)
+        blocks_and_runner = memory.manager(cache.groups), self.runner
+        super().__init__(
+            model, cache, blocks_and_runner, scheduler, scheduler.max_num_batched_tokens
+        )
         self.target = target
         self.hidden = HiddenStates(target.cache)
         self.depth: int = self.model.num_mtp_layers
@@ -205,31 +205,31 @@ class MtpHeads(Assistant):
                 self.target.keep_hidden(self.hidden.store)
 
     def candidates(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
-        """As in transformers' generator, each head proposes a token, whatever was accepted
-        before."""
+        """Returns no strategy: as in transformers' generator, every head proposes a token, however
+        many were accepted before."""
         processors = filter(leaves_rows_alone, decoding.logits_processor)
         return None, LogitsProcessorList(processors)
 
-    def most(self, row: AssistantRow, sequence: Sequence) -> int:
+    def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
         # as in transformers, the heads draft only after the first new token
         if sequence.num_tokens <= sequence.request.num_prompt_tokens:
             return 0
         return self.depth
 
-    def _follow(self, row: AssistantRow, token_ids: list[int]) -> None:
+    def _sync(self, row: AssistantRow, token_ids: list[int]) -> None:
         row.prefix = token_ids[:1]
-        super()._follow(row, token_ids[1:])
+        super()._sync(row, token_ids[1:])
 
-    def _draft(self, wanted: Wanted) -> None:
-        targets = {row: target for row, target, _ in wanted}
-        left = list(targets)
-        while items := self._next(left):
+    def _draft(self, requests: DraftRequests) -> None:
+        targets = {row: target for row, target, _ in requests}
+        remaining = list(targets)
+        while items := self._allocate_missed(remaining):
             ready = []
             spans = []
             for row, count in items:
                 if count == row.sequence.num_to_compute:
                     ready.append(row)
-                    left.remove(row)
+                    remaining.remove(row)
                 start = row.sequence.num_computed_tokens
                 spans.append((targets[row].blocks, start, start + count))
             hidden = self.hidden.read(spans)

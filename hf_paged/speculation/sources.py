@@ -1,8 +1,8 @@
-"""Drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
-2211.17192; prompt lookup; transformers' candidate generators): their sources, and how many tokens
-pay off at the row's acceptance rate. A row gets the tokens that it would get without drafts: the
-step's logits are sampled as usual, position after position, as long as the chosen token is the
-draft's."""
+"""Sources of drafts for a row's next tokens, which one forward verifies (speculative decoding,
+arXiv 2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays
+off at the row's acceptance rate. Leaves verifying to the sampler, which gives a row the tokens that
+it would get without drafts: it samples the step's logits as usual, position after position, as long
+as the chosen token is the draft's."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from ..batching.decoding.scores import draw
 from ..interrupts import restoring
 from ..threads import step_lock
 
-NGRAM = 3  # length of the n-grams that are looked up
-MAX_DRAFT = 16  # maximal length of an n-gram draft
+NGRAM = 3  # tokens of an n-gram
+MAX_DRAFT = 16  # most tokens of an n-gram draft
 INDEX_SIZE = 1 << 16  # number of n-grams in the index
 _SIZE = array("q").itemsize  # bytes of a token
 
 
 class DrawnDraft(Draft):
-    """A draft drawn from `scores` `(n, vocab)`, the logits of its `n` tokens; sampled rows accept
-    tokens as in algorithm 1 of the paper."""
+    """A draft whose `n` tokens were drawn from the logits `scores` `(n, vocab)`. Sampled rows
+    accept its tokens as in algorithm 1 of the paper."""
 
     is_drawn = True
-    levels: Tensor  # the algorithm's uniform random numbers, drawn in advance
+    uniforms: Tensor  # the algorithm's uniform random numbers, drawn in advance
 
     def __init__(self, tokens: list[int], scores: Tensor) -> None:
         super().__init__(tokens)
-        # the unshortened draft: `sample` may accept its first unverified token, too
+        # the whole draft: `sample` may also accept the first token that is not verified
         self.drawn = list(tokens)
         self.scores = scores
 
@@ -49,7 +49,7 @@ class DrawnDraft(Draft):
             token = self.drawn[position]
             proposed = self.scores[position : position + 1].softmax(dim=-1)
             ratio = probs[0, token] / proposed[0, token]
-            if bool(self.levels[position] <= ratio):
+            if bool(self.uniforms[position] <= ratio):
                 return torch.tensor([token], device=probs.device)
             residual = (probs - proposed).clamp(min=0)
             mass = residual.sum()
@@ -59,11 +59,11 @@ class DrawnDraft(Draft):
 
 
 class Source:
-    """The source of one row's drafts. With an `assistant`, that one drafts for all of its rows
-    together. Without `length`, drafts are as long as the source allows."""
+    """The source of one row's drafts. An `assistant` drafts for all of its rows together. Without
+    `length`, drafts are as long as the source allows."""
 
     assistant: Any = None  # an `Assistant`
-    limit = MAX_DRAFT  # tokens of a draft, if it has no `assistant`
+    limit = MAX_DRAFT  # most tokens of a draft, without an `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns from its drafts
     num_proposed = 0  # tokens of its last draft
     length: DraftLength | None = None
@@ -71,14 +71,14 @@ class Source:
     wake_at = 0  # the first step in which it drafts again
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        """Drafts up to `count` tokens to follow `token_ids`; `None` without any."""
+        """Returns up to `count` tokens to follow `token_ids`, or `None`."""
         raise NotImplementedError
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        """Records that `num_accepted` tokens of the last draft were accepted; `token_ids`: the
-        row's tokens now."""
+        """Records that `num_accepted` tokens of the last draft were accepted. `token_ids`: the
+        row's current tokens."""
         if self.num_proposed:
-            # it reads only the number of scores
+            # the strategy reads only the number of scores
             scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
             self.strategy.update_candidate_strategy(None, scores, num_accepted)
         self.num_proposed = 0
@@ -87,18 +87,18 @@ class Source:
         """Ends the row."""
         return None
 
-    def num_wanted(self, price: float, most: int, step: int) -> int:
-        """Returns how many tokens, of at most `most`, to draft in step number `step`."""
+    def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
+        """Returns how many tokens, at most `max_tokens`, to draft in step number `step`."""
         if self.length is None:
-            return most
-        count = self.length.choose(price, most)
+            return max_tokens
+        count = self.length.choose(price, max_tokens)
         if not count:
             self.wake_at = step + self.length.pause + 1
         return count
 
-    def take(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
-        """Returns the draft for step number `step`, up to the first token for which the model has
-        no embedding, as an assistant may draft; `None` if that leaves nothing."""
+    def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
+        """Cuts the draft for step number `step` at the first token for which the model has no
+        embedding, as an assistant may draft. Returns `None` if the draft is empty."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:
@@ -108,19 +108,19 @@ class Source:
                     break
         if draft is None or not draft.tokens:
             if self.length is not None:
-                self.length.find_nothing()
+                self.length.observe_no_draft()
                 self.wake_at = step + self.length.pause + 1
             return None
         if isinstance(draft, DrawnDraft):
             device = draft.scores.device
             if self.generator is not None:
                 device = self.generator.device
-            draft.levels = torch.rand(len(draft.drawn), generator=self.generator, device=device)
+            draft.uniforms = torch.rand(len(draft.drawn), generator=self.generator, device=device)
         return draft
 
 
 class StepCosts:
-    """Fits the seconds of a decode step as a line in its number of tokens, over the last steps."""
+    """Fits a line to the seconds of the last decode steps, by their numbers of tokens."""
 
     # `UNKNOWN`: a token's price before there are enough observations
     FADING = 0.97
@@ -133,7 +133,7 @@ class StepCosts:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         mean = self._sums[3] / self._sums[0] if self._count else seconds
-        if seconds > 4 * mean:  # an outlier: a graph was captured, or the machine was busy
+        if seconds > 4 * mean:  # an outlier: a graph was recorded, or the machine was busy
             return
         new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         if seconds < mean / 4:  # the earlier steps were outliers
@@ -142,8 +142,8 @@ class StepCosts:
         self._count += 1
 
     def price(self, num_rows: int, more: float = 0.0) -> float:
-        """Returns the cost of a draft token in a step of `num_rows` rows, as a share of the time
-        that an accepted token saves. Drafting one token for each row takes `more` seconds."""
+        """Returns the cost of a draft token in a step of `num_rows` rows, as a fraction of the time
+        that an accepted token saves. Drafting one token for every row takes `more` seconds."""
         num_rows = max(num_rows, 1)
         more /= num_rows
         count, x, xx, y, xy = self._sums
@@ -157,9 +157,9 @@ class StepCosts:
 
 
 class DraftLength:
-    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k` are
-    all accepted is above its price. A row whose drafts are rejected, or whose source finds none,
-    pauses for twice as long each time."""
+    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k`
+    tokens are all accepted is above its price. A row pauses when its drafts are rejected or its
+    source has none, every time for twice as long."""
 
     FADING = 0.8
     FIRST_PAUSE = 8
@@ -167,43 +167,43 @@ class DraftLength:
     MAX_SEARCH = 16
 
     def __init__(self) -> None:
-        self.pause = 0  # number of following steps without a draft
+        self.pause = 0  # number of the next steps without a draft
         self._accepted = 1.6
         self._tried = 2.0
-        self._refusal, self._search = self.FIRST_PAUSE, 0  # the next pauses
+        self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0  # the next pauses
 
-    def choose(self, price: float, most: int) -> int:
-        """Returns the length of the next draft, at most `most`; 0 begins a pause."""
+    def choose(self, price: float, max_tokens: int) -> int:
+        """Returns the length of the next draft, at most `max_tokens`; 0 begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
             length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate))
         if not length:
-            self.pause = self._refusal
-            self._refusal = min(2 * self._refusal, self.MAX_PAUSE)
-            # tries one token after the pause
+            self.pause = self._reject_pause
+            self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
+            # after the pause, try one token
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
-        return min(length, most)
+        return min(length, max_tokens)
 
-    def find_nothing(self) -> None:
+    def observe_no_draft(self) -> None:
         """Begins a pause because the source had no draft."""
-        self.pause = self._search
-        self._search = min(2 * self._search + 1, self.MAX_SEARCH)
+        self.pause = self._empty_pause
+        self._empty_pause = min(2 * self._empty_pause + 1, self.MAX_SEARCH)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         self._accepted = self.FADING * self._accepted + num_accepted
         self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
         if num_accepted:
-            self._refusal, self._search = self.FIRST_PAUSE, 0
+            self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
 
 class NgramIndex:
     """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier
-    requests of the same namespace, given by its digest. Keeps the latest `INDEX_SIZE` n-grams, as
-    bytes, which the garbage collector does not traverse."""
+    requests of the same namespace (its digest). Stores the latest `INDEX_SIZE` n-grams, as bytes,
+    which the garbage collector does not traverse."""
 
     def __init__(self) -> None:
-        self._behind: OrderedDict[bytes, bytes] = OrderedDict()
+        self._continuations: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add(
         self,
@@ -216,19 +216,19 @@ class NgramIndex:
         end)`."""
         packed = _packed(token_ids)
         for number in range(max(start, NGRAM), end):
-            at = number * _SIZE
-            key = namespace + packed[at - NGRAM * _SIZE : at]
-            self._behind[key] = packed[at : at + MAX_DRAFT * _SIZE]
-            self._behind.move_to_end(key)
-        while len(self._behind) > INDEX_SIZE:
-            self._behind.popitem(last=False)
+            end_byte = number * _SIZE
+            key = namespace + packed[end_byte - NGRAM * _SIZE : end_byte]
+            self._continuations[key] = packed[end_byte : end_byte + MAX_DRAFT * _SIZE]
+            self._continuations.move_to_end(key)
+        while len(self._continuations) > INDEX_SIZE:
+            self._continuations.popitem(last=False)
 
     def find(
         self,
         ngram: list[int],
         namespace: bytes = b"",
     ) -> list[int]:
-        continuation = self._behind.get(namespace + _packed(ngram), b"")
+        continuation = self._continuations.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
 
@@ -237,20 +237,20 @@ def _packed(token_ids: list[int]) -> bytes:
 
 
 class Ngrams(Source):
-    """Drafts the tokens that followed the row's last n-gram before, in the row's text or else in
-    others' (`index`). If neither has it after a rejected token, continues behind that place in the
-    copied text: one word may differ."""
+    """Drafts the tokens that followed an earlier occurrence of the row's last n-gram, in the row's
+    own text or else in other rows (`index`). If a token was rejected and neither has the n-gram,
+    continues after that position in the copied text: only one word may differ."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
         self.namespace = namespace
         self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
-        # number of tokens that are in `index`, with their continuations
-        self._num_told = num_prompt_tokens
+        # number of tokens whose continuations are in `index`
+        self._num_indexed = num_prompt_tokens
         self._token_ids: list[int] = []
         self._source: int | None = None  # position of the last draft in the row's text
-        self._next: int | None = None  # position of the next draft if the row goes on copying
-        self._is_guess = False  # whether the last draft was taken from `_next`
+        self._next: int | None = None  # position of the next draft if the row continues to copy
+        self._is_continuation = False  # whether the last draft was taken from `_next`
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
@@ -258,18 +258,18 @@ class Ngrams(Source):
         start = self._find(token_ids) if end > NGRAM else None
         if start is None:
             tokens = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
-        self._is_guess = start is None and not tokens and self._next is not None
-        if self._is_guess:
+        self._is_continuation = start is None and not tokens and self._next is not None
+        if self._is_continuation:
             start = self._next
         self._source, self._next = start, None
         if start is not None and start < end:
             tokens = token_ids[start : start + count]
-            if len(tokens) < count:  # the text repeats itself: continue the repetition
+            if len(tokens) < count:  # the text repeats itself: draft further repetitions
                 tokens = list(itertools.islice(itertools.cycle(tokens), count))
         return Draft(tokens) if tokens else None
 
     def _find(self, token_ids: list[int]) -> int | None:
-        """Returns where the latest earlier occurrence of the row's last n-gram ends, or `None`."""
+        """Returns the end of the latest earlier occurrence of the row's last n-gram, or `None`."""
         text = self._text
         text += _packed(token_ids[len(text) // _SIZE :])
         self._token_ids = token_ids
@@ -278,31 +278,31 @@ class Ngrams(Source):
         while (at := text.rfind(ngram, 0, at)) >= 0:
             if at % _SIZE == 0:
                 return at // _SIZE + NGRAM
-            at += len(ngram) - 1  # a match across token boundaries: search on
+            at += len(ngram) - 1  # the match crosses token boundaries: keep searching
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         end = len(token_ids) - MAX_DRAFT
-        if self._source is not None and (num_accepted or not self._is_guess):
+        if self._source is not None and (num_accepted or not self._is_continuation):
             self._next = self._source + num_accepted + 1
         self._token_ids, self._source = token_ids, None
-        if end - self._num_told >= MAX_DRAFT:
-            self._tell(end)
+        if end - self._num_indexed >= MAX_DRAFT:
+            self._add_to_index(end)
 
-    def _tell(self, end: int) -> None:
+    def _add_to_index(self, end: int) -> None:
         """Adds the continuations of the row's new tokens, up to `end`, to the index."""
-        first = max(0, self._num_told - NGRAM)
+        first = max(0, self._num_indexed - NGRAM)
         tokens = self._token_ids[first:]
-        self.index.add(tokens, self._num_told - first, end - first, self.namespace)
-        self._num_told = max(self._num_told, end)
+        self.index.add(tokens, self._num_indexed - first, end - first, self.namespace)
+        self._num_indexed = max(self._num_indexed, end)
 
     def close(self) -> None:
-        self._tell(len(self._token_ids) - 1)
+        self._add_to_index(len(self._token_ids) - 1)
 
 
 class Generated(Source):
-    """Drafts of up to `limit` tokens from one of transformers' candidate generators, for one row.
-    Those of a sampled row (`draws`) with a seed are drawn from its generator."""
+    """Drafts up to `limit` tokens for one row from one of transformers' candidate generators. For a
+    sampled row (`draws`) with a seed, draws them from the row's generator."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class Generated(Source):
     @restoring
     def _running(self) -> Iterator[None]:
         """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
-        model's config, which is restored even after an error or an interrupt."""
+        model's config; this restores it even after an error or an interrupt."""
         model = getattr(self.strategy, "assistant_model", None)
         if model is None:
             yield
@@ -351,7 +351,8 @@ class Generated(Source):
 
 @restoring
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """Makes torch's global generator of the device draw, and advance, as `generator` would."""
+    """Makes torch's global generator of the device draw as `generator` would, which advances
+    instead of it."""
     device: Any = generator.device
     module: Any = torch.random
     where: tuple[Any, ...] = ()

@@ -1,5 +1,5 @@
 """Speculative decoding of a loop's rows: chooses each row's source of drafts, and drafts before
-each step."""
+each step. Leaves when a step runs to the loop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .assistant import Assistant, AssistantRow, assistant_cache, is_joint
 from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
 from .sources import DraftLength, Generated, NgramIndex, Ngrams, Source, StepCosts
 
-Row = tuple[Generation, Source, Sequence, int]
+DraftRow = tuple[Generation, Source, Sequence, int]
 """A row that drafts in this step, and the number of tokens to draft."""
 
 
 def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
-    """Yields why rows of a `generate` call that the engine serves cannot use assisted decoding; the
-    first counts."""
+    """Yields the reasons that rows of a `generate` call that the engine serves cannot use assisted
+    decoding. The first of them is reported."""
     model = call.model
     config = call.config
     num_rows = len(call.paddings)
@@ -63,7 +63,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.ASSISTED("a single row is sampled or streamed as transformers' own loop does it"): (
             is_alone and (config.do_sample or call.streamer is not None)
         ),
-        # such as guidance, whose cache then holds them
+        # guidance, say, whose cache then holds rejected drafts
         Topic.ASSISTED(
             "a stateful processor must see rejected drafts too, as in transformers' own loop"
         ): is_alone and not are_row_wise(call.inputs.logits_processor, num_rows),
@@ -81,8 +81,8 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
 
 
 def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
-    """Returns why the engine cannot assist rows with this generation config, layout aside; `None`
-    if it can."""
+    """Returns why the engine cannot assist rows with this generation config, whatever their
+    layout; `None` if it can."""
     assistant = assistance.model
     method = overridden(model, compat.ASSISTED_DECODING)
     if method is not None:
@@ -134,15 +134,15 @@ class Speculator:
         self.rows: dict[Generation, Source] = {}
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """Gives a row the source of drafts that its config and its caller ask for, else n-grams."""
+        """Gives a row the source of drafts that its config and its caller request, else n-grams."""
         ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # sampled rows use transformers' fixed draft lengths: a seed then gives the same tokens,
-        # whatever the steps' times
+        # sampled rows use transformers' fixed draft lengths, so that a seed gives the same tokens
+        # however long steps take
         adapts = not decoding.do_sample
         drafts_first = False
         source: Source
@@ -177,17 +177,19 @@ class Speculator:
         config = self._config
         cache = assistant_cache(model, self._memory)
         layout = Capability(model, cache, make_runner).choose_layout()
-        made = self._make_runner(model, cache, layout)
+        blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # growing would copy, and need new graphs
+            # growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
-        most = self._scheduler.max_num_batched_tokens
-        most = min(most, max_chunk_tokens(self.model, config) or most)
-        return Assistant(model, cache, made, self._scheduler, most, layout.max_positions)
+        max_tokens = self._scheduler.max_num_batched_tokens
+        max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
+        return Assistant(
+            model, cache, blocks_and_runner, self._scheduler, max_tokens, layout.max_positions
+        )
 
     @property
     def _assistants(self) -> list[Assistant]:
-        """Those that have rows. A row of another thread may end meanwhile."""
+        """The assistants that have rows. A row of another thread may end meanwhile."""
         assistants = [source.assistant for source in list(self.rows.values())]
         return [assistant for assistant in dict.fromkeys(assistants) if assistant is not None]
 
@@ -199,7 +201,7 @@ class Speculator:
         return Ngrams(self._index, request.num_prompt_tokens, digest)
 
     def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> Generated:
-        """Makes transformers' candidate generator for one row."""
+        """Creates transformers' candidate generator for one row."""
         config = decoding.config
         num_lookup_tokens = config.prompt_lookup_num_tokens
         is_lookup = num_lookup_tokens is not None
@@ -245,10 +247,10 @@ class Speculator:
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> list[tuple[Generation, Draft | Exception]]:
-        """As [`hf_paged.seams.Drafter`] says; if a source raises, its error ends its rows."""
+        """Implements [`hf_paged.seams.Drafter`]: an error of a source ends its rows."""
         self._step += 1
         step = self._step
-        ready: list[Row] = []
+        ready: list[DraftRow] = []
         for generation, source in list(self.rows.items()):  # other threads' calls add rows
             if source.wake_at > step:
                 continue
@@ -263,38 +265,38 @@ class Speculator:
         while groups:
             members = groups.pop()
             try:
-                for (generation, source, _, _), proposed in zip(members, _drafts(members)):
-                    draft = source.take(proposed, step, num_embeddings)
+                for (generation, source, _, _), proposed in zip(members, _draft_rows(members)):
+                    draft = source.prepare(proposed, step, num_embeddings)
                     if draft is not None:
                         drafts[generation] = draft
             except Exception as error:
                 if is_interrupt(error):
                     raise
                 middle = len(members) // 2
-                if middle:  # in halves, so that only rows end for which the assistant fails alone
+                if middle:  # halve, so that only rows end for which the assistant fails alone
                     groups += [members[:middle], members[middle:]]
                 else:
                     errors.append((members[0][0], error))
         _fit([(source, drafts[row].tokens) for row, source, *_ in ready if row in drafts], num_rows)
         return [*errors, *drafts.items()]
 
-    def _groups(self, ready: list[Row], num_rows: int) -> list[list[Row]]:
-        """Groups rows that draft together; the last group is the first to draft."""
+    def _groups(self, ready: list[DraftRow], num_rows: int) -> list[list[DraftRow]]:
+        """Groups rows that draft together. The last group drafts first."""
         price_alone = self.costs.price(num_rows)
-        alone: list[list[Row]] = []
-        together: dict[Assistant, list[Row]] = {}
+        alone: list[list[DraftRow]] = []
+        together: dict[Assistant, list[DraftRow]] = {}
         for generation, source, sequence, _ in ready:
             assistant = source.assistant
             price = price_alone
-            most = source.limit
+            max_tokens = source.limit
             if assistant is not None:
-                price = self.costs.price(num_rows, assistant.seconds_a_token)
-                most = assistant.most(source, sequence)
-            room = sequence.request.max_num_tokens - sequence.num_tokens - 1
-            most = min(most, room)
-            if most <= 0:
+                price = self.costs.price(num_rows, assistant.seconds_per_token)
+                max_tokens = assistant.max_draft_tokens(source, sequence)
+            num_left = sequence.request.max_num_tokens - sequence.num_tokens - 1
+            max_tokens = min(max_tokens, num_left)
+            if max_tokens <= 0:
                 continue
-            count = source.num_wanted(price, most, self._step)
+            count = source.num_to_draft(price, max_tokens, self._step)
             if not count:
                 continue
             row = (generation, source, sequence, count)
@@ -305,8 +307,8 @@ class Speculator:
         return [*together.values(), *reversed(alone)]
 
 
-def _drafts(rows: list[Row]) -> Items[Draft | None]:
-    """Drafts for rows of one assistant, or for a row whose source has none."""
+def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
+    """Drafts for the rows of one assistant, or for one row without an assistant."""
     _, source, sequence, count = rows[0]
     if source.assistant is None:
         return [source.propose(sequence.token_ids, count)]
@@ -316,7 +318,7 @@ def _drafts(rows: list[Row]) -> Items[Draft | None]:
 
 def _fit(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
     """Shortens drafts whose lengths adapt if the step's size (`num_rows` plus draft tokens) is at
-    least as close to the captured size below as to the captured size that it would be padded to:
+    least as close to the recorded size below as to the recorded size that it would be padded to:
     padding is computed, too."""
     adapting: list[list[int]] = []
     for source, tokens in drafts:

@@ -1,6 +1,6 @@
-"""Recorded steps (`Recorder`): on the CPU as tapes, which one C++ call runs again, on a GPU as CUDA
-graphs; half-precision products in forwards that are no replays; forwards in a fixed order. Imports
-no other room."""
+"""Recorded steps (`Recorder`): tapes on the CPU, which one C++ call replays, and CUDA graphs on a
+GPU; also faster half-precision products outside replays, and batch-invariant forwards. Imports no
+other room."""
 
 from __future__ import annotations
 

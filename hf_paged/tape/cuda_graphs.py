@@ -1,4 +1,5 @@
-"""CUDA graphs as the backend that records steps."""
+"""The recording backend for GPUs: captures a step as a CUDA graph, and restores the state if the
+capture fails. Leaves which steps are recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from typing import Any
 import torch
 
 from ..cache.free_memory import is_out_of_memory
-from .record import HostFirst, KnownAgain, NothingUnrecorded
+from .record import CaptureGuard, HostFirst, HostResultReplay
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-_LATER: list[Any] = []  # graphs deleted during a capture, when waiting is forbidden: freed after it
+_DEFERRED: list[Any] = []  # graphs deleted during a capture, which must not wait: freed after it
 
 
 class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they are
-    replayed one after another, and only the graph itself reads what it left there."""
+    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they replay
+    one after another, and no graph reads the intermediate values of another."""
 
-    on_device = True  # replays run while the host does something else
+    on_device = True  # replays run on the device while the host does other work
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,53 +32,53 @@ class CudaGraphs:
     def capture(
         self,
         run: Callable[[], None],
-        kept: set[int],
+        persistent_storages: set[int],
     ) -> RecordedGraph:
-        """Runs `run` once as it is, then records it. Waits for the device. Raises what `run`
-        raises, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are
-        then as before."""
+        """Runs `run` once eagerly, then records it. Waits for the device. Raises the errors of
+        `run`, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are
+        then restored."""
         with torch.cuda.device(self._device):
-            before = torch.cuda.current_stream()
-            self._stream.wait_stream(before)
+            caller_stream = torch.cuda.current_stream()
+            self._stream.wait_stream(caller_stream)
             # kernels and library handles are built on first use, which must not be during a capture
-            first = NothingUnrecorded()
+            guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
-                with HostFirst(), first:
+                with HostFirst(), guard:
                     run()
-            before.wait_stream(self._stream)
+            caller_stream.wait_stream(self._stream)
             torch.cuda.synchronize()
 
             def run_again() -> None:
-                with HostFirst(), KnownAgain(first.known):
+                with HostFirst(), HostResultReplay(guard.host_results):
                     run()
 
             with torch.cuda.stream(self._stream):
-                graph = self._recorded(run_again)
-        while _LATER:
-            RecordedGraph(*_LATER.pop())  # deleted at once, which now waits and frees
-        return RecordedGraph(graph, self._done, first.known)
+                graph = self._capture_graph(run_again)
+        while _DEFERRED:
+            RecordedGraph(*_DEFERRED.pop())  # its deletion may wait now, and frees the graph
+        return RecordedGraph(graph, self._done, guard.host_results)
 
-    def _recorded(
+    def _capture_graph(
         self,
         run: Callable[[], None],
-        is_again: bool = False,
+        is_retry: bool = False,
     ) -> torch.cuda.CUDAGraph:
-        """A graph of `run`. Neither the graphs' pool nor a capture can use what torch's allocator
-        holds in reserve: if memory runs out, that is freed, and `run` recorded again."""
+        """Captures `run` as a graph. Neither the graphs' pool nor a capture can use memory that
+        torch's allocator caches: if memory runs out, frees the cache and captures again."""
         graph = torch.cuda.CUDAGraph()
-        # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing
-        # ones, and other code, such as torch.compile's graphs, frees them
+        # makes cuBLAS allocate workspaces in the graphs' pool: other code, such as torch.compile's
+        # graphs, may free existing workspaces, which the graph does not own
         torch._C._cuda_clearCublasWorkspaces()
         try:
             self._record(graph, run)
             return graph
         except Exception as error:
-            if is_again or not is_out_of_memory(error):
+            if is_retry or not is_out_of_memory(error):
                 raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-        return self._recorded(run, is_again=True)
+        return self._capture_graph(run, is_retry=True)
 
     def _record(
         self,
@@ -87,7 +88,7 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.clone_state()
         try:
-            # "thread_local": other threads may still allocate and wait
+            # "thread_local" lets other threads allocate and wait meanwhile
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -96,7 +97,7 @@ class CudaGraphs:
         except BaseException:
             try:
                 graph.pool()
-            except RuntimeError:  # `capture_end` failed before its clean-up, which is done here
+            except RuntimeError:  # `capture_end` failed before its clean-up: clean up here
                 generator.graphsafe_set_state(state)
                 for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
                     with contextlib.suppress(AttributeError, RuntimeError):
@@ -106,7 +107,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Orders the device work within it after that of the last such context, also across
+        """Orders the device work of the `with` block after that of the previous block, also across
         streams."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
@@ -118,7 +119,7 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """A CUDA graph that is not freed while it runs: `done` is recorded after its last replay. It
+    """A CUDA graph that is freed only after its last replay, when `done` is recorded. The graph
     reads `held`."""
 
     def __init__(
@@ -135,8 +136,8 @@ class RecordedGraph:
         self._graph.replay()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at interpreter exit the driver may be gone already
+        with contextlib.suppress(Exception):  # at interpreter exit the driver may have shut down
             if torch.cuda.is_current_stream_capturing():
-                _LATER.append((self._graph, self._done, self._held))
+                _DEFERRED.append((self._graph, self._done, self._held))
             else:
                 self._done.synchronize()

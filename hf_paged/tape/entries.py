@@ -1,5 +1,5 @@
-"""The entries of a tape beside lists of small operations, and how those that run in C++ are
-packed."""
+"""The entries of a tape other than lists of small operations, and the packing of those that run in
+C++. Leaves their order to `tape.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .values import Address, Keep, Packed, Ref, values_of
 
 @dataclass(eq=False)
 class Kernel:
-    """A call of a C++ function: its packed struct, still without addresses."""
+    """A call of a C++ function: its packed struct, in which addresses are not filled in yet."""
 
     name: str
     packed: bytes
@@ -32,7 +32,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Linear:
-    """`y = x W^T + b` for pieces that share `x`."""
+    """`y = x W^T + b` for several weights (pieces) with the same `x`."""
 
     x: Ref
     is_transposed: bool
@@ -40,7 +40,7 @@ class Linear:
 
     @property
     def kind(self) -> tuple[Ref, bool, bool]:
-        """Equal for products that one call computes with the same result as several calls."""
+        """Equal for products that one call can compute without changing their results."""
         _, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
         return self.x, self.is_transposed, is_wide
@@ -67,17 +67,17 @@ class Linear:
 
 
 @dataclass(eq=False)
-class Call:
+class TorchOp:
     """A PyTorch operation, with [`Ref`]s as tensors."""
 
     function: Any  # torch._ops.OpOverload
-    given: Any  # its arguments and keyword arguments
-    results: list[Any]  # where those that are [`Ref`]s are copied to
+    arguments: Any  # positional and keyword arguments
+    results: list[Any]  # the targets of its results; `None` for results that are no tensors
     reads: set[int]
     writes: set[int]
 
 
-Entry = Rows | Kernel | Linear | Call
+Entry = Rows | Kernel | Linear | TorchOp
 
 
 def spans(entries: list[Entry]) -> dict[int, tuple[int, int]]:

@@ -1,11 +1,12 @@
-"""Which of PyTorch's operations are batch-invariant as they are."""
+"""Which of PyTorch's own operations are batch-invariant. Leaves those that have kernels of ours to
+`lower.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _VIEWS_IN_PLACE = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split())
-# Operations that move, choose or compare numbers, or that sum each row separately, in order.
+# Operations that move, select or compare numbers, or that sum each row separately, in order.
 _EXACT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
     " ones ones_like new_ones full full_like new_full fill_ fill scalar_tensor arange linspace"
@@ -16,28 +17,28 @@ _EXACT = frozenset(
     " abs neg sign floor ceil round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax"
     " cumsum histc index_add_ nan_to_num _local_scalar_dense _unsafe_view _reshape_alias".split()
 )
-# operations in `_EXACT` that are exact along the last axis only
+# operations in `_EXACT` that are exact only along the last axis
 _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
 
 
 def _name(function: Any) -> str:
-    """An operation's name, without that of an overload."""
+    """An operation's name without its overload."""
     name: str = function._schema.name
     return name.removeprefix("aten::")
 
 
 def is_view_in_place(function: Any) -> bool:
-    """Whether an operation changes a tensor's shape, not its numbers."""
+    """Whether an operation changes a tensor's shape in place, not its numbers."""
     return _name(function) in _VIEWS_IN_PLACE
 
 
 def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation is along the last axis alone, not along others, several or all."""
+    """Whether an operation reduces the last axis alone, not another axis, several or all."""
     axis = None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dim":
-            given = args[index] if index < len(args) else argument.default_value
-            axis = kwargs.get("dim", given)
+            positional = args[index] if index < len(args) else argument.default_value
+            axis = kwargs.get("dim", positional)
     if isinstance(axis, (list, tuple)) and len(axis) == 1:
         (axis,) = axis
     num_axes = args[0].dim()

@@ -1,6 +1,6 @@
-"""Steps as graphs: captured once per size of rows and tokens, replayed with other inputs. A graph
-reads and writes the addresses it was recorded with, so a step's inputs are copied to buffers at
-fixed addresses."""
+"""Steps as graphs: recorded once per number of rows and tokens, then replayed with other inputs. A
+graph reads and writes the addresses it was recorded with, so each step's inputs are copied to
+buffers at fixed addresses. Leaves the forward itself to the runner."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from ..interrupts import is_interrupt
 from ..kernels import VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
-from ..model.writes import taken_back
+from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
-from ..step import StepMetadata
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
@@ -48,31 +47,30 @@ from .recorders import (
     reason_of,
     recording_alone,
 )
-from .run_ahead import RunAhead
+from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[
-    [Tensor, Tensor, list[StepMetadata], Tensor | None, ForwardContext | None], Tensor
-]
-"""From token ids and positions `(1, n)`, each group's step, the tokens whose logits are wanted
-(`None`: all) and the context, logits `(kept, vocab_size)`."""
+Forward = Callable[..., Tensor]
+"""Takes token ids and positions `(1, n)`, each group's step, the indices of the tokens that get
+logits (`None`: all), the context and further arguments of the model; returns logits `(indices,
+vocab_size)`."""
 
 # steps of a size before it is recorded; a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# same, for a step whose context `is_fixed`, which may soon change: about as many replays as pay for
-# it
+# the same for a step whose context `is_fixed`, which may soon change: about as many replays as a
+# recording costs
 MIN_FIXED_USES = 64
-# kept graphs: up to 256 decodes there are 27 sizes; the rest is for chunks, wider tables, adapters
+# stored graphs: 27 sizes up to 256 decodes; the rest is for chunks, wider tables and adapters
 MAX_GRAPHS = 64
 
 
 @dataclass
 class RecordedStep:
-    """A graph with the buffers it reads and writes; `logits` is `(num_rows, vocab_size)`."""
+    """A graph and the buffers that it reads and writes; `logits` is `(num_rows, vocab_size)`."""
 
     inputs: StaticInputs
     logits: Tensor
@@ -81,16 +79,18 @@ class RecordedStep:
 
 
 def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """The graphs of `model`, kept in the memory of `cache`; `None` if none can be made."""
+    """Returns the graphs of `model`, which the memory of `cache` stores; `None` if steps cannot be
+    recorded."""
     memory = cache.memory
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
         return None  # a recording covers one device
-    groups = [group.blocks for group in cache.groups.values()]
-    specs = tuple(cache.groups)
+    caches = [cache] if cache.cross is None else [cache, cache.cross]
+    specs = tuple(spec for part in caches for spec in part.groups)
+    groups = [group.blocks for part in caches for group in part.groups.values()]
     graphs: Any = memory.recorders.get(specs)
-    made_for = (weakref.ref(model), model.device, groups)
-    if not isinstance(graphs, StepGraphs) or graphs.made_for != made_for:
+    identity = (weakref.ref(model), model.device, groups)
+    if not isinstance(graphs, StepGraphs) or graphs.identity != identity:
         backend = graph_backend(model.device)
         if backend is None:
             return None
@@ -99,7 +99,7 @@ def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
 
 
 class StepGraphs:
-    """The graphs of one model over one memory. It keeps neither of them alive."""
+    """The graphs of one model over one memory, neither of which it keeps alive."""
 
     def __init__(
         self,
@@ -107,34 +107,37 @@ class StepGraphs:
         groups: list[GroupMemory],
         backend: GraphBackend,
     ) -> None:
-        # why nothing is recorded any more, until the model changes
-        self.obstacle: str | None = None
-        self._unseen: str | None = None  # why no graph is used, as the model may change unseen
-        self._model, self._device, self._groups = self.made_for = (
+        # why recording has stopped, until the model changes
+        self.unsupported_reason: str | None = None
+        self.verdicts: dict[Hashable, bool] = {}
+        # why changes of the model cannot be tracked, so that graphs are not used
+        self._untracked_reason: str | None = None
+        self._model, self._device, self._groups = self.identity = (
             weakref.ref(model),
             model.device,
             groups,
         )
         self._backend = backend
         self.in_order = backend.in_order
-        self._kept: set[int] = set()  # addresses of the storages of the model's tensors
-        self._signature: Hashable = None  # the recorded model's state, and options of torch
+        # addresses of the storages of the model's tensors
+        self._persistent_storages: set[int] = set()
+        self._signature: Hashable = None  # the recorded model's state, and torch's options
         self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._shared = SharedPrefixes(self._model, groups)
-        # by key and `Key.use`; below 0 while memory is short
+        # steps by key and by `Key.without_widths`; negative after memory ran out
         self._uses: Counter[Hashable] = Counter()
-        # the most that is recorded of "decodes", "chunks" (tokens) and "prefixes"
+        # the largest sizes that are recorded: "decodes", "chunks" (in tokens) and "prefixes"
         self._limits: dict[str, int] = {}
-        self._num_short = 0  # recordings that ran out of memory since the last success
+        self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         # shared by graphs, by vocabulary size and dtype
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
         self._forward: Forward | None = None  # of the runner whose step is running
         self._context: ForwardContext | None = None  # of that step
 
     def begin(self, state: ModelState) -> None:
-        """Drops all graphs if they were recorded with the model in another state; in-place weight
-        changes are fine."""
+        """Drops all graphs if they were recorded with the model in another state; in-place changes
+        of weights do not matter."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -144,16 +147,17 @@ class StepGraphs:
             model_attention(text_config),
             os.environ.get(VARIABLE),
         )
-        self._unseen = state.unseen
+        self._untracked_reason = state.undetectable
         if signature != self._signature:
             self.clear()
-            self._uses.clear()  # a model that changes again and again is not recorded each time
-            self._kept = _storages(state.tensors)
-            self._signature, self.obstacle, self._limits = signature, None, {}
+            self._uses.clear()  # so that a model that changes often is not recorded each time
+            self._persistent_storages = _storages(state.tensors)
+            self._signature, self.unsupported_reason, self._limits = signature, None, {}
+            self.verdicts.clear()
 
-    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
+    def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
         """Launches steps ahead; `None` if the host computes replays itself."""
-        return RunAhead(memory, scheduler) if self._backend.on_device else None
+        return GraphRunAhead(memory, scheduler) if self._backend.on_device else None
 
     def clear(self) -> None:
         """Drops all graphs."""
@@ -168,19 +172,19 @@ class StepGraphs:
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
     ) -> Tensor | None:
-        """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if no graph serves it. `token_ids` `(n,)`, int64, on the device,
-        replace those of a step of decodes only; nothing is recorded then. `keeps_hidden`: whether
-        the forward also stores hidden states."""
-        if self.obstacle is not None:
+        """Runs a step as a replay. Returns logits `(len(tokens.last), vocab_size)`, which the
+        caller owns, or `None` if no graph serves the step. `token_ids` `(n,)`, int64, on the
+        device, replace those of a step that has only decodes, which is then not recorded.
+        `keeps_hidden`: whether the forward also stores hidden states."""
+        if self.unsupported_reason is not None:
             return None
         if not self._is_recorded(tokens, context):
             return None
         if self._is_observed():
             return None
-        # no thread may move the blocks between the check of their addresses and the launch
+        # the lock keeps other threads from moving blocks between this check and the launch
         with self._groups[0].memory.lock:
-            self._follow_blocks()
+            self._drop_stale_graphs()
             if not self._blocks:
                 return None
             self._forward = forward
@@ -189,12 +193,12 @@ class StepGraphs:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                wanted = self._key(tokens, prefixes, keeps_hidden)
-                key: Key | None = wanted
-                if wanted not in self._graphs:
+                requested = self._key(tokens, prefixes, keeps_hidden)
+                key: Key | None = requested
+                if requested not in self._graphs:
                     if token_ids is not None:
                         return None
-                    key = self._find(wanted, tokens, prefixes)
+                    key = self._find_graph(requested, tokens, prefixes)
                 if key is None:
                     return None
                 return self._replay(key, tokens, prefixes, token_ids)
@@ -202,9 +206,10 @@ class StepGraphs:
                 self._forward = self._context = None
 
     def _is_observed(self) -> bool:
-        """Whether a replay might bypass a mode, or changes that cannot be seen; notes why."""
+        """Whether a replay might bypass a mode, or miss untracked changes of the model; reports
+        the reason."""
         mode = active_mode()
-        reason = self._unseen
+        reason = self._untracked_reason
         if mode is not None:
             reason = f"a replay would bypass the active `{mode}`"
         if reason is None:
@@ -215,9 +220,9 @@ class StepGraphs:
         return True
 
     def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether such steps are recorded: decodes that all want logits, and on devices steps with
-        few chunk tokens."""
-        if tokens.rope_factors or tokens.axes is not None:
+        """Whether such steps are recorded: decodes that all get logits, and on devices also steps
+        with few chunk tokens."""
+        if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
@@ -236,7 +241,7 @@ class StepGraphs:
         prefixes: Prefixes,
         keeps_hidden: bool,
     ) -> Key:
-        """The key of the smallest graph that serves a step."""
+        """Returns the key of the smallest graph that serves a step."""
         is_training = getattr(self._model(), "training", False)
         variant = None
         num_ranges = 0
@@ -254,25 +259,25 @@ class StepGraphs:
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options)
 
-    def _find(
+    def _find_graph(
         self,
-        wanted: Key,
+        requested: Key,
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> Key | None:
-        """Records the graph `wanted` once it would have been used often enough; until then returns
-        the key of a larger one that serves the step, or `None`."""
-        candidates = (key for key in self._graphs if key.serves(wanted))
+        """Records the graph `requested` once steps have asked for it often enough; until then
+        returns the key of a larger graph that serves the step, or `None`."""
+        candidates = (key for key in self._graphs if key.serves(requested))
         serving = min(candidates, key=Key.padding, default=None)
-        least = MIN_USES
+        min_uses = MIN_USES
         if self._context is not None and self._context.is_fixed:
-            least = MIN_FIXED_USES
-        is_due = self._uses[wanted] >= least
+            min_uses = MIN_FIXED_USES
+        is_due = self._uses[requested] >= min_uses
         if not is_due and serving is None:
-            is_due = self._uses[wanted.use] >= least
+            is_due = self._uses[requested.without_widths] >= min_uses
         if is_due:
-            return self._capture(wanted, tokens, prefixes)
-        self._uses.update((wanted, wanted.use))
+            return self._capture(requested, tokens, prefixes)
+        self._uses.update((requested, requested.without_widths))
         return serving
 
     def _replay(
@@ -298,9 +303,9 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> Key | None:
-        """Records a graph; `None` if that fails, or while another thread records. A failure is
-        logged, and then no or fewer such graphs are recorded. An interrupt may leave a mode of
-        torch behind, which the call ends (`interrupts.guarded`)."""
+        """Records a graph; returns `None` if that fails, or while another thread records. Logs a
+        failure, and limits which such graphs are recorded from then on. An interrupt may leave a
+        mode of torch active, which the call ends (`interrupts.guarded`)."""
         with timed("record"), recording_alone(self._device) as is_alone:
             if not is_alone:
                 return None
@@ -312,12 +317,12 @@ class StepGraphs:
                 logger.debug("capturing %s failed", key, exc_info=True)
                 self._refuse(key, error)
                 return None
-            self._num_short = 0
+            self._num_out_of_memory = 0
             while len(self._graphs) >= MAX_GRAPHS:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest]
-                # avoids recording evicted graphs again and again
-                self._uses[oldest] = self._uses[oldest.use] = 0
+                # so that evicted graphs are not recorded again at once
+                self._uses[oldest] = self._uses[oldest.without_widths] = 0
             self._graphs[key] = step
             logger.debug("captured %s", key)
             return key
@@ -335,10 +340,10 @@ class StepGraphs:
         )
         context = self._context
         recorded = None
-        kept = self._kept
+        storages = self._persistent_storages
         if context is not None:
-            recorded = context.record(inputs.ranges, key.tokens, key.chunks > 0)
-            kept = kept | _storages(context.tensors)
+            recorded = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
+            storages = storages | _storages(context.tensors)
         outputs: list[Tensor] = []
         run = functools.partial(
             _run,
@@ -347,8 +352,8 @@ class StepGraphs:
             outputs,
             recorded,
         )
-        # without autocast's cache each replay converts the weights: cached copies are freed when
-        # autocast ends
+        # without autocast's cache, so that each replay converts the weights: autocast frees cached
+        # copies when it ends
         dtype = autocast_dtype(self._device)
         uncached = torch.autocast(
             self._device.type,
@@ -359,37 +364,39 @@ class StepGraphs:
         model = self._model()
         with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
-            with uncached, taken_back(model):
-                graph = self._backend.capture(run, kept)
+            with uncached, undoing_writes(model):
+                graph = self._backend.capture(run, storages)
                 if not self._backend.on_device:
-                    # a tape computes with other kernels than the modules
+                    # a tape uses other kernels than the modules
                     logits = outputs[0][: max(1, len(tokens.last))]
                     check_replay(graph.replay, logits, {dtype, getattr(model, "dtype", None)})
         return RecordedStep(inputs, outputs[0], graph, recorded)
 
     def _refuse(self, key: Key, error: Exception) -> None:
-        """After a recording failed: stops recording such steps of this size or larger, all steps of
-        this model if no decodes are recorded; for a while if memory is short."""
+        """Handles a failed recording: stops recording such steps of this size or larger, or all
+        steps of this model if no decodes are recorded. If memory ran out, only delays the next
+        attempt."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
             log_level = logging.WARNING
         if is_out_of_memory(error):
-            self._num_short += 1
-            self._uses[key] = self._uses[key.use] = -(MIN_USES << self._num_short)
-            log_unrecorded(f"there is no memory for more of them at present ({reason})", log_level)
+            self._num_out_of_memory += 1
+            num_delayed = MIN_USES << self._num_out_of_memory
+            self._uses[key] = self._uses[key.without_widths] = -num_delayed
+            log_unrecorded(f"memory is too short for more of them at present ({reason})", log_level)
             return
-        kind, size = "decodes", key.decodes
-        if key.prefixes:  # the step is tried again without them
+        kind, size = "decodes", key.num_decodes
+        if key.prefixes:  # the next attempt runs the step without them
             kind, size = "prefixes", 1
             self._graphs = {
-                known: step for known, step in self._graphs.items() if not known.prefixes
+                other: step for other, step in self._graphs.items() if not other.prefixes
             }
-        elif key.chunks:
-            kind, size = "chunks", key.chunk_tokens
-        has_decodes = any(not known.chunks for known in self._graphs)
+        elif key.num_chunks:
+            kind, size = "chunks", key.num_chunk_tokens
+        has_decodes = any(not other.num_chunks for other in self._graphs)
         if kind == "decodes" and not has_decodes:
-            self.obstacle = reason
+            self.unsupported_reason = reason
             self.clear()
             log_unrecorded(reason, log_level)
             return
@@ -404,7 +411,7 @@ class StepGraphs:
         kind = (vocab_size, logits.dtype)
         output = self._outputs.get(kind)
         if output is None or output.shape[0] < num_rows:
-            # smaller graphs keep the outputs they were recorded with
+            # smaller graphs still write to the outputs they were recorded with
             rows = power_of_two(1, num_rows)
             with torch.inference_mode(False):
                 output = self._outputs[kind] = torch.empty(
@@ -418,12 +425,12 @@ class StepGraphs:
     def _ranges(
         self, recorded: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
-        """The token ranges of the running step's context, for a recorded step."""
+        """Returns the token ranges of the running step's context, for a recorded step."""
         if recorded is None or self._context is None:
             return []
         return self._context.ranges(recorded.keys, tokens.num_decodes, len(tokens.token_ids))
 
-    def _follow_blocks(self) -> None:
+    def _drop_stale_graphs(self) -> None:
         """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
@@ -444,8 +451,8 @@ def _run(
     outputs: list[Tensor],
     recorded: RecordedContext | None,
 ) -> None:
-    """Runs the forward that is recorded, from `inputs` to `outputs`, which its first run makes.
-    `owner` is weak: a recording keeps nothing else alive."""
+    """Runs the forward that is recorded, from `inputs` to `outputs`; its first run appends the
+    output tensor. `owner` is weak, so that a recording does not keep it alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # the model's autocast may hold weights that were converted before the recording
@@ -456,8 +463,9 @@ def _run(
             inputs.token_ids,
             inputs.positions,
             inputs.steps(),
-            inputs.kept,
+            inputs.logit_indices,
             graphs._context,
+            **inputs.arguments,
         )
     torch.clear_autocast_cache()
     if not outputs:

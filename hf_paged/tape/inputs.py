@@ -1,4 +1,5 @@
-"""The buffers of a recorded step on the device, for its tokens and block tables."""
+"""The buffers at fixed addresses from which a recorded step reads its tokens and block tables,
+filled with one copy per step. Runs no forward."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ _WORD = torch.int64  # of the buffers
 
 
 class _Part:
-    """Numbers of a step, "q" (int64) or "i" (int32), in the buffers of host and device."""
+    """One array of a step's inputs, of kind "q" (int64) or "i" (int32), in the buffers of host and
+    device."""
 
-    host: Any  # an array of numpy
+    host: Any  # a NumPy array
     device: Tensor
 
     def __init__(self, kind: str, count: int) -> None:
@@ -34,7 +36,7 @@ class _Part:
         self.num_words = -(-count * self._dtype.itemsize // _WORD.itemsize)
 
     def allocate(self, host: Tensor, device: Tensor) -> None:
-        """Gives the part its words of the buffers."""
+        """Places the part in its words of the two buffers."""
         self.host = host.view(self._dtype)[: self.count].numpy()
         self.device = device.view(self._dtype)[: self.count]
 
@@ -44,38 +46,39 @@ class _Part:
     def spread(
         self,
         numbers: list[int],
-        decodes: int,
+        num_decodes: int,
         shift: int,
-        unused: int = 0,
+        fill: int = 0,
     ) -> None:
-        """Writes the whole part: decodes' numbers first, and those of chunks behind room for
-        `shift` more decodes."""
-        rest = self.count - len(numbers) - shift
-        every = [
-            *numbers[:decodes],
-            *[unused] * shift,
-            *numbers[decodes:],
-            *[unused] * rest,
-        ]
-        self.host[:] = array(self.kind, every)
+        """Writes the whole part, as `padded` returns it."""
+        self.host[:] = array(self.kind, padded(numbers, self.count, num_decodes, shift, fill))
 
 
-Take = Callable[[str, int], _Part]
+def padded(
+    numbers: list[int], count: int, num_decodes: int, shift: int, fill: int = 0
+) -> list[int]:
+    """Returns `count` numbers: those of decodes, `shift` unused entries, the numbers of chunks, and
+    unused entries to the end. Unused entries get `fill`."""
+    rest = count - len(numbers) - shift
+    return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * rest]
+
+
+NewPart = Callable[[str, int], _Part]
 
 
 class _Tables:
     """Block tables, their lengths and first visible positions."""
 
-    def __init__(self, num_rows: int, width: int, take: Take) -> None:
+    def __init__(self, num_rows: int, width: int, new_part: NewPart) -> None:
         self.width = width
-        self.seq_lens = take("i", num_rows)
-        self.starts = take("i", num_rows)
-        self._block_ids = take("i", num_rows * width)
-        self._known: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
+        self.seq_lens = new_part("i", num_rows)
+        self.starts = new_part("i", num_rows)
+        self._block_ids = new_part("i", num_rows * width)
+        self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
-        """Writes the tables of rows from `first` on."""
-        write_changed(self._block_ids.host, self.width, self._known, tables, first)
+        """Writes the tables of the rows from `first` on."""
+        write_changed(self._block_ids.host, self.width, self._written, tables, first)
 
     @property
     def tensor(self) -> Tensor:
@@ -85,35 +88,35 @@ class _Tables:
 class _GroupInputs(_Tables):
     """The parts of a layer group's [`StepMetadata`]."""
 
-    def __init__(self, key: Key, number: int, memory: GroupMemory, take: Take) -> None:
-        super().__init__(key.rows, key.widths[number], take)
+    def __init__(self, key: Key, number: int, memory: GroupMemory, new_part: NewPart) -> None:
+        super().__init__(key.num_rows, key.widths[number], new_part)
         self.window = memory.spec.window
         self.block_size = memory.block_size
-        self.slots = take("q", key.tokens)
-        self.origins = take("i", key.rows)
+        self.slots = new_part("q", key.num_tokens)
+        self.origins = new_part("i", key.num_rows)
         self.prefixes: _Prefixes | None = None
         if key.prefixes and key.prefixes[number][0]:
             num_prefixes, width = key.prefixes[number]
-            self.prefixes = _Prefixes(key.decodes, num_prefixes, width, take)
+            self.prefixes = _Prefixes(key.num_decodes, num_prefixes, width, new_part)
 
 
 class _Prefixes(_Tables):
-    """The parts of a [`Cascade`] of decodes. Decodes that share nothing form a last group with an
-    empty prefix."""
+    """The parts of a [`Cascade`] of decodes. Decodes that share no prefix form a last group, whose
+    prefix is empty."""
 
     def __init__(
         self,
         num_rows: int,
         num_groups: int,
         width: int,
-        take: Take,
+        new_part: NewPart,
     ) -> None:
-        super().__init__(num_groups + 1, width, take)
+        super().__init__(num_groups + 1, width, new_part)
         self.num_rows = num_rows
         self.num_groups = num_groups
-        self.tail_starts = take("i", num_rows)
-        self.members = take("i", num_rows)
-        self.bounds = take("i", num_groups + 2)
+        self.tail_starts = new_part("i", num_rows)
+        self.members = new_part("i", num_rows)
+        self.bounds = new_part("i", num_groups + 2)
 
     def fill(
         self,
@@ -129,11 +132,11 @@ class _Prefixes(_Tables):
             bounds.append(len(members))
             for row in rows:
                 starts[row] = num_blocks * block_size
-        empty = self.num_groups - len(groups)
+        num_empty = self.num_groups - len(groups)
         alone = set(range(self.num_rows)).difference(members)
         seq_lens = [num_blocks * block_size for _, num_blocks in groups]
-        seq_lens += [0] * (empty + 1)
-        tail_bounds = [*[bounds[-1]] * empty, self.num_rows]
+        seq_lens += [0] * (num_empty + 1)
+        tail_bounds = [*[bounds[-1]] * num_empty, self.num_rows]
         self.tail_starts.write(starts)
         self.members.write([*members, *alone])
         self.bounds.write([*bounds, *tail_bounds])
@@ -169,10 +172,13 @@ class _Prefixes(_Tables):
 
 class StaticInputs:
     """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
-    Unused rows hold token 0 at position 0, not stored (slot -1) and attending to nothing (length
-    0). `token_ids` and `positions` are `(1, tokens)` int64. `kept`, only with chunks, is `(decodes
-    + chunks,)` int64: the tokens whose logits are wanted. `ranges` is `(key.ranges, 2)` int64:
-    for each adapter its range of decode tokens, then, with chunks, that of chunk tokens."""
+    Unused rows hold token 0 at position 0, which is not stored (slot -1) and attends to no key
+    (length 0). `token_ids` and `positions` are `(1, tokens)` int64. Where the host gives positions
+    on axes, `arguments` have them as the model's `position_ids`: `(axes, 1, tokens)`, or `(1,
+    tokens)` on one axis. `logit_indices`, only with
+    chunks, is `(decodes + chunks,)` int64: the tokens that get logits. `ranges` is
+    `(key.num_ranges, 2)` int64: each adapter's range of decode tokens, and, with chunks, its range
+    of chunk tokens."""
 
     def __init__(
         self,
@@ -181,28 +187,29 @@ class StaticInputs:
         device: torch.device,
     ) -> None:
         self.key = key
-        num_kept = 0
+        num_logit_indices = 0
         num_starts = 0
-        if key.chunks:
-            num_kept = key.decodes + key.chunks
-            num_starts = key.rows + 1
+        if key.num_chunks:
+            num_logit_indices = key.num_decodes + key.num_chunks
+            num_starts = key.num_rows + 1
         parts: list[_Part] = []
 
-        def take(kind: str, count: int) -> _Part:
+        def new_part(kind: str, count: int) -> _Part:
             part = _Part(kind, count)
             parts.append(part)
             return part
 
-        self._token_ids = take("q", key.tokens)
-        self._positions = take("q", key.tokens)
+        self._token_ids = new_part("q", key.num_tokens)
+        self._positions = new_part("q", key.num_tokens)
+        self._axes = new_part("q", key.num_axes * key.num_tokens)
         self._groups = []
         for number, memory in enumerate(memories):
-            self._groups.append(_GroupInputs(key, number, memory, take))
-        self._kept = take("q", num_kept)
-        self._query_start = take("i", num_starts)
-        self._ranges = take("q", 2 * key.ranges)
+            self._groups.append(_GroupInputs(key, number, memory, new_part))
+        self._logit_indices = new_part("q", num_logit_indices)
+        self._query_start = new_part("i", num_starts)
+        self._ranges = new_part("q", 2 * key.num_ranges)
         num_words = [part.num_words for part in parts]
-        with torch.inference_mode(False):  # they outlive the call
+        with torch.inference_mode(False):  # the buffers outlive the call
             self._host = torch.zeros(
                 sum(num_words),
                 dtype=_WORD,
@@ -216,7 +223,11 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
-            self.kept = self._kept.device if key.chunks else None
+            self.arguments: dict[str, Tensor] = {}
+            if key.num_axes:
+                axes = self._axes.device.view(key.num_axes, 1, key.num_tokens)
+                self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
+            self.logit_indices = self._logit_indices.device if key.num_chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
@@ -228,40 +239,44 @@ class StaticInputs:
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
         """Copies a step to the buffers, with the prefixes that its decodes share in each layer
-        group and each adapter's token ranges. First waits until the previous copy from pinned host
-        memory is done."""
+        group and each adapter's token ranges. Waits first for the previous copy from pinned host
+        memory."""
         if self._copied is not None:
             self._copied.synchronize()
         key = self.key
-        decodes = tokens.num_decodes
-        shift = key.decodes - decodes
-        self._token_ids.spread(tokens.token_ids, decodes, shift)
-        self._positions.spread(tokens.positions, decodes, shift)
+        num_decodes = tokens.num_decodes
+        shift = key.num_decodes - num_decodes
+        self._token_ids.spread(tokens.token_ids, num_decodes, shift)
+        self._positions.spread(tokens.positions, num_decodes, shift)
+        axes = list[int]()
+        for positions in tokens.axes or ():
+            axes += padded(positions, key.num_tokens, num_decodes, shift)
+        self._axes.write(axes)
         for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
-            inputs.slots.spread(group.slots, decodes, shift, -1)
-            inputs.seq_lens.spread(group.seq_lens, decodes, shift)
-            inputs.origins.spread(group.origins, decodes, shift)
-            inputs.write(group.tables[:decodes])
-            if key.chunks:
-                inputs.write(group.tables[decodes:], key.decodes)
+            inputs.slots.spread(group.slots, num_decodes, shift, -1)
+            inputs.seq_lens.spread(group.seq_lens, num_decodes, shift)
+            inputs.origins.spread(group.origins, num_decodes, shift)
+            inputs.write(group.tables[:num_decodes])
+            if key.num_chunks:
+                inputs.write(group.tables[num_decodes:], key.num_decodes)
             if inputs.prefixes is not None:
                 inputs.prefixes.fill(shared, group.tables, inputs.block_size)
-        if key.chunks:
-            starts = [shift + start for start in tokens.query_start[decodes:]]
-            num_unused = key.rows - key.decodes - len(starts)
+        if key.num_chunks:
+            starts = [shift + start for start in tokens.query_start[num_decodes:]]
+            num_unused = key.num_rows - key.num_decodes - len(starts)
             query_start = [
-                *range(key.decodes),
+                *range(key.num_decodes),
                 *starts,
                 *starts[-1:] * num_unused,
-                key.tokens,
+                key.num_tokens,
             ]
             self._query_start.write(query_start)
-            kept = [index if index < decodes else index + shift for index in tokens.last]
-            self._kept.spread(kept, 0, 0)
+            indices = [index if index < num_decodes else index + shift for index in tokens.last]
+            self._logit_indices.spread(indices, 0, 0)
         bounds = list[int]()
         for (start, end), (first, last) in ranges:
             bounds += (start, end)
-            if key.chunks:
+            if key.num_chunks:
                 bounds += (first + shift, last + shift)
         if bounds:
             self._ranges.write(bounds)
@@ -270,14 +285,13 @@ class StaticInputs:
             self._copied.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Returns one step per layer group. Any chunk may fill all the room for tokens; the host's
-        bounds say the first does."""
+        """Returns one step per layer group. Any chunk may have up to all chunk tokens:
+        `query_start` on the host gives them to the first chunk."""
         key = self.key
-        decodes = key.decodes
-        rows = key.rows
-        ends = [key.tokens] * (rows - decodes)
-        query_start = (*range(decodes + 1), *ends)
-        begins = self._query_start.device if key.chunks else None
+        num_decodes = key.num_decodes
+        ends = [key.num_tokens] * (key.num_rows - num_decodes)
+        query_start = (*range(num_decodes + 1), *ends)
+        begins = self._query_start.device if key.num_chunks else None
         steps = []
         for inputs in self._groups:
             lengths = Lengths(
@@ -297,8 +311,8 @@ class StaticInputs:
                 lengths=lengths,
             )
             if inputs.prefixes is not None:
-                in_front = step.rows(0, decodes)
-                cascade = inputs.prefixes.cascade(in_front)
+                decodes = step.rows(0, num_decodes)
+                cascade = inputs.prefixes.cascade(decodes)
                 step = dataclasses.replace(step, cascade=cascade)
             steps.append(step)
         return steps

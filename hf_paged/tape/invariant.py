@@ -1,8 +1,8 @@
-"""Batch-invariant forwards: a row's bits do not depend on the other rows, as each operation uses
-the kernels of tapes.
+"""Batch-invariant forwards: each operation runs the kernels of tapes, so that a row's bits do not
+depend on the other rows. Leaves which operations have kernels to `lower.py`.
 
-PyTorch's products, means and elementwise functions round differently with the number of rows, since
-blocking, thread splits and the code for vector tails change. Computing in one order for every batch
+PyTorch's products, means and elementwise functions round differently for different numbers of rows:
+their blocking, thread splits and code for vector tails change. Computing every batch in one order
 follows Thinking Machines' `batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM
 Inference").
 """
@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
-from .entries import Call, Kernel, Linear
+from .entries import Kernel, Linear, TorchOp
 from .exact import is_exact
 from .lower import Lowering
 from .products import ProductsOfRows
-from .record import NothingRead, Operation, decompose, tensors_in
+from .record import Operation, ReadGuard, decompose, tensors_in
 from .rows import Rows
 from .tape import keep
 from .values import Ref
@@ -37,16 +37,16 @@ _MAX_PROGRAMS = 8192
 
 
 class NotInvariant(NotPackable):
-    """An operation without a batch-invariant kernel."""
+    """An operation has no batch-invariant kernel."""
 
 
 class _Program(NamedTuple):
-    """An operation on tensors of given shapes, as kernels."""
+    """The kernels that compute an operation on tensors of certain shapes."""
 
     entries: list[Rows | Kernel | Linear]
-    # a tensor's index among the inputs, by its address when the program was made
+    # a tensor's index among the inputs, by its address when the program was created
     inputs: dict[int, int]
-    # sizes, strides; none if it changes its first input
+    # sizes, strides, dtype; empty if the operation changes its first input
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     is_single: bool
 
@@ -69,7 +69,7 @@ class _Program(NamedTuple):
             name, packed = entry.pack(address, keep_all)
             error = kernel(name)(packed)
             if error:
-                raise RuntimeError(f"the kernel {name!r} gave up with error {error}")
+                raise RuntimeError(f"the kernel {name!r} failed with error {error}")
         if not outputs:
             return tensors[0]
         if self.is_single:
@@ -77,7 +77,7 @@ class _Program(NamedTuple):
         return tuple(outputs)
 
 
-_UNKNOWN: Any = object()
+_MISSING: Any = object()
 
 
 _programs: dict[Hashable, _Program | None] = {}
@@ -105,13 +105,13 @@ class _Invariant(TorchDispatchMode):
         has_floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
         if not has_floats:
             return func(*args, **kwargs)
-        # tensors at one address may be read once, so the key says which share one
+        # a program may read tensors at one address once, so the key says which tensors share one
         backwards = reversed(list(enumerate(tensors)))
         first = {tensor.data_ptr(): number for number, tensor in backwards}
         kinds = (_kind(leaf, first) for leaf in leaves)
         key = func, *kwargs, *kinds
-        program = _programs.get(key, _UNKNOWN)
-        if program is _UNKNOWN:
+        program = _programs.get(key, _MISSING)
+        if program is _MISSING:
             if len(_programs) >= _MAX_PROGRAMS:
                 _programs.clear()
             program = _program(func, args, kwargs, first)
@@ -127,8 +127,7 @@ def _sum(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Sums one dimension other than the last, in order, such as the outputs of a token's
-    experts."""
+    """Sums one dimension other than the last in order: of the outputs of a token's experts, say."""
     if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
     (dim,) = dims
@@ -151,7 +150,7 @@ def _grouped_mm(
     *others: Any,
     **options: Any,
 ) -> Any:
-    """Multiplies rows of `x` by their group's weights; `offs` has the groups' ends."""
+    """Multiplies the rows of `x` by their group's weights; `offs` holds the ends of the groups."""
     if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
         return NotImplemented
     ends = offs.tolist()
@@ -165,7 +164,7 @@ def _grouped_mm(
     return out
 
 
-# operations computed from parts that have kernels
+# operations that are computed by several others, which have kernels
 _PARTS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten._grouped_mm.default: _grouped_mm,
@@ -174,7 +173,7 @@ _PARTS: dict[Any, Callable[..., Any]] = {
 
 def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
     if not isinstance(leaf, Tensor):
-        # since -0.0 == 0.0 and NaN != NaN
+        # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
             return type(leaf), repr(leaf)
         return type(leaf), leaf
@@ -193,8 +192,8 @@ def _program(
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Makes an operation's program; `None` if PyTorch's own is batch-invariant. Raises
-    [`NotInvariant`] if no kernel computes it."""
+    """Creates an operation's program; `None` if PyTorch's operation is batch-invariant itself.
+    Raises [`NotInvariant`] if no kernel computes it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_exact(func, args, kwargs) or not returns_tensors:
         return None
@@ -208,21 +207,21 @@ def _program(
         return None
     lowering = Lowering(lambda tensor: True)
     for tensor in outputs:
-        lowering.values.add_outside(tensor)  # else stores to it would be dropped as unused
+        lowering.values.add_outside(tensor)  # so that stores to it are not dropped as unused
     operation = Operation(func, args, kwargs, result)
     try:
         entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    packable = [entry for entry in entries if not isinstance(entry, Call)]
-    # in a fixed order, the lowering refuses to call operations that are not exact
+    packable = [entry for entry in entries if not isinstance(entry, TorchOp)]
+    # in a fixed order, the lowering refuses operations that are neither exact nor kernels
     assert entries and len(packable) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
     return _Program(packable, inputs, layouts, isinstance(result, Tensor))
 
 
 def _empty_like(x: Any, device: str) -> Any:
-    """Tensors of the same sizes and strides in place of those in `x`."""
+    """Replaces the tensors in `x` by empty ones of the same sizes and strides."""
 
     def empty(y: Tensor) -> Tensor:
         return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=device)
@@ -232,8 +231,8 @@ def _empty_like(x: Any, device: str) -> Any:
 
 @restoring
 def in_fixed_order() -> Iterator[None]:
-    """Within it, kernels that this thread calls, and tapes it records, sum in an order that depends
-    on the row only."""
+    """Within the context, kernels that this thread calls, and tapes that it records, sum in an
+    order that depends only on the row."""
     token = batch_invariant.set(True)
     try:
         yield
@@ -243,11 +242,11 @@ def in_fixed_order() -> Iterator[None]:
 
 @restoring
 def by_kernels() -> Iterator[None]:
-    """For use in `in_fixed_order`: makes all that this thread computes batch-invariant. Raises
-    [`NotInvariant`] before an operation without a kernel, `NotCapturable` before the content of a
-    tensor goes to Python or NumPy. While a tape is recorded, the tape does this."""
+    """For use in `in_fixed_order`: makes this thread's operations batch-invariant. Raises
+    [`NotInvariant`] before an operation without a kernel, and `NotCapturable` before Python or
+    NumPy reads a tensor. While a tape is recorded, the recording does this."""
     with ProductsOfRows(), contextlib.ExitStack() as stack:
         if observer.get() is None:
-            stack.enter_context(NothingRead())
+            stack.enter_context(ReadGuard())
             stack.enter_context(_Invariant())
         yield

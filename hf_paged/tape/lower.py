@@ -1,6 +1,6 @@
 """Lowers a recording to a tape's entries: drops views and constants, fuses small operations into
-lists, turns products and lookups into our kernels, and calls the remaining operations as
-recorded."""
+lists, turns products and lookups into our kernels, and calls the remaining operations as recorded.
+Leaves changes across entries to `passes.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
-from .entries import Call, Entry, Kernel, Linear
+from .entries import Entry, Kernel, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
@@ -26,7 +26,7 @@ from .values import DTYPES, FLOATS, Values, values_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
 
-# operations of lists, by PyTorch's names
+# the operations of lists, by PyTorch's names
 _ONE_NAME = (
     "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu"
     " softplus".split()
@@ -46,25 +46,25 @@ _REDUCTIONS = {
     "aten::amax": "largest",
 }
 _POWERS = {2: "square", 3: "cube"}
-# round Python numbers to the dtype first; others do not
+# operations that first round Python numbers to the dtype
 _ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}
 
 
 @dataclass
 class Lowering:
-    """Lowers a recording. `is_kept`: whether an outside tensor's owner keeps it alive at its
-    address."""
+    """Lowers a recording. `is_persistent`: whether the owner of an outside tensor keeps it alive at
+    its address."""
 
-    is_kept: Callable[[Tensor], bool]
+    is_persistent: Callable[[Tensor], bool]
     values: Values = field(default_factory=Values)
     entries: list[Entry] = field(default_factory=list)
-    # addresses of storages written before the last operation
+    # addresses of the storages written before the last operation
     _changed_outside: set[int] = field(default_factory=set)
     _changed: set[int] = field(default_factory=set)  # addresses of all written storages
     _constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
-        # the last one writes results, which are not read again
+        # the last operation writes results, which nothing reads again
         self._changed_outside = set(_changed(operations[:-1]))
         self._changed = self._changed_outside.union(_changed(operations[-1:]))
         for operation in operations:
@@ -103,10 +103,10 @@ class Lowering:
             if self.values.number(tensor) is not None:
                 continue
             storage = _storage(tensor)
-            stays = storage not in self._changed and (
-                storage in self._constants or self.is_kept(tensor)
+            is_stable = storage not in self._changed and (
+                storage in self._constants or self.is_persistent(tensor)
             )
-            if not stays:
+            if not is_stable:
                 self.values.held.append(tensor)
             if storage in self._changed_outside:
                 self.values.add_outside(tensor)
@@ -114,7 +114,7 @@ class Lowering:
     # -- lists ------------------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation to a list, or as a kernel; returns whether it could."""
+        """Adds the operation to a list or as a kernel; returns whether that was possible."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -142,9 +142,9 @@ class Lowering:
         output: Tensor,
         dtypes: Iterable[torch.dtype] = FLOATS,
     ) -> tuple[Rows, list[int], TensorLayout] | None:
-        """Begins an operation over rows of `sizes`: the list, which is the last entry if it fits,
-        registers of the inputs but `None`, the layout of the output. `None` if no list takes
-        them."""
+        """Begins an operation over rows of `sizes`. Returns its list, which is the last entry if
+        that fits, the registers of the inputs that are not `None`, and the layout of the output;
+        `None` if no list can hold the operation."""
         tensors = [x for x in (*inputs, output) if x is not None]
         if output.dtype not in FLOATS or not output.numel():
             return None
@@ -171,13 +171,13 @@ class Lowering:
         return None
 
     def _end_rows(self) -> None:
-        """Makes the next operation read memory again instead of registers."""
+        """Makes the next operation read memory instead of registers."""
         no_rows = (0, 0, 0, 0)
         self.entries.append(Rows(no_rows))
 
     def _sizes(self, output: Tensor) -> tuple[int, ...]:
-        """The sizes of an output's list: the output's, or the last list's if the output has one
-        number per row of it."""
+        """Returns the sizes of an output's list: those of the output, or of the last list if the
+        output has one number for each of its rows."""
         sizes = tuple(output.shape)
         last = self._last_rows()
         if last is not None and sizes and sizes[-1] == 1:
@@ -197,8 +197,8 @@ class Lowering:
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
-            # before sizes are chosen: each part of a row must not change the row's single number
-            # again
+            # before the sizes are chosen: otherwise each part of a row would change the row's
+            # single number again
             self._end_rows()
         dtypes = DTYPES if op == "copy" else FLOATS
         opened = self._open(self._sizes(output), tensors, output, dtypes)
@@ -216,7 +216,7 @@ class Lowering:
                     register = registers[index]
                     registers[index] = rows.compute("copy", register, dtype=dtype)
         if all(rows.are_narrow[register] for register in registers) != target.is_narrow:
-            return False  # numbers per row that would have to fill whole rows
+            return False  # one number per row cannot fill whole rows
         if op == "cube":
             square = rows.compute("square", *registers)
             registers.insert(0, square)
@@ -285,7 +285,7 @@ class Lowering:
             if part.numel():
                 target = result.narrow(axis, start, length)
                 if not self._compute("copy", (part,), target):
-                    return False  # the call made instead writes all parts again
+                    return False  # the call that replaces the list writes all parts again
             start += length
         return True
 
@@ -314,14 +314,14 @@ class Lowering:
         return True
 
     def _linear(self, operation: Operation) -> bool:
-        """Lowers a product, after a bias if there is one; `weight` is `(depth, width)`."""
+        """Lowers a product, whose first argument may be a bias; `weight` is `(depth, width)`."""
         *biases, x, weight = operation.args
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-        is_ours = batch_invariant.get()
-        if not is_ours and x.dtype in HALVES:
-            is_ours = x.shape[0] <= max_rows(x.dtype)
-        if is_scaled or not is_ours or x.dtype not in FLOATS or not result.numel():
+        uses_kernel = batch_invariant.get()
+        if not uses_kernel and x.dtype in HALVES:
+            uses_kernel = x.shape[0] <= max_rows(x.dtype)
+        if is_scaled or not uses_kernel or x.dtype not in FLOATS or not result.numel():
             return False
         if self.values.number(weight) is not None or weight.dtype is not x.dtype:
             return False
@@ -363,14 +363,14 @@ class Lowering:
             raise NotCapturable(
                 f"no kernel computes {function} with rows that do not depend on one another"
             )
-        given = self._refs((operation.args, operation.kwargs))
+        arguments = self._refs((operation.args, operation.kwargs))
         outputs = tree_leaves(self._refs(operation.result))
-        reads = values_of(tree_leaves(given))
+        reads = values_of(tree_leaves(arguments))
         writes = values_of(outputs)
         if function._schema.is_mutable:
             writes |= reads
             outputs = []
-        self.entries.append(Call(function, given, outputs, reads, writes))
+        self.entries.append(TorchOp(function, arguments, outputs, reads, writes))
 
 
 _Method = Callable[[Lowering, Operation], bool]
@@ -386,12 +386,12 @@ _METHODS: dict[str, _Method] = {
 
 def _storage(tensor: Tensor) -> int:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise NotCapturable(f"{type(tensor).__name__} has no memory of its own")
+        raise NotCapturable(f"{type(tensor).__name__} is not a plain tensor with its own memory")
     return tensor.untyped_storage().data_ptr()
 
 
 def _changed(operations: list[Recorded]) -> Iterator[int]:
-    """Addresses of storages that operations write after their creation."""
+    """Yields the addresses of existing storages that operations write to."""
     for operation in operations:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):

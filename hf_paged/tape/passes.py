@@ -1,5 +1,5 @@
-"""Changes to the entries of a whole tape: products and lists are joined, stores that nothing reads
-are dropped, results are computed where they are wanted."""
+"""Passes over the entries of a whole tape: they join products and lists, drop stores that nothing
+reads, and compute results at their targets. They do not change single operations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 
 from ..kernels.cpp.linear import MAX_PIECES
-from .entries import Call, Entry, Linear
+from .entries import Entry, Linear, TorchOp
 from .rows import Rows
 from .values import Values
 
-_REACH = 5  # lists are joined over at most as many entries
+_MAX_DISTANCE = 5  # entries between two lists that are joined, at most
 
 
 def simplify(entries: list[Entry], values: Values) -> list[Entry]:
@@ -31,17 +31,17 @@ def _join(
     entries: list[Entry],
     joins: Callable[[Entry, list[Entry]], bool],
 ) -> list[Entry]:
-    """The entries but those that `joins` has joined to an earlier one."""
-    kept: list[Entry] = []
+    """Returns the entries without those that `joins` joins to an earlier one."""
+    remaining: list[Entry] = []
     for entry in entries:
-        if not joins(entry, kept):
-            kept.append(entry)
-    return kept
+        if not joins(entry, remaining):
+            remaining.append(entry)
+    return remaining
 
 
 def _joins_linear(entry: Entry, before: list[Entry]) -> bool:
-    """Moves a product up to the first one of the same `x`, if nothing between writes what it
-    reads."""
+    """Moves a product up to the first one with the same `x`, unless an entry between them writes
+    its inputs."""
     if not isinstance(entry, Linear):
         return False
     for other in reversed(before):
@@ -56,11 +56,11 @@ def _joins_linear(entry: Entry, before: list[Entry]) -> bool:
 
 
 def _joins_rows(entry: Entry, before: list[Entry]) -> bool:
-    """Joins lists over rows of one shape, if the entries between allow one of them to move."""
+    """Joins lists over rows of one shape if the entries between them allow one of them to move."""
     if not isinstance(entry, Rows):
         return False
     between: list[Entry] = []
-    for other in reversed(before[-_REACH:]):
+    for other in reversed(before[-_MAX_DISTANCE:]):
         if isinstance(other, Rows) and other.can_absorb(entry):
             entry_waits = any(_depend(entry, x) for x in between)
             other_waits = any(_depend(other, x) for x in between)
@@ -88,13 +88,14 @@ def _drop_stores(entries: list[Entry], values: Values) -> None:
 
 
 def _place_result(entries: list[Entry], values: Values) -> None:
-    """Computes a value that the last entry only copies outside directly at its target."""
+    """Drops a last entry that only copies a value to outside memory: the value is computed there
+    instead."""
     if not entries:
         return
     *others, last = entries
     if not isinstance(last, Rows):
         return
-    ops = [each.op for each in last.instructions]
+    ops = [instruction.op for instruction in last.instructions]
     if ops != ["load", "copy", "store"]:
         return
     source, target = last.accesses()
@@ -108,7 +109,7 @@ def _place_result(entries: list[Entry], values: Values) -> None:
     users = [entry for entry in others if value in entry.reads | entry.writes]
     if not are_alike or source.is_narrow or not is_whole or len(users) != 1:
         return
-    (maker,) = users
-    if value not in maker.reads and not isinstance(maker, Call):
+    (producer,) = users
+    if value not in producer.reads and not isinstance(producer, TorchOp):
         values.fixed[value] = target.ref.start
         entries.pop()

@@ -1,5 +1,6 @@
-"""Products in forwards without a tape: as one product of rows; in half precision of few rows by
-`linear.cpp`, of many rows in float32 if PyTorch has no native products of the dtype."""
+"""Linear products in forwards without a tape, each as one product of rows: few half-precision rows
+use `linear.cpp`, and many use float32 if PyTorch has no native products of the dtype. Leaves
+products in tapes to `lower.py`."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from ..kernels import cpp
 from ..kernels.cpp.build import batch_invariant, observer
 from ..kernels.cpp.linear import HALVES, MIN_WIDENED_ROWS, is_native, linear, max_rows, widened
 
-MANY = 1 << 60
+UNLIMITED_ROWS = 1 << 60
 
 
 class ProductsOfRows(TorchFunctionMode):
-    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as one product of rows: PyTorch
-    itself adds the bias at a point that depends on input strides."""
+    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as one product of rows. PyTorch's
+    own adds the bias at a point that depends on the input's strides."""
 
     def __torch_function__(
         self,
@@ -32,17 +33,17 @@ class ProductsOfRows(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        given = ()
+        linear_args = ()
         if func is F.linear:
-            given = args
+            linear_args = args
         elif func is torch.addmm and len(args) == 3:
-            given = _of_conv1d(*args)
+            linear_args = _linear_args_of_conv1d(*args)
         multiply = None
-        if given and not kwargs:
-            multiply = self._choose(*given)
+        if linear_args and not kwargs:
+            multiply = self._choose(*linear_args)
         if multiply is None:
             return func(*args, **(kwargs or {}))
-        x, weight, *bias = given
+        x, weight, *bias = linear_args
         depth = x.shape[-1]
         width = weight.shape[0]
         rows = x.reshape(-1, depth)
@@ -52,21 +53,23 @@ class ProductsOfRows(TorchFunctionMode):
         return out.view(*x.shape[:-1], width)
 
     def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
-        """What multiplies the rows; `None`: PyTorch runs the call as it is."""
+        """Returns the function that multiplies the rows; `None`: PyTorch runs the original call."""
         plain = (Tensor, nn.Parameter, type(None))
         return _one_product if all(type(y) in plain for y in (x, weight, bias)) else None
 
 
-class OwnProducts(ProductsOfRows):
-    """Our products, of CPU tensors without gradients, where they are faster. Leaves everything to
-    PyTorch while other code traces, transforms or observes its operations."""
+class KernelProducts(ProductsOfRows):
+    """Runs products of CPU tensors without gradients with our kernels where they are faster. Leaves
+    every product to PyTorch while other code traces, transforms or observes its operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._max_rows = {dtype: max_rows(dtype) if is_native(dtype) else MANY for dtype in HALVES}
+        self._max_rows = {
+            dtype: max_rows(dtype) if is_native(dtype) else UNLIMITED_ROWS for dtype in HALVES
+        }
 
     def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
-        if torch.compiler.is_compiling():  # first, since Dynamo traces the code below
+        if torch.compiler.is_compiling():  # first, so that Dynamo does not trace the code below
             return None
         for y in (x, weight) if bias is None else (x, weight, bias):
             is_plain = type(y) in (Tensor, nn.Parameter) and y.is_cpu and y.dtype is x.dtype
@@ -83,14 +86,14 @@ class OwnProducts(ProductsOfRows):
             # strides of size 1 are arbitrary
             return None
         is_transposed = weight.stride(1) != 1
-        if is_transposed and (weight.stride(0) != 1 or row_limit != MANY):
+        if is_transposed and (weight.stride(0) != 1 or row_limit != UNLIMITED_ROWS):
             return None
         if bias is not None and (bias.shape != weight.shape[:1] or bias.stride(0) != 1):
             return None
         if not _is_plain_call():
             return None
         are_many = x.numel() >= MIN_WIDENED_ROWS * depth
-        return widened if are_many and row_limit == MANY else linear
+        return widened if are_many and row_limit == UNLIMITED_ROWS else linear
 
 
 def _one_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,9 +102,9 @@ def _one_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return torch.addmm(bias, rows, weight.t())
 
 
-def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
-    """The arguments of `F.linear` for the `torch.addmm` of transformers' `Conv1D`; empty if they do
-    not fit."""
+def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
+    """Converts the arguments of the `torch.addmm` in transformers' `Conv1D` to those of `F.linear`;
+    empty if they do not fit."""
     are_plain = all(type(y) in (Tensor, nn.Parameter) for y in (x, weight))
     if not are_plain or not x.dim() == weight.dim() == 2:
         return ()
@@ -109,8 +112,8 @@ def _of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 
 def _is_plain_call() -> bool:
-    """Whether no operation goes through gradients, autocast, a mode, a transform of `torch.func`,
-    forward derivatives or a trace, nor is computed by a tape or its kernels."""
+    """Whether operations run without gradients, autocast, modes, transforms of `torch.func`,
+    forward derivatives and traces, and outside a recording and batch-invariant kernels."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -124,15 +127,15 @@ def _is_plain_call() -> bool:
 
 
 def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """The context for a model's forwards; a null context if it is compiled, has no half-precision
-    weights on the CPU, or the kernels are unavailable."""
-    parts = list(modules)
+    """Returns the context for a model's forwards; a null context if the model is compiled or has no
+    half-precision weights on the CPU, or if the kernels are unavailable."""
+    all_modules = list(modules)
     is_half = any(
         x.dtype in HALVES and x.is_cpu
-        for part in parts
-        for x in part._parameters.values()
+        for module in all_modules
+        for x in module._parameters.values()
         if x is not None
     )
-    if not is_half or any(map(is_compiled, parts)) or not cpp.is_available():
+    if not is_half or any(map(is_compiled, all_modules)) or not cpp.is_available():
         return contextlib.nullcontext()
-    return OwnProducts()
+    return KernelProducts()

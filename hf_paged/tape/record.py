@@ -1,5 +1,5 @@
-"""Records the operations of a forward, of PyTorch and of our kernels, with their input and output
-tensors."""
+"""Records the operations of a forward, PyTorch's and those of our kernels, with their tensors, and
+refuses operations that cannot be replayed. Leaves when a forward is recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..step import NotCapturable
 
 aten = torch.ops.aten
 _LAZY = frozenset({"aten::_conj", "aten::_neg_view"})
-# share memory, which may be written later
+# return objects that share the tensor's memory, which may be written later
 _SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _READS = frozenset({Tensor.tolist, Tensor.__repr__})
 _READS_AT = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
 _WRITES_AT = frozenset({"aten::index_put", "aten::index_put_"})
-# make tensors from Python numbers; unlike other new tensors, no kernel writes to these unobserved
-_MADE = frozenset(
+# create tensors from Python numbers; no kernel writes to these unobserved, unlike to other new ones
+_CREATES_CONSTANTS = frozenset(
     "aten::lift_fresh aten::ones aten::ones_like aten::new_ones"
     " aten::arange aten::arange.start aten::arange.start_step".split()
 )
@@ -41,25 +41,25 @@ _FROM_PYTHON = frozenset(
     }
 )
 
-Known = list[tuple[Any, Any, Any]]
-"""Operations that are not recorded, in order: the function, the host tensor it copied, and its
-result."""
+HostResults = list[tuple[Any, Any, Any]]
+"""The operations that are not recorded, in order: the function, the host tensor that it copied, and
+its result."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-class NothingUnrecorded(TorchDispatchMode):
+class CaptureGuard(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
-    or draws random numbers; in this thread only, unlike torch's sync debug mode. Tensors made only
-    of Python numbers are the same in each run, so code may read and copy them; `known` keeps the
-    results for [`KnownAgain`]."""
+    or draws random numbers; in this thread only, unlike torch's sync debug mode. Constants, tensors
+    created only from Python numbers, are the same in each run, so code may read and copy them;
+    `host_results` stores the results for [`HostResultReplay`]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: Known = []
-        # by the address of the storage, which this keeps alive
+        self.host_results: HostResults = []
+        # storages by address, which the dict keeps alive
         self._constants: dict[int, torch.UntypedStorage] = {}
         # constants whose memory other code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
@@ -80,19 +80,18 @@ class NothingUnrecorded(TorchDispatchMode):
         waits = _waits(func, args)
         if waits and not of_constants:
             raise NotCapturable(f"its forward waits for the device ({func})")
-        source = _crossing(func, args, kwargs)
+        source = _copied_across(func, args, kwargs)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         result = func(*args, **kwargs)
         if waits or source is not None:
-            # for a copy into a part of a tensor: the values written
-            given = result
-            if func is aten.copy_.default:
-                given = args[1].to(args[0].device)
+            stored = result
+            if func is aten.copy_.default:  # the written values, which may be part of a tensor
+                stored = args[1].to(args[0].device)
             host = None
             if source is not None and source.is_cpu:
                 host = source.clone()
-            self.known.append((func, host, tree_map_only(Tensor, torch.clone, given)))
+            self.host_results.append((func, host, tree_map_only(Tensor, torch.clone, stored)))
         if not of_constants:
             self._end_constants(func, written_tensors(func, args, kwargs))
         elif not func.name().startswith(_BLANK):
@@ -102,15 +101,15 @@ class NothingUnrecorded(TorchDispatchMode):
 
     def _is_of_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = func.name()
-        if name in _MADE:
+        if name in _CREATES_CONSTANTS:
             return True
         if name.startswith("aten::set_"):
-            return False  # gives a tensor another one's memory
+            return False  # gives a tensor the memory of another
         inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
 
     def _end_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
-        """These tensors, which `func` wrote to, are constant no longer."""
+        """Removes these tensors, which `func` wrote to, from the constants."""
         for storage in _storages(tensors):
             self._constants.pop(storage._cdata, None)
             if storage._cdata in self._shared:
@@ -119,8 +118,8 @@ class NothingUnrecorded(TorchDispatchMode):
                 )
 
     def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
-        """Whether a tensor was made only of Python numbers; if it `is_shared`, nothing may be
-        written to it later."""
+        """Whether a tensor was created only from Python numbers. If it `is_shared`, refuses later
+        writes to it."""
         storage = next(_storages([tensor]), None)
         if storage is None or storage._cdata not in self._constants:
             return False
@@ -129,14 +128,14 @@ class NothingUnrecorded(TorchDispatchMode):
         return True
 
 
-class KnownAgain(TorchDispatchMode):
-    """Runs a forward again with the results in `known` of [`NothingUnrecorded`], instead of the
-    operations that wait or copy between host and device. Raises [`NotCapturable`] for such an
-    operation that is not in `known`."""
+class HostResultReplay(TorchDispatchMode):
+    """Runs a forward again with the `host_results` of [`CaptureGuard`] in place of the operations
+    that wait or copy between host and device. Raises [`NotCapturable`] for such an operation that
+    is not among them."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, host_results: HostResults) -> None:
         super().__init__()
-        self._left = iter(known)
+        self._expected = iter(host_results)
 
     def __torch_dispatch__(
         self,
@@ -148,21 +147,21 @@ class KnownAgain(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        source = _crossing(func, args, kwargs)
+        source = _copied_across(func, args, kwargs)
         if source is None and not _waits(func, args):
             return func(*args, **kwargs)
-        then, host, result = next(self._left, (None, None, None))
-        is_same = then is func and (host is None or _is_same(host, source))
+        expected_func, host, result = next(self._expected, (None, None, None))
+        is_same = expected_func is func and (host is None or _is_same(host, source))
         if not is_same:
-            raise NotCapturable(f"its forward is another when it runs again ({func})")
+            raise NotCapturable(f"its forward differs when it runs again ({func})")
         if func is aten.copy_.default:
             return func(args[0], result)
         return tree_map_only(Tensor, torch.clone, result)  # the result may be written to
 
 
 class HostFirst(TorchFunctionMode):
-    """Makes tensors of Python numbers on the host first, then copies them by an operation that
-    modes see."""
+    """Creates tensors of Python numbers on the host, then copies them to the device by an operation
+    that modes see."""
 
     def __torch_function__(
         self,
@@ -184,8 +183,8 @@ class HostFirst(TorchFunctionMode):
 
 
 def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is made of Python numbers, not of a tensor. Raises [`NotCapturable`] for a
-    list with tensors, whose content is read without an operation that modes see."""
+    """Whether a tensor is created from Python numbers, not from a tensor. Raises [`NotCapturable`]
+    for a list with tensors, whose content is read without an operation that modes see."""
     position = 1 if func is Tensor.new_tensor else 0
     if len(args) > position:
         data = args[position]
@@ -202,9 +201,9 @@ def _waits(func: Any, args: Any) -> bool:
     """Whether the host needs values that are on the device."""
     name = func.name()
     if name in _READS_AT:
-        # the tag applies to masks only: the host needs the number of selected elements
+        # only a mask makes the host wait, for the number of selected elements
         return _has_mask(args[1])
-    if name in _WRITES_AT:  # filling in one host number needs no wait
+    if name in _WRITES_AT:  # writing a single host number needs no wait
         if not _has_mask(args[1]):
             return False
         values = args[2]
@@ -214,8 +213,8 @@ def _waits(func: Any, args: Any) -> bool:
     )
 
 
-def _crossing(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that an operation copies between host and device; `None` if it copies none."""
+def _copied_across(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Returns the tensor that an operation copies between host and device, or `None`."""
     if func is aten.copy_.default:
         target, source = args[:2]
         device = target.device
@@ -234,7 +233,7 @@ def _is_same(host: Tensor, other: Any) -> bool:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors; subclasses may have none."""
+    """Yields the storages of tensors, except of subclasses that have none."""
     for tensor in tensors:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             yield tensor.untyped_storage()
@@ -245,14 +244,13 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in dtypes for index in indices)
 
 
-class NothingRead(TorchFunctionMode):
-    """Raises [`NotCapturable`] before the content of a CPU tensor goes to Python or NumPy, since a
-    replay would not run the code that uses it. Tensors that `seen` knows to be constant may be
-    read."""
+class ReadGuard(TorchFunctionMode):
+    """Raises [`NotCapturable`] before Python or NumPy reads the content of a CPU tensor, since a
+    replay would not run the code that uses it. Code may read the constants of `guard`."""
 
-    def __init__(self, seen: NothingUnrecorded | None = None) -> None:
+    def __init__(self, guard: CaptureGuard | None = None) -> None:
         super().__init__()
-        self._seen = seen
+        self._guard = guard
 
     def __torch_function__(
         self,
@@ -263,7 +261,7 @@ class NothingRead(TorchFunctionMode):
     ) -> Any:
         is_shared = func in _SHARES
         if is_shared or func in _READS:
-            is_constant = self._seen and self._seen.is_constant(args[0], is_shared)
+            is_constant = self._guard and self._guard.is_constant(args[0], is_shared)
             if not is_constant:
                 raise NotCapturable(
                     f"its forward reads the content of a tensor (Tensor.{func.__name__})"
@@ -274,8 +272,8 @@ class NothingRead(TorchFunctionMode):
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operation as its composite parts, as under autograd; `NotImplemented` if it is not
-    composite."""
+    """Runs a composite operation as its parts, as autograd does; returns `NotImplemented` for other
+    operations."""
     name = func.name()
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return NotImplemented
@@ -292,8 +290,8 @@ class Operation(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses are in
-    it, by offset."""
+    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses it
+    holds, by offset."""
 
     name: str
     packed: bytes
@@ -304,7 +302,7 @@ class KernelCall(NamedTuple):
 Recorded = Operation | KernelCall
 
 
-class _Recorder(NothingUnrecorded):
+class _Recorder(CaptureGuard):
     def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()
         self._operations = operations
@@ -323,26 +321,25 @@ class _Recorder(NothingUnrecorded):
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.name() in _LAZY:
-            raise NotCapturable(f"its forward conjugates or negates without computing ({func})")
-        if tensors_in(result):  # else a number, read from constants
-            # aliases, since the tensors' shapes may be changed in place later
-            seen = (args, kwargs, result)
-            aliases = tree_map_only(Tensor, aten.alias.default, seen)
+            raise NotCapturable(f"its forward conjugates or negates lazily ({func})")
+        if tensors_in(result):  # otherwise a number that was read from constants
+            # aliases, since later operations may change the tensors' shapes in place
+            aliases = tree_map_only(Tensor, aten.alias.default, (args, kwargs, result))
             self._operations.append(Operation(func, *aliases))
         return result
 
 
 @restoring
 def recording() -> Iterator[list[Recorded]]:
-    """Records what this thread computes within it. Raises [`NotCapturable`] for operations that
-    cannot be replayed."""
+    """Records this thread's operations. Raises [`NotCapturable`] for one that cannot be
+    replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     modes = num_modes()
     try:
         recorder = _Recorder(operations)
-        with NothingRead(recorder), recorder:
+        with ReadGuard(recorder), recorder:
             yield operations
     finally:
         observer.reset(token)
-        end_modes(modes)  # those that an interrupt left on would refuse what follows
+        end_modes(modes)  # modes that an interrupt left active would refuse later operations

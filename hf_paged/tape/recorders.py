@@ -1,5 +1,5 @@
-"""What records a step to run it again: tapes on the CPU, CUDA graphs; and the check of what was
-recorded."""
+"""The backends that record steps, tapes on the CPU and CUDA graphs, and the check of a recording.
+Leaves which steps are recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -27,31 +27,33 @@ logger = logging.getLogger(__name__)
 
 
 class Tapes:
-    """[`Tape`]s, on the CPU, as the backend that records steps. Each has memory for its
+    """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays compute with other kernels than the forward. Only decodes are recorded: steps with
-    # chunks compute for long, and reading shared prefixes once gains nothing.
+    # Replays use other kernels than the forward. Only decodes are recorded: a step with chunks
+    # computes for too long to gain, and reading shared prefixes once saves no time.
     on_device = False
 
     def capture(
         self,
         run: Callable[[], None],
-        kept: set[int],
+        persistent_storages: set[int],
     ) -> Tape:
-        """Runs `run` twice and records it. `kept`: addresses of the storages that it reads and that
-        outlive the tape. Raises what `run` raises, and `NotCapturable` if it cannot be recorded."""
+        """Runs `run` twice, and records the second run. `persistent_storages`: addresses of the
+        storages that it reads and that outlive the tape. Raises the errors of `run`, and
+        `NotCapturable` if it cannot be recorded."""
         run()  # initializes lazily built objects, and allocates the result
 
-        def is_kept(tensor: Tensor) -> bool:
-            is_known = tensor.untyped_storage().data_ptr() in kept
-            if not is_known and tensor.is_floating_point() and tensor.numel():
+        def is_persistent(tensor: Tensor) -> bool:
+            outlives_tape = tensor.untyped_storage().data_ptr() in persistent_storages
+            if not outlives_tape and tensor.is_floating_point() and tensor.numel():
                 raise NotCapturable(
-                    "its forward takes numbers that no recorded operation made, perhaps in a thread"
+                    "its forward reads numbers that no recorded operation computed, perhaps from"
+                    " another thread"
                 )
-            return is_known
+            return outlives_tape
 
-        return Tape.record(run, is_kept)
+        return Tape.record(run, is_persistent)
 
     def in_order(self) -> contextlib.AbstractContextManager[None]:
         return NOTHING
@@ -62,8 +64,8 @@ Graph = Tape | RecordedGraph
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """The backend that records steps on `device`; `None` if there is none, or our kernels are not
-    used."""
+    """Returns the backend that records steps on `device`; `None` if none does, or if our kernels
+    are not used."""
     if device.type == "cpu":
         if not cpp.is_available() or forced() not in (None, "cpp"):
             return None
@@ -80,18 +82,18 @@ def check_replay(
     logits: Tensor,
     dtypes: set[torch.dtype | None],
 ) -> None:
-    """Raises [`NotCapturable`] unless a replay gives the logits `(n, vocab_size)` of the recorded
-    run, computed in `dtypes`."""
+    """Raises [`NotCapturable`] unless a replay reproduces the recorded run's `logits` `(n,
+    vocab_size)`, which were computed in `dtypes`."""
     expected = logits.clone()
     logits.zero_()
     replay()
     excess = excess_of(expected, logits, (logits.dtype, *dtypes))
     if excess is not None:
-        raise NotCapturable(f"what was recorded gives logits that are {excess} from its own")
+        raise NotCapturable(f"the logits of a replay are {excess} from those of its forward")
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of the first error: ending a broken capture raises further ones."""
+    """Returns the first line of the first error: ending a broken capture raises further errors."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
@@ -99,7 +101,7 @@ def reason_of(error: BaseException) -> str:
 
 @restoring
 def recording_alone(device: torch.device) -> Iterator[bool]:
-    """Yields whether no other thread records on `device`, which has one capture stream. Turns off
+    """Yields whether no other thread records on `device`, which has one capture stream. Disables
     garbage collection meanwhile: it may free objects that wait for the device (pytorch#161037), or
     run a caller's code."""
     is_alone = False
@@ -121,8 +123,8 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 
 @functools.cache
-def log_unrecorded(obstacle: str, level: int) -> None:
+def log_unrecorded(reason: str, level: int) -> None:
     message = Topic.RECORDING(
         "steps are not recorded, and run operation by operation, which is slower: %s"
     )
-    logger.log(level, message, obstacle)
+    logger.log(level, message, reason)

@@ -1,4 +1,5 @@
-"""Lists of small operations on rows of numbers, each run as one call of `rows.cpp`."""
+"""Lists of small operations on rows of numbers, each of which runs as one call of `rows.cpp`.
+Leaves which operations join a list to `lower.py` and `passes.py`."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class TensorLayout(NamedTuple):
-    """A tensor's strides under a list's rows, as their `Shape`. Narrow tensors have one number per
-    row."""
+    """The strides by which a list reads or writes a tensor, in the dimensions of its `Shape`.
+    Narrow tensors have one number per row."""
 
     ref: Ref
     strides: tuple[int, ...]
@@ -33,14 +34,14 @@ class TensorLayout(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for tensors that share their numbers and differ in their sizes."""
+        """Equal for tensors with the same numbers, whatever their sizes."""
         ref = self.ref
         return ref.value, ref.start, ref.dtype, self.strides, self.is_narrow
 
 
 class Instruction(NamedTuple):
-    """A load or store between a register and a memory, or an operation from registers and a number
-    to `out`."""
+    """A load or store between a register and memory, or an operation on registers and a number,
+    whose result goes to the register `out`."""
 
     op: str
     out: int
@@ -51,21 +52,22 @@ class Instruction(NamedTuple):
 
 
 Shape = tuple[int, ...]
-"""Three dimensions of rows, and the numbers in a row."""
+"""The sizes of three dimensions of rows, and the numbers per row."""
 
 
 def _of_rows(numbers: Sequence[int], sizes: Sequence[int], missing: int) -> tuple[int, ...] | None:
-    """The numbers of the dimensions of rows, which are all but the last that are not of size 1;
-    `missing` for those that three lack. `None` if there are more than three."""
-    kept = [number for number, size in zip(numbers, sizes[:-1]) if size != 1]
-    num_missing = 3 - len(kept)
+    """Selects the numbers of the dimensions of rows, all but the last that are not of size 1, and
+    pads them to three with `missing` in front; `None` if there are more than three."""
+    selected = [number for number, size in zip(numbers, sizes[:-1]) if size != 1]
+    num_missing = 3 - len(selected)
     if num_missing < 0:
         return None
-    return (missing,) * num_missing + tuple(kept)
+    return (missing,) * num_missing + tuple(selected)
 
 
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
-    """The `Shape` of a tensor's sizes; `None` if the rows have more than three dimensions."""
+    """Returns the `Shape` for a tensor's sizes; `None` if the rows have more than three
+    dimensions."""
     sizes = sizes or (1,)
     rows = _of_rows(sizes, sizes, 1)
     if rows is None:
@@ -74,7 +76,8 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
 
 
 def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> TensorLayout | None:
-    """The layout of a tensor broadcast to `sizes`; `None` if it cannot be."""
+    """Returns the layout of a tensor broadcast to `sizes`; `None` if it cannot be broadcast, or has
+    too many dimensions."""
     sizes = sizes or (1,)
     try:
         strides = x.expand(sizes).stride()
@@ -92,8 +95,8 @@ def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> TensorLayout | None:
 
 
 class Rows:
-    """Instructions over rows of one shape. A stored value stays in a register for later
-    instructions."""
+    """Instructions over rows of one shape. A stored value also stays in a register, which later
+    instructions read."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -102,11 +105,11 @@ class Rows:
         self._registers: dict[Any, int] = {}  # by the layout key of their content
 
     def accesses(self, *ops: str) -> list[TensorLayout]:
-        """The tensors of loads and stores, or of those of `ops`, in order."""
+        """Returns the tensors of loads and stores, or only of `ops`, in order."""
         return [
-            each.memory
-            for each in self.instructions
-            if each.memory is not None and (not ops or each.op in ops)
+            instruction.memory
+            for instruction in self.instructions
+            if instruction.memory is not None and (not ops or instruction.op in ops)
         ]
 
     @property
@@ -120,8 +123,8 @@ class Rows:
     # -- building ---------------------------------------------------------------------------------
 
     def takes(self, layouts: list[TensorLayout]) -> bool:
-        """Whether reads of `layouts` fit: none may read memory that this list writes, except in the
-        same layout."""
+        """Whether this list can read `layouts`: none may be in memory that the list writes, except
+        in the same layout."""
         written = self.writes
         return all(x.key in self._registers or x.ref.value not in written for x in layouts)
 
@@ -155,17 +158,17 @@ class Rows:
 
     def can_absorb(self, other: Rows) -> bool:
         """Whether `other` has rows of the same shape, reads only registers or memory that this list
-        does not write, and writes nothing that this one reads or writes."""
+        does not write, and writes no memory that this list reads or writes."""
         stores = (*self.accesses("store"), *other.accesses("store"))
         if any(target.ref.value is None for target in stores):
-            return False  # memory outside the tape, which other tensors may share
+            return False  # other tensors may share memory outside the tape
         if self.shape != other.shape or not self.takes(other.accesses("load")):
             return False
         touched = self.reads | self.writes
         return not other.writes & touched
 
     def absorb(self, other: Rows) -> None:
-        """Appends the other list's instructions."""
+        """Appends the instructions of `other`."""
         registers: dict[int, int] = {}
         for op, out, inputs, memory, dtype, number in other.instructions:
             if memory is None:
@@ -179,18 +182,19 @@ class Rows:
     # -- of the tape ------------------------------------------------------------------------------
 
     def drop_stores(self, needed: set[int]) -> None:
-        """Drops stores to values not in `needed`, and then instructions without a use."""
+        """Drops stores to values that are not in `needed`, and then instructions whose results are
+        not used."""
         used: set[int] = set()
-        kept = []
-        for each in reversed(self.instructions):
-            is_used = each.out in used
-            if each.op == "store" and each.memory is not None:
-                value = each.memory.ref.value
+        backwards = []
+        for instruction in reversed(self.instructions):
+            is_used = instruction.out in used
+            if instruction.op == "store" and instruction.memory is not None:
+                value = instruction.memory.ref.value
                 is_used = value is None or value in needed
             if is_used:
-                kept.append(each)
-                used.update(each.inputs)
-        self.instructions = kept[::-1]
+                backwards.append(instruction)
+                used.update(instruction.inputs)
+        self.instructions = backwards[::-1]
 
     def pack(self, address: Address, keep: Keep) -> Packed:
         registers, are_narrow = self._renumbered()
@@ -224,23 +228,23 @@ class Rows:
         return "rows", call
 
     def _renumbered(self) -> tuple[dict[int, int], list[bool]]:
-        """Renumbers the used registers, reusing those that are no longer needed."""
+        """Renumbers the registers in use, and reuses those that are no longer needed."""
         last: dict[int, int] = {}
-        for index, each in enumerate(self.instructions):
-            registers = (each.out, *each.inputs)
+        for index, instruction in enumerate(self.instructions):
+            registers = (instruction.out, *instruction.inputs)
             last |= dict.fromkeys(registers, index)
         free: dict[bool, list[int]] = {False: [], True: []}
         numbers: dict[int, int] = {}
         are_narrow: list[bool] = []
-        for index, each in enumerate(self.instructions):
-            if each.out not in numbers:
-                is_narrow = self.are_narrow[each.out]
+        for index, instruction in enumerate(self.instructions):
+            if instruction.out not in numbers:
+                is_narrow = self.are_narrow[instruction.out]
                 unused = free[is_narrow]
                 if not unused:
                     unused.append(len(are_narrow))
                     are_narrow.append(is_narrow)
-                numbers[each.out] = unused.pop()
-            for register in {each.out, *each.inputs}:
+                numbers[instruction.out] = unused.pop()
+            for register in {instruction.out, *instruction.inputs}:
                 if last[register] == index:
                     free[self.are_narrow[register]].append(numbers[register])
         return numbers, are_narrow

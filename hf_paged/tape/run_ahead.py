@@ -1,4 +1,5 @@
-"""The next decode step, launched while its input tokens are still being copied to the host."""
+"""Launches the next decode step on a GPU while its input tokens are still being copied to the host.
+Leaves the forward to the recorder."""
 
 from __future__ import annotations
 
@@ -23,23 +24,23 @@ from ..step import numbers_on
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
-"""From sequences and their next tokens `(n,)` on the device, logits `(n, vocab)`; `None` if the
-step needs the host."""
+"""Takes sequences and their next tokens `(n,)` on the device; returns logits `(n, vocab)`, or
+`None` if the step needs the host."""
 
 
 class Launched(NamedTuple):
     """A step launched on the device, for `n` sequences."""
 
     logits: Tensor  # (n, vocab)
-    # row in `logits`, and the state the launch assumed: number of tokens, last token, last block of
-    # each table
+    # row in `logits`, and the state that the launch assumed: number of tokens, last token, last
+    # block of each table
     rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
 
 
-class RunAhead:
+class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host. This
-    assumes that every row continues and none joins. Otherwise the step is computed as usual; the
-    launched one only wrote K/V past the sequences' ends."""
+    assumes that every row continues and none joins. If that turns out wrong, the step is computed
+    as usual: the launched one only wrote K/V past the sequences' ends."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -54,9 +55,9 @@ class RunAhead:
         ready: list[tuple[Generation, LogitRows]],
         launch: Launch,
     ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host,
-        and meanwhile launches the next step; `None` with other decoding than sampling (beams) or
-        with speculation."""
+        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host
+        and meanwhile launches the next step; `None` if a row is not sampled (beams) or has
+        drafts."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -73,51 +74,51 @@ class RunAhead:
         tokens: Tensor,
         launch: Launch,
     ) -> list[int]:
-        arrived = _send(tokens)
+        wait = _start_copy(tokens)
         # rows that reach their maximum length with these tokens do not continue
-        going = []
+        continuing = []
         for row, sequence in enumerate(sequences):
             if sequence.num_tokens + 1 < sequence.request.max_num_tokens:
-                going.append(row)
-        chosen = [sequences[row] for row in going]
+                continuing.append(row)
+        remaining = [sequences[row] for row in continuing]
         logits = None
-        with self._memory.changing():  # the sampler goes on without a launch, whatever this raises
-            num_leaving = len(sequences) - len(going)
+        with self._memory.changing():  # after an error the sampler goes on without a launch
+            num_leaving = len(sequences) - len(continuing)
             is_next = False
             if len(tokens) == len(sequences):
-                is_next = self._scheduler.reserve_next(chosen, num_leaving)
-        if going and is_next:
+                is_next = self._scheduler.reserve_next(remaining, num_leaving)
+        if continuing and is_next:
             try:
-                logits = launch(chosen, pick(tokens, going))
-            except Exception as error:  # the step is then computed as usual, and raises the error
+                logits = launch(remaining, pick(tokens, continuing))
+            except Exception as error:  # the step is computed as usual, and raises it again
                 if is_interrupt(error):
                     raise
                 logger.debug("a step could not be launched ahead", exc_info=True)
-        token_ids = arrived()
+        token_ids = wait()
         if logits is not None:
             rows = {}
-            for number, row in enumerate(going):
+            for number, row in enumerate(continuing):
                 sequence = sequences[row]
-                state = (sequence.num_tokens + 1, token_ids[row], _tails(sequence))
+                state = (sequence.num_tokens + 1, token_ids[row], _last_blocks(sequence))
                 rows[sequence] = (number, state)
             self._launched = Launched(logits, rows)
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns logits `(n, vocab)` of the first `n` rows of a step, which were launched ahead,
-        and `n`."""
+        """Returns the logits `(n, vocab)` of the first `n` rows of a step, if they were launched
+        ahead, and `n`."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
         rows: list[int] = []
         for sequence, count, num_logits in zip(plan.sequences, plan.counts, plan.num_logits):
-            row, guessed = launched.rows.get(sequence, (0, None))
-            # the caller's code may have chosen another token; a preempted sequence may have other
-            # blocks
+            row, assumed = launched.rows.get(sequence, (0, None))
+            # the caller's code may have chosen another token, and a preempted sequence may have
+            # other blocks
             token_ids = sequence.token_ids
-            now = (len(token_ids), token_ids[-1], _tails(sequence))
+            state = (len(token_ids), token_ids[-1], _last_blocks(sequence))
             is_decode = count == 1 == num_logits
-            if not is_decode or now != guessed:
+            if not is_decode or state != assumed:
                 break
             rows.append(row)
         if not rows:
@@ -128,13 +129,13 @@ class RunAhead:
         return logits, len(rows)
 
 
-def _tails(sequence: Sequence) -> list[int]:
+def _last_blocks(sequence: Sequence) -> list[int]:
     return [table.block_ids[-1] for table in sequence.blocks.tables]
 
 
-def _send(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts the copy to the host; the returned function waits for the copy only, not for later
-    launches."""
+def _start_copy(tokens: Tensor) -> Callable[[], list[int]]:
+    """Starts the copy to the host. The returned function waits for the copy, not for later
+    launches, and returns the tokens."""
     if tokens.device.type != "cuda":
         on_host: list[int] = tokens.tolist()
         return lambda: on_host
@@ -149,8 +150,8 @@ def _send(tokens: Tensor) -> Callable[[], list[int]]:
         done = torch.cuda.Event()
         done.record()
 
-    def arrived() -> list[int]:
+    def wait() -> list[int]:
         done.synchronize()
         return list(host.tolist())
 
-    return arrived
+    return wait

@@ -1,4 +1,5 @@
-"""[`Tape`]: a recording that replays on the CPU, on fixed memory."""
+"""[`Tape`]: a recording that replays on the CPU, on fixed memory. Knows neither the model nor where
+its inputs come from."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
-from .entries import Call, Entry, spans
+from .entries import Entry, TorchOp, spans
 from .lower import Lowering
 from .record import recording
 from .values import Arena, Packed, Ref, Values
 
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQ")  # struct TapeCall
-_WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # write to a given tensor
+_WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # can write to an `out` tensor
 
 
 def keep(held: list[Any], data: bytes) -> int:
@@ -30,10 +31,9 @@ def keep(held: list[Any], data: bytes) -> int:
 
 
 class Tape:
-    """Recorded operations that run again, in order, on the same memory: consecutive C++ entries in
-    one call, between calls of PyTorch. It owns memory for intermediate values; the model, blocks
-    and inputs must stay at their addresses.
-    """
+    """Recorded operations that run again, in order, on the same memory: one call runs consecutive
+    C++ entries, between calls of PyTorch. The tape owns memory for intermediate values; the model,
+    blocks and inputs must stay at their addresses."""
 
     def __init__(self, entries: list[Entry], values: Values) -> None:
         self._arena = Arena(values, spans(entries))
@@ -44,7 +44,7 @@ class Tape:
         self._parts: list[Callable[[], None]] = []
         batch: list[Packed] = []
         for entry in entries:
-            if isinstance(entry, Call):
+            if isinstance(entry, TorchOp):
                 self._close(batch)
                 batch = []
                 self._parts.append(self._call(entry))
@@ -56,14 +56,14 @@ class Tape:
     def record(
         cls,
         run: Callable[[], None],
-        is_kept: Callable[[Tensor], bool],
+        is_persistent: Callable[[Tensor], bool],
     ) -> Tape:
-        """Runs `run` once and records it. Raises what it raises, and `NotCapturable` if it cannot
-        be run again. `is_kept`: whether a tensor that `run` reads or writes outlives the tape
-        without being held by it."""
+        """Runs `run` once and records it. Raises the errors of `run`, and `NotCapturable` if it
+        cannot be replayed. `is_persistent`: whether a tensor that `run` reads or writes outlives
+        the tape without being held by it."""
         with recording() as operations:
             run()
-        lowering = Lowering(is_kept)
+        lowering = Lowering(is_persistent)
         return cls(lowering.run(operations), lowering.values)
 
     def replay(self) -> None:
@@ -73,7 +73,7 @@ class Tape:
     # -- entries ----------------------------------------------------------------------------------
 
     def _close(self, batch: list[Packed]) -> None:
-        """Turns these entries into one part."""
+        """Turns these entries into one part of the replay."""
         if not batch:
             return
         first = len(self.names)
@@ -93,14 +93,14 @@ class Tape:
                 number = first + self._failed.value
                 name = self.names[number]
                 raise RuntimeError(
-                    f"the kernel {name!r} of a recorded step gave up with error {error}"
+                    f"the kernel {name!r} of a recorded step failed with error {error}"
                 )
 
         self._parts.append(run)
 
-    def _call(self, entry: Call) -> Callable[[], None]:
+    def _call(self, entry: TorchOp) -> Callable[[], None]:
         tensor_of = self._arena.tensor
-        args, kwargs = tree_map_only(Ref, tensor_of, entry.given)
+        args, kwargs = tree_map_only(Ref, tensor_of, entry.arguments)
         targets = [tensor_of(x) if isinstance(x, Ref) else None for x in entry.results]
         function = entry.function
         if function.name() in _WITH_OUT and not kwargs:

@@ -1,4 +1,5 @@
-"""What a recorded step cannot follow: global options of torch, and modes that see operations."""
+"""The global options and modes of torch, which a replay cannot follow. Leaves what happens after a
+change to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import torch
 from torch.utils._device import DeviceContext
 
 # Global options of torch that decide which kernels a forward launches: attributes and functions
-# below `torch`. The settings by backend and operation follow the options that they inherit from and
-# the legacy ones (`set_float32_matmul_precision`, `allow_tf32`), whose reading raises once a
-# setting by backend was used.
+# below `torch`. Settings per backend and operation reflect the options that they inherit, and the
+# legacy options (`set_float32_matmul_precision`, `allow_tf32`), which raise when read after a
+# setting per backend was used.
 _OPTIONS = (
     "backends.cuda.matmul.fp32_precision"
     " backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision"
@@ -32,8 +33,8 @@ _OPTIONS = (
 
 
 def torch_options() -> tuple[Any, ...]:
-    """The values of torch's global options that a recorded step depends on; `None` for those that
-    this torch lacks."""
+    """Returns the values of torch's global options on which a recorded step depends; `None` for
+    those that this torch lacks."""
     return tuple(map(_option, _OPTIONS))
 
 
@@ -47,9 +48,9 @@ def _option(name: str) -> Any:
 
 
 def active_mode() -> str | None:
-    """The class of a mode that sees this thread's operations, and would see none of a recorded
-    step; `None` if there is none. The mode behind `torch.set_default_device` sees only what a
-    forward makes."""
+    """Returns the class name of an active mode that sees this thread's operations but would not see
+    those of a replay; `None` if there is none. The mode of `torch.set_default_device` does not
+    count: it sees only new tensors."""
     stacks = (
         (torch._C._len_torch_function_stack(), torch._C._get_function_stack_at),
         (torch._C._len_torch_dispatch_stack(), torch._C._get_dispatch_stack_at),

@@ -1,4 +1,5 @@
-"""Memory of a recording's tensors: in the tape's arena, or at an outside address."""
+"""The memory of a recording's tensors: in the tape's arena, or at an outside address. Leaves its
+content to the entries."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from ..kernels.cpp.attention import DTYPES as FLOATS
 
-DTYPES = {**FLOATS, torch.int64: 3}  # that fused lists (`Rows`) can read
+DTYPES = {**FLOATS, torch.int64: 3}  # dtypes that fused lists (`Rows`) can read
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Ref:
     """A tensor. `value` is the number of the tape's value (a piece of memory) that holds it from
-    byte `start` on; if that is `None`, `start` is its address."""
+    byte `start` on; if `value` is `None`, `start` is the tensor's address."""
 
     value: int | None
     start: int
@@ -29,7 +30,7 @@ class Ref:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from its first number to its last."""
+        """Bytes from the tensor's first number to its last."""
         span = 1
         for size, stride in zip(self.sizes, self.strides):
             span += (size - 1) * stride
@@ -37,10 +38,10 @@ class Ref:
 
 
 Address = Callable[[Ref], int]
-"""The address of a tensor's memory."""
+"""Returns the address of a tensor's memory."""
 
 Keep = Callable[[bytes], int]
-"""Stores bytes for as long as a packed call is used, and returns their address."""
+"""Stores bytes for as long as packed calls use them; returns their address."""
 
 Packed = tuple[str, bytes]
 """The name of a C++ kernel, and its packed call."""
@@ -53,14 +54,14 @@ def values_of(leaves: Iterable[Any]) -> set[int]:
 
 
 class Values:
-    """The storages that a recording's operations made, as numbered values."""
+    """The storages that a recording's operations created, as numbered values."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []  # bytes of each
+        self.sizes: list[int] = []  # bytes, by number
         self._numbers: dict[int, int] = {}  # by address of the storage
         self.fixed: dict[int, int] = {}  # addresses of values outside the tape's memory, by number
-        # tensors that must live as long as the tape: outside ones, and constants, computed once, by
-        # the recording
+        # tensors that must live as long as the tape: outside tensors, and constants, which only the
+        # recording computed
         self.held: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
@@ -76,7 +77,7 @@ class Values:
         return self._numbers.get(storage.data_ptr())
 
     def add_outside(self, tensor: Tensor) -> None:
-        """Adds outside memory that the tape changes, as a value at a fixed address."""
+        """Adds outside memory that the tape writes, as a value at a fixed address."""
         storage = tensor.untyped_storage()
         if storage.nbytes():
             number = len(self.sizes)
@@ -92,13 +93,13 @@ class Values:
 
 
 class Arena:
-    """One piece of memory for all values of a tape; values that are never needed at the same time
-    may share a place."""
+    """One piece of memory for all values of a tape. Values that are never needed at the same time
+    may overlap in it."""
 
     def __init__(self, values: Values, spans: dict[int, tuple[int, int]]) -> None:
-        """`spans`: the first and the last entry of the tape that uses each value."""
+        """`spans`: the first and the last entry of the tape that use each value."""
         sizes = values.sizes
-        placed: list[tuple[int, int, int, int]] = []  # start, end, first, last
+        allocated: list[tuple[int, int, int, int]] = []  # start, end, first, last
         starts: dict[int, int] = {}
         largest_first = sorted(spans, key=lambda number: -sizes[number])
         nbytes = 0
@@ -109,7 +110,7 @@ class Arena:
             num_units = -(-sizes[number] // _ALIGNMENT)
             size = num_units * _ALIGNMENT
             start = 0
-            for low, high, begins, ends in placed:  # sorted by start
+            for low, high, begins, ends in allocated:  # sorted by start
                 overlaps = begins <= last and first <= ends
                 if not overlaps:
                     continue
@@ -118,8 +119,8 @@ class Arena:
                 start = max(start, high)
             starts[number] = start
             end = start + size
-            placed.append((start, end, first, last))
-            placed.sort()
+            allocated.append((start, end, first, last))
+            allocated.sort()
             nbytes = max(nbytes, end)
         capacity = nbytes + _ALIGNMENT
         with torch.inference_mode(False):
@@ -134,7 +135,7 @@ class Arena:
         return ref.start + self._addresses[ref.value]
 
     def tensor(self, ref: Ref) -> Tensor:
-        """Returns a tensor on that memory, which it does not keep alive."""
+        """Returns a tensor over the memory of `ref`, which the tensor does not keep alive."""
         if 0 in ref.sizes:
             return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
         buffer_type = ctypes.c_char * ref.nbytes

@@ -1,6 +1,6 @@
 """Tiers below the pool: evicted prefix blocks in host memory and in files (`prefix_tiers`), and the
-blocks of one prompt in a file (`save_prefix`, `load_prefix`). Implements `seams.Tier`; its
-functions are those of `rooms.TiersRoom`. Imports no other room."""
+blocks of one prompt in a file (`save_prefix`, `load_prefix`). Implements `seams.Tier` and
+`rooms.TiersRoom`; imports no other room."""
 
 from .saved_prefixes import load as load
 from .saved_prefixes import save as save

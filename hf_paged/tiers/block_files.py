@@ -1,4 +1,5 @@
-"""Blocks as safetensors files: their format and hash, and a folder of limited size for them."""
+"""Blocks as safetensors files: their format and hash, and a folder of limited size for them. Leaves
+which blocks are written, and when, to `store.py` and `saved_prefixes.py`."""
 
 from __future__ import annotations
 
@@ -31,13 +32,15 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "hf_paged prefix 1"
 FOLDER, SUFFIX = "hf_paged-", ".safetensors"
-_OWN = re.compile(r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)")
-"""Only these files in a tier's folder are ever deleted: the name of another folder, say a model's,
-may begin alike."""
+_TIER_FILE = re.compile(
+    r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
+)
+"""Only files with these names are ever deleted from a tier's folder: other folders, a model's, say,
+may have the same prefix."""
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
-RETRY_SECONDS = 60.0  # after which a write is tried again once one has failed
-_ABANDONED_SECONDS = 600.0  # after which a partial file counts as left by a killed process
-# errors in opening a file that say nothing about the folder's other files
+RETRY_SECONDS = 60.0  # without writes after a failed one
+_ABANDONED_SECONDS = 600.0  # age from which a partial file counts as left by a killed process
+# errors of opening one file that do not affect the folder's other files
 _OF_ONE_FILE = {
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOENT),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
@@ -47,11 +50,11 @@ Layers = dict[int, KVBlocks]
 """Copies of one group's blocks in host memory by layer index, the same number of blocks in each
 layer."""
 Expected = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""What a file must hold, by group: blocks such as these of each layer, and how many."""
+"""The blocks that a file must hold, by group: a layer's, like these, and their number."""
 
 
 class Corrupt(ValueError):
-    """A file does not have the content that was written."""
+    """A file does not hold the content that was written to it."""
 
 
 def num_bytes(layers: Layers) -> int:
@@ -60,8 +63,8 @@ def num_bytes(layers: Layers) -> int:
 
 def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
     """Serializes the blocks of some groups as a safetensors file: one tensor
-    `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each of `KVBlocks.data`, and a hash
-    over everything."""
+    `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and a
+    hash over all tensors and metadata."""
     tensors = {}
     forms = {}
     for group, layers in parts.items():
@@ -91,8 +94,8 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 @contextlib.contextmanager
 def parsing() -> Iterator[None]:
-    """Raises [`Corrupt`] for any error but `MemoryError`: bytes that others wrote may raise
-    anything in parsers."""
+    """Raises [`Corrupt`] for any error except `MemoryError`: foreign bytes may make parsers raise
+    anything."""
     try:
         yield
     except (Corrupt, MemoryError):
@@ -104,8 +107,8 @@ def parsing() -> Iterator[None]:
 
 
 class BlockFile:
-    """A file of blocks that is open for reading. It may hold anything, and is read beyond the
-    header only if it has the size of the expected blocks."""
+    """An open file of blocks, whose content is not trusted: it is read beyond the header only if it
+    has the size of the expected blocks."""
 
     def __init__(self, path: Path) -> None:
         """Raises [`Corrupt`], and `OSError` if the file cannot be opened."""
@@ -122,7 +125,7 @@ class BlockFile:
             raise
 
     def read(self, expected: Expected) -> dict[int, Layers]:
-        """Returns the blocks, on the CPU. Raises [`Corrupt`] unless they are as expected."""
+        """Returns the blocks, on the CPU. Raises [`Corrupt`] unless they match `expected`."""
         needed = self._header_bytes
         forms = {}
         outline = {}
@@ -135,7 +138,7 @@ class BlockFile:
                     needed += math.prod(shape) * tensor.itemsize
         if needed != self._num_bytes:
             raise Corrupt(
-                f"it has {self._num_bytes:,} bytes, and such blocks of this model take {needed:,}"
+                f"it has {self._num_bytes:,} bytes, but these blocks of this model take {needed:,}"
             )
         self._file.seek(0)
         content = self._file.read(needed)
@@ -161,8 +164,8 @@ class BlockFile:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Opens a file without waiting, as opening a FIFO does. Raises [`Corrupt`] if it is not a
-    regular one."""
+    """Opens a file without waiting, as opening a FIFO would. Raises [`Corrupt`] if the file is not
+    regular."""
     nonblock = getattr(os, "O_NONBLOCK", 0)
     file = os.open(path, flags | nonblock)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -172,7 +175,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read, whatever the umask, and replaces an existing one
+    """Writes a file that only its owner can read, whatever the umask. Replaces an existing file
     atomically."""
     part = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part")
     try:
@@ -186,8 +189,8 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Creates a folder, and missing parents, that only their owner can enter. Existing ones keep
-    their modes."""
+    """Creates a folder and its missing parents, which only their owner can enter. Existing folders
+    keep their modes."""
     if os.path.isdir(folder):
         return
     parents = reversed(folder.parents)
@@ -212,12 +215,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether a regular file is there, and no link, which this package never writes."""
+    """Whether the path is a regular file. A link is not: this package never writes links."""
     status = os.stat(path, follow_symlinks=False)
     return stat.S_ISREG(status.st_mode)
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -244,36 +247,36 @@ def check_folder(path: str) -> None:
         else:
             reason = str(error)
         message = (
-            f"`disk_path` of `prefix_tiers` is not a folder that this process can use: {reason}."
-            " Give another path, or let this process create, list and enter it"
+            f"this process cannot use the folder `disk_path` of `prefix_tiers`: {reason}."
+            " Set another path, or let this process create, list and enter the folder"
         )
         raise OSError(error.errno, message, path) from error
 
 
 class DiskFolder:
-    """A folder of files with at most `max_bytes`, which other processes may use, too: scans the
-    directory rather than keep an index, and deletes the least recently used files first. Errors are
-    logged once per kind, and are misses. After an error of the folder itself it is off: no file is
-    looked up, read or written any more."""
+    """A folder of files with at most `max_bytes`, which other processes may share. Scans the
+    directory instead of keeping an index, and deletes the least recently used files first. Logs
+    each kind of error once, and treats errors as misses. An error of the folder itself turns it
+    off: from then on no file is looked up, read or written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
         self.max_bytes = max_bytes
         self.is_off = False
         self.num_bytes = 0  # as far as this process knows
-        self._told: set[str] = set()
-        self._lost: set[str] = set()  # files that cannot be read, nor deleted
-        self._num_written: float = math.inf  # bytes since the last scan
+        self._warned: set[str] = set()
+        self._unreadable: set[str] = set()  # names of files that can be neither read nor deleted
+        self._num_bytes_written: float = math.inf  # bytes since the last scan
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
-        """Whether the file exists; without `weights`, for any weights."""
-        if self.is_off or name in self._lost:
+        """Whether the file exists for these `weights`, or, if they are `None`, for any."""
+        if self.is_off or name in self._unreadable:
             return False
         try:
             if weights is not None:
                 return _is_regular(self._file(weights, name))
-            # the folders of other weights may be another user's: `isfile` takes an error for a miss
+            # folders of other weights may be another user's: `isfile` treats an error as a miss
             entries = os.listdir(self.path)
             folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
             return any(os.path.isfile(folder / f"{name}{SUFFIX}") for folder in folders)
@@ -291,8 +294,8 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, of layers such as these; `None` if it cannot be read, or is
-        of others: from then on `has` returns `False` for it."""
+        """Returns the block in a file, for layers like these. Returns `None` if the file cannot be
+        read or holds another block; from then on `has` returns `False` for it."""
         if self.is_off:
             return None
         path = self._file(weights, name)
@@ -307,21 +310,21 @@ class DiskFolder:
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
-            self._lost.add(name)
+            self._unreadable.add(name)
             if isinstance(error, OSError) and error.errno not in _OF_ONE_FILE:
                 self._turn_off(error)
             elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                # else it has just been deleted
+                # a missing file has just been deleted
                 self._warn(
-                    "read", f"{path} cannot be read, its tokens are computed: {_said(error)}"
+                    "read", f"{path} cannot be read, so its tokens are computed: {_describe(error)}"
                 )
             return None
         except Corrupt as error:
-            self._lost.add(name)
-            self._warn("corrupt", f"{path} is dropped, and its tokens are computed: {error}")
+            self._unreadable.add(name)
+            self._warn("corrupt", f"{path} is dropped, so its tokens are computed: {error}")
             with contextlib.suppress(OSError):
                 path.unlink()
-                self._lost.discard(name)
+                self._unreadable.discard(name)
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
@@ -334,23 +337,25 @@ class DiskFolder:
         try:
             _make_private(path.parent)
             content = to_bytes({0: layers}, f"{weights}/{name}")
-            if len(content) > self.max_bytes:  # deleting others would not help
+            if len(content) > self.max_bytes:  # deleting other files would not help
                 self._warn(
                     "small",
-                    f"`disk_bytes` ({self.max_bytes:,}) has no room for a block of {len(content):,}"
-                    " bytes",
+                    f"a block of {len(content):,} bytes does not fit in `disk_bytes`"
+                    f" ({self.max_bytes:,})",
                 )
                 return
-            if self._num_written + len(content) > self.max_bytes // 32:  # others write, too
-                self._look()
+            if self._num_bytes_written + len(content) > self.max_bytes // 32:  # others write, too
+                self._scan()
             if self.num_bytes + len(content) > self.max_bytes:
                 self._trim(len(content))
             if self.num_bytes + len(content) > self.max_bytes:
-                raise OSError(f"`disk_bytes` is {self.max_bytes:,}, and no files can be deleted")
+                raise OSError(
+                    f"`disk_bytes` ({self.max_bytes:,}) is used, and no file can be deleted"
+                )
             write_private(path, content)
-            self._lost.discard(name)
+            self._unreadable.discard(name)
             self.num_bytes += len(content)
-            self._num_written += len(content)
+            self._num_bytes_written += len(content)
         except Exception as error:  # no such folder, no permission, no space, no memory
             if is_interrupt(error):
                 raise
@@ -360,16 +365,16 @@ class DiskFolder:
             self._warn(
                 "write",
                 f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f}"
-                f" seconds{full}: {_said(error)}. Then it is tried again: free space there, let"
-                " this process write there, or give another `disk_path`",
+                f" seconds{full}: {_describe(error)}. Before the next attempt, free space there,"
+                " let this process write there, or set another `disk_path`",
             )
 
     def _file(self, weights: str, name: str) -> Path:
         return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
 
-    def _look(self) -> list[tuple[float, int, Path]]:
-        """Counts the bytes of all files; returns (last use, bytes, path) of each, oldest first.
-        Deletes partial files of killed processes."""
+    def _scan(self) -> list[tuple[float, int, Path]]:
+        """Counts the bytes of all files and deletes partial files of killed processes. Returns
+        (last use, bytes, path) of each file, oldest first."""
         files = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
@@ -377,19 +382,19 @@ class DiskFolder:
                 is_regular = stat.S_ISREG(status.st_mode)
                 if not is_regular or path.parent.is_symlink():
                     continue
-                if not _OWN.fullmatch(f"{path.parent.name}/{path.name}"):
+                if not _TIER_FILE.fullmatch(f"{path.parent.name}/{path.name}"):
                     continue
                 if path.suffix == SUFFIX:
                     files.append((status.st_mtime, status.st_size, path))
                 elif status.st_mtime < time.time() - _ABANDONED_SECONDS:
                     path.unlink()
         self.num_bytes = sum(size for _, size, _ in files)
-        self._num_written = 0
+        self._num_bytes_written = 0
         return sorted(files)
 
     def _trim(self, needed: int) -> None:
         """Deletes files until `needed` bytes and a tenth of `max_bytes` are free."""
-        files = self._look()
+        files = self._scan()
         for _, size, path in files:
             if self.num_bytes + needed <= 0.9 * self.max_bytes:
                 break
@@ -404,12 +409,12 @@ class DiskFolder:
         self.is_off = True
         self._warn(
             "off",
-            f"the disk tier of prefix blocks in {self.path} is off, and requests go on without it:"
-            f" {_said(error)}. Repair the folder, or give another `disk_path`; then make a new"
-            " engine, or call `hf_paged.free(model)`",
+            f"the disk tier of prefix blocks in {self.path} is off, and requests continue without"
+            f" it: {_describe(error)}. Repair the folder or set another `disk_path`; then create a"
+            " new engine, or call `hf_paged.free(model)`",
         )
 
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             logger.warning(Topic.PREFIX_TIERS(message))

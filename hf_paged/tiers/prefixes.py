@@ -1,5 +1,5 @@
-"""Prefixes whose blocks lie in a store below the pool: the adoption of blocks that the pool lacks.
-Plain Python: no tensors."""
+"""Restores the blocks of a prefix that the pool lacks from a store below it. Handles no tensors:
+their content passes through."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TierError(Exception):
-    """A store failed to copy blocks, for the reason in `cause`: no memory, or other layers. Nothing
-    was changed."""
+    """A store failed to copy blocks, because of `cause`: memory ran out, or the layers differ. The
+    pool is unchanged."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -27,7 +27,7 @@ class TierError(Exception):
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Raises `TierError` for the errors of a copy."""
+    """Converts the errors of a copy to `TierError`."""
     try:
         yield
     except OutOfBlocksError:
@@ -45,52 +45,55 @@ def adopt(
     namespace: Hashable,
     read: Callable[[int, int], Any | None],
 ) -> bool:
-    """Writes the blocks of a path that the pool lacks, which `read` returns by group and position,
-    to new blocks and registers them as cached. `False` if one cannot be read. Raises
-    `OutOfBlocksError` if there is no room, `TierError` if they cannot be copied, or do not fit the
-    layers. Then nothing is changed."""
-    held: list[list[int]] = []  # the path's blocks that a sequence after it needs, of each group
-    contents: list[dict[int, Any]] = []  # by position on the path
+    """Writes the blocks of a path that the pool lacks to new blocks, and registers these as cached.
+    `read` returns their content by group and position. Returns `False` if a block cannot be read.
+    Raises `OutOfBlocksError` if the pool has no free blocks for them, and `TierError` if they
+    cannot be copied or do not fit the layers. In all these cases the pool is unchanged."""
+    cached_ids: list[list[int]] = []  # by group, the path's blocks that the pool has
+    contents: list[dict[int, Any]] = []  # by group, the others by position on the path
     for number in range(len(manager.groups)):
-        held.append([])
+        cached_ids.append([])
         contents.append({})
         for n in manager.index.needed(number, len(links)):
             node = links[n].node
             block_id = None if node is None else node.block_ids[number]
             if block_id is not None:
-                held[number].append(block_id)
+                cached_ids[number].append(block_id)
                 continue
             with copying():
                 content = read(number, n)
             if content is None:
                 return False
             contents[number][n] = content
-    needs = [len(numbers) for numbers in contents]
-    for group, block_ids in zip(manager.groups, held):  # so that making room does not evict them
+    needs = [len(of_group) for of_group in contents]
+    for group, block_ids in zip(manager.groups, cached_ids):  # so that `take` does not evict them
         group.pool.acquire(block_ids)
-    taken = manager.take(needs)
+    allocated = manager.take(needs)
     try:
-        if taken is None:
+        if allocated is None:
             raise manager.refusal or OutOfBlocksError(
                 f"needs {sum(needs)} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks`"
                 f" ({store.memory.config.num_blocks})"
             )
-        for number, (of_group, block_ids) in enumerate(zip(contents, taken)):
+        for number, (of_group, block_ids) in enumerate(zip(contents, allocated)):
             if block_ids:
                 with copying():
                     store.put_back(number, list(of_group.values()), block_ids)
-        named = [dict(zip(numbers, block_ids)) for numbers, block_ids in zip(contents, taken)]
+        restored = [
+            dict(zip(of_group, block_ids)) for of_group, block_ids in zip(contents, allocated)
+        ]
         node = manager.index.root(namespace)
         for n, link in enumerate(links):
             node = manager.index.add(
                 node,
                 link.tokens,
-                [of_group.get(n) for of_group in named],
+                [of_group.get(n) for of_group in restored],
                 manager.epochs.current,
             )
         manager.num_hits += 1
         return True
     finally:
-        for group, block_ids, new_ids in zip(manager.groups, held, taken or [[] for _ in held]):
+        new = allocated or [[] for _ in cached_ids]
+        for group, block_ids, new_ids in zip(manager.groups, cached_ids, new):
             group.pool.release(reversed([*block_ids, *new_ids]))

@@ -1,4 +1,5 @@
-"""Saves and loads prefixes: the cached blocks of one prompt of an engine, in a file."""
+"""Saves the cached blocks of one prompt of an engine to a file, and loads them. Leaves the file's
+format to `block_files.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..batching.engine_core import EngineCore
-from ..batching.execution.executor import Window
+from ..batching.execution.executor import StableSpan
 from ..batching.loop import StepLoop
 from ..batching.prompt_forms import Prompt, prompt_ids, split_inputs
 from ..cache.block_pool import OutOfBlocksError
@@ -25,25 +26,25 @@ from .store import PrefixStore, reason_against_saving
 
 @restoring
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
-    """Yields, between two steps, the engine's loop and a store that names and copies its blocks,
-    after verifying the blocks against the fingerprint of the current weights."""
+    """Yields, between two steps, the engine's loop and a store that names and copies its blocks.
+    First verifies the cached blocks against the fingerprint of the current weights."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
         reason = reason_against_saving(core.memory, loop.blocks)
         if reason is not None:
             raise ValueError(
-                f"prefixes of {type(core.model).__name__} are neither saved nor loaded: {reason}"
+                f"prefixes of {type(core.model).__name__} cannot be saved or loaded: {reason}"
             )
         executor = loop.executor
         is_idle = not core.requests
-        window = Window()
+        span = StableSpan()
         if is_idle:
             executor.begin()
         try:
-            executor.open(window)
+            executor.open(span)
             with executor.lock:
-                executor.guard.vouch()
+                executor.guard.verify()
             if core.memory.fingerprint is None:
                 raise ValueError(
                     Topic.PREFIX_CACHE(
@@ -53,11 +54,11 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
             with core.memory.lock:
                 blocks, layout = loop.blocks, core.layout
                 yield loop, PrefixStore(core.model, core.memory, blocks, PrefixTiers(), layout)
-            executor.settle(window)
+            executor.commit(span)
         finally:
-            executor.leave(window)
+            executor.leave(span)
             if is_idle:
-                executor.rest()
+                executor.go_idle()
 
 
 def _saved_to(path: Any) -> Path:
@@ -67,7 +68,7 @@ def _saved_to(path: Any) -> Path:
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(
-            errno.EISDIR, "a folder is there, and the path of a file is needed", str(target)
+            errno.EISDIR, "the path is a folder, but must be that of a file", str(target)
         )
     return target
 
@@ -83,7 +84,7 @@ def save(
     text, inputs = split_inputs(prompt, None)
     if inputs is not None:
         names = ", ".join(map(str, inputs))
-        raise ValueError(f"`prompt` has {names}: only prompts of token ids alone can be saved")
+        raise ValueError(f"`prompt` has {names}: only prompts of plain token ids can be saved")
     ids = prompt_ids(text, tokenizer)
     target = _saved_to(path)
     with core.keeping_pool():
@@ -93,12 +94,13 @@ def save(
             num_tokens = len(ids) // manager.block_size * manager.block_size
             if not num_tokens:
                 raise ValueError(
-                    f"the prompt has {len(ids)} tokens, and only full blocks of"
-                    f" {manager.block_size} are saved: pass a longer prompt, or lower `block_size`"
+                    f"the prompt has {len(ids)} tokens, but only full blocks of"
+                    f" {manager.block_size} can be saved: pass a longer prompt, or lower"
+                    " `block_size`"
                 )
             if rope is not None and rope.factors(len(ids)):
                 raise ValueError(
-                    "such a prompt cannot be saved: its rotary factors depend on the length of the"
+                    "this prompt cannot be saved: its rotary factors depend on the length of the"
                     " whole prompt"
                 )
             num_nodes = num_tokens // manager.node_size
@@ -106,19 +108,19 @@ def save(
             nodes = [link.node for link in links if link.node is not None]
             if len(nodes) < num_nodes:
                 raise OutOfBlocksError(
-                    f"{len(nodes) * manager.node_size:,} of the {num_tokens:,} tokens of the prompt"
+                    f"only {len(nodes) * manager.node_size:,} of the prompt's {num_tokens:,} tokens"
                     f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
                 )
             parts: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
                 needed = manager.index.needed(group, num_nodes)
                 block_ids = (nodes[number].block_ids[group] for number in needed)
-                held = [block_id for block_id in block_ids if block_id is not None]
-                if held:
-                    parts[group] = store.copy_out(group, held)
+                cached_ids = [block_id for block_id in block_ids if block_id is not None]
+                if cached_ids:
+                    parts[group] = store.copy_out(group, cached_ids)
             name = f"{store.weights}/{manager.index.digest(nodes[-1]).hex()}"
-    kept = ids[:num_tokens]
-    content = to_bytes(parts, name, token_ids=json.dumps(kept), namespace=json.dumps(namespace))
+    token_ids = json.dumps(ids[:num_tokens])
+    content = to_bytes(parts, name, token_ids=token_ids, namespace=json.dumps(namespace))
     write_private(target, content)
     return num_tokens
 
@@ -135,7 +137,7 @@ def load(core: EngineCore, path: Any) -> int:
 
 def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
     if not {"token_ids", "namespace"} <= file.metadata.keys():
-        raise ValueError(f"{path} is a file of a tier's folder, not a saved prefix")
+        raise ValueError(f"{path} is a block of a tier's folder, not a saved prefix")
     with parsing():
         token_ids = json.loads(file.metadata["token_ids"])
         namespace = _tuples(json.loads(file.metadata["namespace"]))
@@ -158,27 +160,27 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.block_size
-        # for each group, the positions of the blocks that a sequence after so many nodes needs
-        numbers = []
+        # by group, the positions of the blocks that a sequence after `num_nodes` nodes needs
+        positions = []
         expected = {}
         for group in range(len(manager.groups)):
             needed = manager.index.needed(group, num_nodes)
-            numbers.append(needed)
+            positions.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))
         parts = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
-            raise Corrupt("it holds other tokens than its name says")
+            raise Corrupt("its tokens do not match its name")
 
-        def read(group: int, number: int) -> Layers:
-            return _row(parts[group], numbers[group].index(number))
+        def read(group: int, position: int) -> Layers:
+            return _row(parts[group], positions[group].index(position))
 
         failure = None
         with core.memory.changing():
             try:
                 adopt(store, manager, links, namespace, read)
-            except TierError as error:  # with nothing changed, so nothing to recover
+            except TierError as error:  # the pool is unchanged and needs no recovery
                 failure = error
         if failure is not None:
             raise failure.cause from failure
@@ -186,14 +188,15 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Converts JSON's nested lists back to tuples. Raises `Corrupt` for what no namespace has."""
+    """Converts JSON's nested lists back to tuples. Raises `Corrupt` for types that no namespace
+    has."""
     if not isinstance(value, (list, str, int, type(None))):
         raise Corrupt(f"its namespace contains {value!r}")
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _row(layers: Layers, row: int) -> Layers:
-    """Cuts one block out of each layer."""
+    """Selects one block of each layer."""
     cut: Layers = {}
     for index, layer in layers.items():
         cut[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])

@@ -1,4 +1,5 @@
-"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder."""
+"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder. Leaves
+when blocks are restored to the scheduler."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ from .prefixes import TierError, adopt
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES = 256 << 20  # that may wait to be written or confirmed even if little memory is free
-# of unconfirmed blocks above which a fingerprint is taken just to confirm them
+# of blocks that may wait to be written or confirmed even if little memory is free
+QUEUE_BYTES = 256 << 20
+# of unconfirmed blocks above which the engine takes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
 
 
@@ -48,14 +50,13 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; hash of tokens with the group
+_Key = tuple[str, str]  # hash of weights and options; hash of tokens, with the group
 
 
 class PrefixStore:
-    """The tiers of one memory, for the groups of one manager (`seams.Tier`). Evicted blocks are
-    copied to host memory at once, before they are overwritten; a thread, alive while there is
-    something to write, writes them to disk. Methods of `Tier` are called with the memory's lock
-    held."""
+    """The tiers of one memory, for the groups of one manager (`seams.Tier`). Copies evicted blocks
+    to host memory at once, before they are overwritten; a thread, alive while blocks are unwritten,
+    writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class PrefixStore:
     ) -> None:
         groups = blocks.groups
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-        # those of layers on several are known from the first forward
+        # with several devices, the first forward shows which device has a layer's blocks
         device = compute_device(model) if len(devices) < 2 else None
         self.config = config
         self.expected = layout.layers
@@ -75,16 +76,16 @@ class PrefixStore:
         # weak: the writing thread must not keep the memory or its groups alive
         self.memory: PagedMemory = weakref.proxy(memory)
         self._groups = [weakref.proxy(group) for group in groups]
-        given = memory.config
+        memory_config = memory.config
         sizes = [group.block_size for group in groups if not group.holds_states]
         block_sizes: list[int] | int = sizes
         if len(set(sizes)) <= 1:
             block_sizes = max(sizes, default=0)
-        options = (block_sizes, given.kv_dtype, given.batch_invariant)
+        options = (block_sizes, memory_config.kv_dtype, memory_config.batch_invariant)
         specs = [repr(group.spec) for group in groups]
         self._form = FORMAT, options, specs
         expected = self.expected if device is not None else ()
-        self._unmade = [
+        self._outlines = [
             {
                 layer.layer: group.storage.outline(*layer.states)
                 for layer in expected
@@ -99,44 +100,44 @@ class PrefixStore:
         if device is not None and device.type == "cpu":
             self._host_bytes = 0
         self._lock = forks.rlock()
-        self._pending: dict[str, _Entry] = {}  # blocks whose weights are unconfirmed
-        # in host memory, in LRU order, most recent last
-        self._held: OrderedDict[_Key, _Entry] = OrderedDict()
-        # keys of `_held` still to be written to disk
+        self._pending: dict[str, _Entry] = {}  # blocks of unconfirmed weights
+        # blocks in host memory, in LRU order, most recent last
+        self._host_entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        # keys of `_host_entries` still to be written to disk
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
-        self._sizes = {"pending": 0, "held": 0, "unwritten": 0}
+        self._sizes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
         self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
-        self._known: tuple[Any, str] = (None, "")
-        self.told: set[type] = set()  # errors that a warning has named
+        self._weights_cache: tuple[Any, str] = (None, "")
+        self.warned_errors: set[type] = set()  # the errors that a warning has named
         forks.in_child(self)
         _stores.add(self)
 
     @property
     def _disk(self) -> DiskFolder | None:
-        """The folder; `None` without one, and once it is off."""
+        """The folder; `None` if there is none, or if it is off."""
         if self._folder is None or self._folder.is_off:
             return None
         return self._folder
 
     @property
     def _weights(self) -> str | None:
-        """Hash of what blocks depend on besides tokens, the same in every process; `None` without a
-        fingerprint."""
+        """Hash of everything besides tokens on which blocks depend, the same in every process;
+        `None` without a fingerprint."""
         fingerprint = self.memory.fingerprint
         if fingerprint is None:
             return None
         groups = range(len(self._groups))
         layers = [sorted(self.layers(group)) for group in groups]
         content = (fingerprint, self._form, layers)
-        if self._known[0] != content:
+        if self._weights_cache[0] != content:
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
-            self._known = (content, digest.hexdigest())
-        return self._known[1]
+            self._weights_cache = (content, digest.hexdigest())
+        return self._weights_cache[1]
 
     @property
     def weights(self) -> str:
-        """`_weights`, after a fingerprint was taken."""
+        """`_weights`, when a fingerprint exists."""
         weights = self._weights
         assert weights is not None
         return weights
@@ -146,7 +147,7 @@ class PrefixStore:
         disk_bytes = 0
         if disk is not None:
             disk_bytes = disk.num_bytes
-        host_bytes = self._sizes["held"] + self._sizes["pending"]
+        host_bytes = self._sizes["host"] + self._sizes["pending"]
         return TierCounts(host_bytes, disk_bytes, self.num_kept, self.num_restored)
 
     @property
@@ -163,16 +164,16 @@ class PrefixStore:
         with self._lock:
             if self.has(group, digest):
                 return
-            if self._disk is None and not self._host_bytes:  # nothing would keep it
+            if self._disk is None and not self._host_bytes:  # no tier has space for it
                 return
             try:
                 num_queued = self._sizes["unwritten"] + self._sizes["pending"]
                 max_queued = QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4
                 if num_queued > max_queued:
-                    self.num_skipped += 1  # the disk is slower than evictions
+                    self.num_skipped += 1  # writes are slower than evictions
                     return
                 layers = self.copy_out(group, [block_id])
-            except (MemoryError, OSError, RuntimeError) as error:  # of `psutil` and of torch
+            except (MemoryError, OSError, RuntimeError) as error:  # from `psutil` and torch
                 if is_interrupt(error):
                     raise
                 self.num_skipped += 1
@@ -180,17 +181,17 @@ class PrefixStore:
             entry = _Entry(layers, num_bytes(layers))
             self.num_kept += 1
             if is_vouched_for:
-                self._hold(key, entry)
+                self._add_to_host(key, entry)
             else:
                 self._pending[name] = entry
                 self._sizes["pending"] += entry.num_bytes
-        self._begin_writing()
+        self._start_writer()
 
     def layers(self, group: int) -> Mapping[int, KVBlocks]:
-        """Returns the layers of a group; before they are allocated, a block like theirs without
-        memory, if known."""
+        """Returns the layers of a group. Before they are allocated, returns blocks of their shapes
+        without memory, or nothing if the shapes are unknown."""
         allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
-        return allocated or self._unmade[group]
+        return allocated or self._outlines[group]
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
         layers = self._groups[group].storage.layers
@@ -201,9 +202,9 @@ class PrefixStore:
     def confirm(self) -> None:
         with self._lock:
             for name, entry in self._pending.items():
-                self._hold((self.weights, name), entry)
+                self._add_to_host((self.weights, name), entry)
             self.discard()
-        self._begin_writing()
+        self._start_writer()
 
     def discard(self) -> None:
         with self._lock:
@@ -214,7 +215,7 @@ class PrefixStore:
         return len(self._path(blocks, sequence)) * blocks.node_size
 
     def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
-        """Returns the path that `match` would attach if the pools had all blocks of this store."""
+        """Returns the path that `match` would attach if the pools held all blocks of this store."""
         namespace = sequence.request.namespace
         if not blocks.prefix_caching or namespace is UNCACHED:
             return []
@@ -225,12 +226,12 @@ class PrefixStore:
         try:
             return self._restore(blocks, sequence)
         except OutOfBlocksError:
-            # it is computed instead, when there is room
+            # the prefix is computed instead, once there are free blocks
             return False
         except TierError as error:
-            # it is computed instead; any other error may have split a change of the blocks
-            if type(error.cause) not in self.told:
-                self.told.add(type(error.cause))
+            # the prefix is computed instead; any other error may have split a change of the blocks
+            if type(error.cause) not in self.warned_errors:
+                self.warned_errors.add(type(error.cause))
                 message = (
                     "cached blocks could not be restored from a tier, so their tokens are computed"
                     " again: %r"
@@ -242,7 +243,7 @@ class PrefixStore:
         def read(group: int, n: int) -> Layers | None:
             return self.read(group, links[n].digest)
 
-        while True:  # a block that `read` could not find is gone from here, so that the loop ends
+        while True:  # ends, since `_path` no longer finds a block that `read` missed
             links = self._path(blocks, sequence)
             if len(links) * blocks.node_size <= sequence.num_computed_tokens:
                 return False
@@ -250,26 +251,26 @@ class PrefixStore:
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether `read` may find the group's block with this digest, including unconfirmed
-        blocks."""
+        """Whether the store has the group's block with this digest, perhaps unconfirmed. `read` may
+        still miss it."""
         name = _name(group, digest)
         weights = self._weights
         if not self.layers(group):
             return False
         with self._lock:
-            if name in self._pending or (weights, name) in self._held:
+            if name in self._pending or (weights, name) in self._host_entries:
                 return True
             disk = self._disk
             return disk is not None and disk.has(weights, name)
 
     def read(self, group: int, digest: bytes) -> Layers | None:
-        """Returns the block's content under the current weights; `None` if it is lost."""
+        """Returns the block's content under the current weights, or `None`."""
         name = _name(group, digest)
         key = (self.weights, name)
         with self._lock:
-            entry = self._held.get(key)
+            entry = self._host_entries.get(key)
             if entry is not None:
-                self._held.move_to_end(key)
+                self._host_entries.move_to_end(key)
                 return entry.layers
         disk = self._disk
         layers = None
@@ -286,52 +287,52 @@ class PrefixStore:
         layers."""
         memory = self._groups[group]
         layers = contents[0]
-        held = memory.storage.layers
+        pool_layers = memory.storage.layers
         forms = [{index: layer.form for index, layer in content.items()} for content in contents]
         have_other_forms = any(form != forms[0] for form in forms)
-        has_other_layers = held and held.keys() != layers.keys()
+        has_other_layers = pool_layers and pool_layers.keys() != layers.keys()
         if have_other_forms or has_other_layers:
-            raise ValueError("the blocks are not those of these layers")
+            raise ValueError("the blocks do not belong to these layers")
         host = HostBlocks()
         for index, layer in layers.items():
             data = [content[index].data for content in contents]
             joined = [torch.cat(parts) for parts in zip(*data)]
             device = self._device
-            if index in held:
-                device = held[index].keys.device
+            if index in pool_layers:
+                device = pool_layers[index].keys.device
             assert device is not None
             host[index] = HostLayer(layer.like(joined), device)
         put_back(memory, host, dict(enumerate(block_ids)))
         self.num_restored += len(block_ids)
 
-    def _hold(self, key: _Key, entry: _Entry) -> None:
-        if key in self._held:
+    def _add_to_host(self, key: _Key, entry: _Entry) -> None:
+        if key in self._host_entries:
             return
-        self._held[key] = entry
-        self._sizes["held"] += entry.num_bytes
+        self._host_entries[key] = entry
+        self._sizes["host"] += entry.num_bytes
         if self._disk is not None:
             self._unwritten[key] = None
             self._sizes["unwritten"] += entry.num_bytes
         self._trim()
 
     def _trim(self) -> None:
-        """Evicts written blocks, in LRU order, until host memory, without unwritten blocks, is
-        within its limit."""
-        over = self._sizes["held"] - self._sizes["unwritten"] - self._host_bytes
-        if over <= 0:
+        """Evicts written blocks from host memory, in LRU order, until they fit its limit. Unwritten
+        blocks do not count."""
+        excess = self._sizes["host"] - self._sizes["unwritten"] - self._host_bytes
+        if excess <= 0:
             return
-        for key in list(self._held):
-            if over <= 0:
+        for key in list(self._host_entries):
+            if excess <= 0:
                 break
             if key not in self._unwritten:
-                over -= self._held[key].num_bytes
-                self._sizes["held"] -= self._held.pop(key).num_bytes
+                excess -= self._host_entries[key].num_bytes
+                self._sizes["host"] -= self._host_entries.pop(key).num_bytes
 
-    def _begin_writing(self) -> None:
+    def _start_writer(self) -> None:
         thread = self._thread
         if self._unwritten and (thread is None or not thread.is_alive()):
-            # not a daemon: the interpreter waits until all is written. Without a thread,
-            # `_keep_all` writes
+            # not a daemon, so that the interpreter waits until all blocks are written. If no thread
+            # can start, `_write_all` writes them
             self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
@@ -341,7 +342,7 @@ class PrefixStore:
                 if key is None:
                     self._thread = None
                     return
-                entry = self._held[key]
+                entry = self._host_entries[key]
             assert self._folder is not None
             try:
                 self._folder.write(*key, entry.layers)
@@ -352,23 +353,23 @@ class PrefixStore:
                     self._trim()
 
     def wait(self) -> None:
-        """Waits until all evicted blocks are on disk, or failed to be written."""
+        """Waits until every evicted block is on disk or could not be written."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: drops unwritten blocks, which the parent writes, and unconfirmed
-        ones."""
+        """In a child process, drops unwritten blocks, which the parent writes, and unconfirmed
+        blocks."""
         self._thread = None
         for key in self._unwritten:
-            if key in self._held:
-                del self._held[key]
+            if key in self._host_entries:
+                del self._host_entries[key]
         self._unwritten.clear()
         self.discard()
         self._sizes = {
             "pending": 0,
-            "held": sum(entry.num_bytes for entry in self._held.values()),
+            "host": sum(entry.num_bytes for entry in self._host_entries.values()),
             "unwritten": 0,
         }
 
@@ -380,27 +381,27 @@ def make_tier(
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
-    """Returns the store that keeps blocks evicted from the prefix cache (`config.prefix_tiers`), an
-    earlier one of `blocks` if it fits; or `None` and why there is none."""
+    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`), a new one
+    unless the tier of `blocks` fits; or `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
     reason = reason_against_saving(memory, blocks)
     if requested.disk_path is None and compute_device(model).type == "cpu":
         reason = Topic.PREFIX_TIERS(
-            "the pool is in host memory already, so only a disk tier helps: set `disk_path`"
+            "the pool is already in host memory, so only a disk tier helps: set `disk_path`"
         )
     if reason is not None:
         return None, reason
     tier = blocks.tier
     if isinstance(tier, PrefixStore):
         if tier.config == requested and tier.expected == layout.layers:
-            tier.told.clear()
+            tier.warned_errors.clear()
             return tier, None
     return PrefixStore(model, memory, blocks, requested, layout), None
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Returns why cached prefixes cannot leave the pool; `None` if they can."""
+    """Returns the reason that cached prefixes cannot leave the pool; `None` if they can."""
     if not blocks.prefix_caching:
         return Topic.PREFIX_TIERS("prompts of this model are not cached")
     if memory.processes is not None:
@@ -425,10 +426,10 @@ def _name(group: int, digest: bytes) -> str:
 _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
-def _keep_all() -> None:
+def _write_all() -> None:
     """Writes all cached blocks to disk when the process ends."""
     for store in list(_stores):
-        with contextlib.suppress(ReferenceError):  # its memory was freed
+        with contextlib.suppress(ReferenceError):  # the store's memory was freed
             lock = store.memory.lock
             if store._disk is not None and lock.acquire(timeout=1):
                 try:
@@ -439,4 +440,4 @@ def _keep_all() -> None:
         store._write()
 
 
-atexit.register(_keep_all)
+atexit.register(_write_all)

@@ -1,6 +1,6 @@
-"""Tools beside generation: pictures of the memory and of requests (functions for the core, below),
-the memory that a model would need, metrics, `transformers serve`. Imports the rooms `native` and
-`grammar`, for serving."""
+"""Tools beside generation: pictures of the memory and of requests (the core calls the functions
+below), the memory that a model would need, metrics, `transformers serve`. For serving, it imports
+the rooms `native` and `grammar`."""
 
 from .pictures import cache_html as cache_html
 from .pictures import engine_html as engine_html

@@ -23,34 +23,37 @@ except ImportError as error:
 # prometheus_client appends `_total` to counters.
 METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     prometheus.GaugeMetricFamily: {
-        "kv_cache_max_blocks": ("Most of them, where a limit is set.", "num_blocks"),
+        "kv_cache_max_blocks": ("Maximum number of blocks, if limited.", "num_blocks"),
         "num_requests_running": ("Requests in the batch.", "num_running"),
-        "num_requests_waiting": ("Requests that wait for room.", "num_waiting"),
+        "num_requests_waiting": (
+            "Requests that wait for blocks or for a place in the batch.",
+            "num_waiting",
+        ),
         "kv_cache_bytes": (
             "Bytes of the blocks that sequences hold, over all layers.",
             "used_bytes",
         ),
-        "kv_cache_peak_bytes": ("The most of these bytes so far.", "peak_bytes"),
+        "kv_cache_peak_bytes": ("The maximum of these bytes so far.", "peak_bytes"),
         "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", "tier_host_bytes"),
         "tier_disk_bytes": ("Bytes of the files that hold prefix blocks.", "tier_disk_bytes"),
     },
     prometheus.CounterMetricFamily: {
-        "requests_finished": ("Requests that ended, whatever ended them.", "num_finished"),
+        "requests_finished": ("Requests that ended, for any reason.", "num_finished"),
         "prompt_tokens": ("Tokens of prompts.", "num_prompt_tokens"),
         "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
         "prefix_cache_hit_tokens": (
-            "Tokens of prompts that were found in the prefix cache, of requests that ended.",
+            "Prompt tokens found in the prefix cache, of requests that ended.",
             "num_prefix_hit_tokens",
         ),
-        "preemptions": ("Requests that gave their blocks up for others.", "num_preemptions"),
-        "swaps": ("Of these, the ones whose blocks went to host memory.", "num_swaps"),
-        "tier_kept_blocks": ("Prefix blocks that went below the pool.", "tier_kept_blocks"),
-        "tier_restored_blocks": ("Prefix blocks that came back.", "tier_restored_blocks"),
+        "preemptions": ("Preempted requests.", "num_preemptions"),
+        "swaps": ("Preempted requests whose blocks were copied to host memory.", "num_swaps"),
+        "tier_kept_blocks": ("Evicted prefix blocks that a tier has kept.", "tier_kept_blocks"),
+        "tier_restored_blocks": ("Prefix blocks restored from a tier.", "tier_restored_blocks"),
         "steps": ("Forwards of the batch.", "num_steps"),
-        "captured_steps": ("Of these, replays of a recorded step.", "num_captured_steps"),
-        "drafts": ("Verifications of candidates, a row and step each.", "num_drafts"),
-        "draft_tokens": ("Candidates for tokens that forwards verified.", "num_draft_tokens"),
-        "accepted_tokens": ("Of these, the ones that became tokens.", "num_accepted_tokens"),
+        "captured_steps": ("Forwards that replayed a recorded step.", "num_captured_steps"),
+        "drafts": ("Verified drafts, one per row and step.", "num_drafts"),
+        "draft_tokens": ("Draft tokens that forwards verified.", "num_draft_tokens"),
+        "accepted_tokens": ("Draft tokens that were accepted.", "num_accepted_tokens"),
         "step_seconds": ("Time spent in steps.", "seconds"),
     },
     prometheus.HistogramMetricFamily: {
@@ -64,12 +67,12 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
         ),
     },
 }
-"""By kind and name: what a metric counts, and the field of `EngineStats` that holds it. A limit
-that is not set (`None`) has no value."""
+"""By kind and name: the help text of a metric, and the field of `EngineStats` with its value. A
+limit that is not set (`None`) has no value."""
 
 
 class EngineCollector(Collector):
-    """Collects metrics of engines for a Prometheus registry. It keeps no state: each scrape reads
+    """Collects metrics of engines for a Prometheus registry. It is stateless: each scrape reads
     `PagedEngine.stats()`, which waits for the step in progress.
 
     Args:
@@ -98,26 +101,25 @@ class EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterable[prometheus.Metric]:
-        """All metrics without values, by which a registry detects duplicate names."""
+        """All metrics without values, from which a registry detects duplicate names."""
         return self._metrics({})
 
     def collect(self) -> Iterator[prometheus.Metric]:
         """All metrics, with a value for each engine."""
         engines = self._engines() if callable(self._engines) else self._engines
-        stats = {name: engine.stats() for name, engine in engines.items()}
-        return self._metrics(stats)
+        return self._metrics({name: engine.stats() for name, engine in engines.items()})
 
-    def _metrics(self, read: Mapping[str, EngineStats]) -> Iterator[prometheus.Metric]:
+    def _metrics(self, stats_by_model: Mapping[str, EngineStats]) -> Iterator[prometheus.Metric]:
         def family(kind: Any, name: str, text: str, *labels: str) -> Any:
             return kind(f"hf_paged_{name}", text, labels=["model_name", *labels])
 
         blocks = family(
             prometheus.GaugeMetricFamily,
             "kv_cache_blocks",
-            "Blocks that are in use, by use.",
+            "Blocks in use, by use.",
             "use",
         )
-        for model, stats in read.items():
+        for model, stats in stats_by_model.items():
             blocks.add_metric([model, "one_sequence"], stats.used_blocks - stats.shared_blocks)
             blocks.add_metric([model, "shared"], stats.shared_blocks)
             blocks.add_metric([model, "cached"], stats.cached_blocks)
@@ -125,7 +127,7 @@ class EngineCollector(Collector):
         for kind, metrics in METRICS.items():
             for name, (text, field) in metrics.items():
                 metric = family(kind, name, text)
-                for model, stats in read.items():
+                for model, stats in stats_by_model.items():
                     value = getattr(stats, field)
                     if isinstance(value, Histogram):
                         metric.add_metric([model], buckets(value), value.total)

@@ -1,5 +1,5 @@
-"""Inspects a model without its weights: its class, its layer groups, the route of a call, the
-kernels."""
+"""Inspects a model without its weights: its class, its layer groups, the route of a call and the
+kernels. The engine's own checks choose the route, in a short call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..model.registry import Route, last_route
 from ..model.trial import first_line
 from ..step import StepMetadata
 
-MAX_RUN_BYTES = 4 << 30  # largest model that is run on the CPU to find shapes
+MAX_RUN_BYTES = 4 << 30  # largest model that runs on the CPU to find shapes
 MAX_CHECK_BYTES = 2 << 30  # largest weights of the model that `find_route` runs
 _LENGTH, _CHUNK = 4, 64  # tokens of the forward that finds shapes, and of a prefill chunk
 _DECODERS = (
@@ -47,9 +47,9 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """The configuration and generative class for `name`: a folder with a `config.json` or such a
-    file, a Hub model that is already cached, a model type, or a class of transformers. Raises
-    `ValueError` for other names."""
+    """The configuration and the generative class for `name`: a folder with a `config.json`, the
+    path of such a file, a Hub model that is already cached, a model type, or a class of
+    transformers. Raises `ValueError` for other names."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -87,11 +87,11 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 
 
 def saved_generation_config(name: str) -> GenerationConfig | None:
-    """The generation config that lies beside the configuration of `name`, as in [`find_model`];
-    `None` if there is none."""
+    """The generation config beside the configuration of `name`, as in [`find_model`]; `None` if
+    there is none."""
     path = Path(name)
     folder = str(path.parent if path.is_file() else path)
-    with contextlib.suppress(OSError, ValueError):  # none there, or not cached on this machine
+    with contextlib.suppress(OSError, ValueError):  # missing, or not cached on this machine
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     return None
 
@@ -137,9 +137,9 @@ def build(
 def measure(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """For each layer group of a model on the meta device, one block of every layer with
-    `block_size(spec)` tokens and the shapes that a forward caches; and the number of layers without
-    K/V blocks, by class. Raises `ValueError` if the forward fails."""
+    """For each layer group of a model on the meta device, one block of every layer, with
+    `block_size(spec)` tokens and the shapes that a forward caches. Also the number of layers
+    without K/V blocks, by class. Raises `ValueError` if the forward fails."""
     groups: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
     others: Counter[str] = Counter()
     for kind, cache in _forward_caches(model).items():
@@ -169,15 +169,15 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
 
 
 def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
-    """The caches, by kind, after a forward on the meta device; if that needs values, with random
-    weights on the CPU."""
+    """The caches, by kind, after a forward on the meta device or, if the forward needs values,
+    after one with random weights on the CPU."""
     devices = ["meta"]
     if model.get_memory_footprint() <= MAX_RUN_BYTES:
         devices.append("cpu")
     for device in devices:
         try:
-            built = build(model.config, type(model), model.dtype, device)
-            return _run(built)
+            new_model = build(model.config, type(model), model.dtype, device)
+            return _run(new_model)
         except Exception as error:  # the forward needs values, or the configuration is inconsistent
             failure = error
     raise ValueError(
@@ -188,7 +188,7 @@ def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
 
 def _run(model: PreTrainedModel) -> dict[str, DynamicCache]:
     text = model.config.get_text_config(decoder=True)
-    # some models search ids for it, which fails on "meta"
+    # some models search the ids for the padding token, which fails on "meta"
     model.config.pad_token_id = text.pad_token_id = None
     caches = {"self": DynamicCache(config=text)}
     cache: DynamicCache | EncoderDecoderCache = caches["self"]
@@ -198,7 +198,7 @@ def _run(model: PreTrainedModel) -> dict[str, DynamicCache]:
         caches["cross"] = DynamicCache(config=text)
         cache = EncoderDecoderCache(*caches.values())
         inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
-    model.set_experts_implementation("batched_mm")  # does not count the tokens of an expert
+    model.set_experts_implementation("batched_mm")  # need not count the tokens of an expert
     with torch.no_grad():
         model(**inputs, **{compat.cache_name(model): cache}, use_cache=True)
     return caches
@@ -214,12 +214,12 @@ def _encoded(model: PreTrainedModel) -> BaseModelOutput:
 def kernels(
     first: KVBlocks, window: int | None, is_latent: bool, device: torch.device
 ) -> dict[str, str]:
-    """The backends that `backends.select` chooses on `device` for blocks such as `first`, by kind
-    of step."""
+    """The backends that `backends.select` chooses on `device` for blocks like `first`, by kind of
+    step."""
     data = [torch.empty_like(part, device=device) for part in first.data]
     blocks = first.like(data)
     block_size = first.keys.shape[2]
-    if is_latent:  # as `LatentTensor.absorb` gives them
+    if is_latent:  # as `LatentTensor.absorb` returns them
         blocks = blocks.latents
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
     heads_and_width = blocks.keys.shape[1::2]
@@ -239,9 +239,9 @@ def kernels(
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """The route of a short `generate` call for a model on the meta device, run on the CPU with
-    random weights and, if necessary, fewer layers. The road is `"undecided"` if the model is still
-    too large or the call fails."""
+    """The route of a model on the meta device, from a short `generate` call on the CPU with random
+    weights and, if necessary, fewer layers. Its `road` is `"undecided"` if the model is still too
+    large or the call fails."""
     can_switch = bool(switchable_configs(model.modules()))
     in_place = can_switch and foreign_attention(model.modules()) is None
     reason = (
@@ -272,14 +272,14 @@ def find_route(model: PreTrainedModel) -> Route:
             if route is not None:
                 reason = f"{route.reason} (of a call on random weights{cut})"
                 return replace(route, reason=reason)
-        except Exception as error:  # not every configuration can be cut or called this way
+        except Exception as error:  # some configurations cannot be cut, or need other inputs
             reason = f"a short call fails: {first_line(error)}"
     return Route("undecided", reason, in_place)
 
 
 def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy with the fewest layers that include each kind, and smaller where that does not change
-    keys and values."""
+    """A copy with the fewest layers that include each kind, and with smaller sizes where these do
+    not change keys and values."""
     config = copy.deepcopy(config)
     text: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():
@@ -288,14 +288,14 @@ def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
             part.num_hidden_layers = 1
     layers = DynamicCache(config=text).layers
     kinds = [(type(layer), spec_of(layer, "self")) for layer in layers]
-    before = text.num_hidden_layers
+    num_layers = text.num_hidden_layers
     count = 1 + max(map(kinds.index, kinds))
-    count = min(max(2, count), before)
+    count = min(max(2, count), num_layers)
     text.num_hidden_layers = count
-    most = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
+    limits = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
     for name, value in vars(text).items():
-        limit = most["vocab_size"] - 1 if name.endswith("token_id") else most.get(name)
-        if isinstance(value, list) and len(value) == before:
+        limit = limits["vocab_size"] - 1 if name.endswith("token_id") else limits.get(name)
+        if isinstance(value, list) and len(value) == num_layers:
             setattr(text, name, value[:count])
         elif isinstance(value, int) and limit is not None:
             setattr(text, name, min(value, limit))

@@ -1,5 +1,5 @@
-"""Joins the app's answers, with one choice each, into one of OpenAI's form; adds
-log-probabilities."""
+"""Joins the app's answers, each with one choice, into one answer in OpenAI's form; adds
+log-probabilities. It generates nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from ..batching.results import SequenceResult
 
-# JSON has no minus infinity; this is what OpenAI sends for very unlikely tokens
-LEAST_LOGPROB = -9999.0
+# JSON has no minus infinity; OpenAI sends this number for very unlikely tokens
+MIN_LOGPROB = -9999.0
 
 Report = Callable[[int], dict[str, Any] | None]
 """Returns the `logprobs` of a choice that has ended; `None` if they were not requested."""
@@ -54,11 +54,11 @@ def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, A
 def _tokens(
     tokenizer: Any, sequence: SequenceResult
 ) -> Iterator[tuple[tuple[str, float], list[tuple[str, float]]]]:
-    """Yields the text of each new token with its log-probability under the model, and its
-    alternatives with theirs."""
+    """Yields the text and the log-probability of each new token under the model, and those of its
+    alternatives."""
 
     def entry(token: int, logprob: float, _: float) -> tuple[str, float]:
-        return str(tokenizer.decode([token])), max(logprob, LEAST_LOGPROB)
+        return str(tokenizer.decode([token])), max(logprob, MIN_LOGPROB)
 
     logprobs = sequence.logprobs or []
     tops = sequence.top_logprobs or [[] for _ in logprobs]
@@ -66,8 +66,9 @@ def _tokens(
         yield entry(token, *pair), [entry(*other) for other in top]
 
 
-def joined(answers: Sequence[dict[str, Any]], report: Report) -> dict[str, Any]:
-    """Joins answers with one choice each into one answer; adds up the usage, of one prompt."""
+def join_answers(answers: Sequence[dict[str, Any]], report: Report) -> dict[str, Any]:
+    """Joins answers with one choice each into one answer; adds up their usage, in which the prompt
+    counts once."""
     first = answers[0]
     first["choices"] = [choice for answer in answers for choice in answer["choices"]]
     for index, choice in enumerate(first["choices"]):
@@ -77,7 +78,7 @@ def joined(answers: Sequence[dict[str, Any]], report: Report) -> dict[str, Any]:
 
 
 def _total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The usage of all choices, which have one prompt."""
+    """The usage of all choices, which share one prompt."""
     usage = dict(usages[0])
     for other in usages[1:]:
         for name in ("completion_tokens", "total_tokens"):
@@ -85,12 +86,12 @@ def _total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return usage
 
 
-async def joined_streams(
+async def join_streams(
     streams: Sequence[AsyncIterable[Any]], report: Report, includes_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Joins the server-sent events of streams with one choice each. The usage of all choices is in
-    the last choice's last event, or with `includes_usage` in an event of its own without choices,
-    as OpenAI sends it. Log-probabilities are in a choice's last event. Closing the generator closes
+    """Joins the server-sent events of streams with one choice each. The last choice's last event
+    has the usage of all choices; with `includes_usage`, a separate event without choices has it, as
+    OpenAI sends it. A choice's last event has its log-probabilities. Closing the generator closes
     the streams."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""Fields of OpenAI's requests: their translation into arguments of `PagedEngine.add_request`, or
-why one is refused."""
+"""Translates the fields of OpenAI's requests into arguments of `PagedEngine.add_request`, or
+refuses them with a reason."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..batching.arguments import as_whole, shown
 CHAT, COMPLETION, RESPONSE = "chat_handler", "completion_handler", "response_handler"
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_TOKENS = 128, 20, 2**31 - 1  # the first two are OpenAI's limits
 MAX_TEMPERATURE = 1e5
-# the time to compile grows with the cube of the depth
+# the time to compile a schema grows with the cube of its depth
 MAX_SCHEMA_VALUES, MAX_SCHEMA_DEPTH = 2000, 50
 MAX_SCHEMA_CHARACTERS = 1 << 16  # as JSON
 
-# Further limits on options, which the steps of all requests may wait for: `openai_limits.py`.
+# `openai_limits.py` has further limits, on options that would delay the steps of all requests.
 MAX_OPTION_VALUES, MAX_OPTION_DEPTH = 4096, 10  # in `generation_config` and `logit_bias`
-MAX_OPTION_CHARACTERS = 1 << 17  # of `generation_config`: reading a longer text holds up streams
+MAX_OPTION_CHARACTERS = 1 << 17  # of `generation_config`: parsing a longer text delays streams
 
 TEMPLATE_ARGUMENTS = {
     "conversation",
@@ -42,7 +42,8 @@ TEMPLATE_ARGUMENTS = {
     "audio_kwargs",
     "common_kwargs",
 }
-"""Arguments of `apply_chat_template` that are the server's, and not variables of a template."""
+"""Arguments of `apply_chat_template` that only the server may set; others are variables of a
+template."""
 
 _COMMON = {"model", "stream", "temperature", "top_p", "seed", "generation_config"}
 SERVED_BY_APP = {
@@ -89,7 +90,7 @@ RANGES = {
     "top_p": (0, 1),
     "frequency_penalty": (-2, 2),
 }
-"""Of fields that are served: the type, in Python and in words; the range of numbers."""
+"""The type of served fields, in Python and in words, and the range of numbers."""
 
 _TEXT_PARTS = {"text", "input_text", "output_text"}
 _PICTURE_PARTS = _TEXT_PARTS | {"image_url", "input_image", "video_url"}
@@ -98,7 +99,7 @@ PARTS = {
     "VLM": _PICTURE_PARTS,
     "MULTIMODAL": _PICTURE_PARTS | {"input_audio", "audio_url"},
 }
-"""By modality: the types of messages' parts that the app passes to the model; it drops others."""
+"""By modality: the types of message parts that the app passes to the model; it drops others."""
 
 HARMLESS = {
     "user",
@@ -111,7 +112,7 @@ HARMLESS = {
     "prompt_cache_options",
     "prompt_cache_retention",
 }
-"""Fields that name, store, bill or speed up a request, and change no token of its answer."""
+"""Fields that name, store, bill or speed up a request, but change no token of its answer."""
 
 _TOKENS = "max_tokens", "max_completion_tokens", "max_output_tokens"
 _PENALTY = (
@@ -119,7 +120,7 @@ _PENALTY = (
 )
 _TOOLS = 'a tool is not forced here: pass "auto", and constrain the answer with `response_format`'
 _TEXT = "the server answers in text: leave it out"
-_KEPT = "the server keeps no answers: leave it out, and send the whole conversation"
+_STATELESS = "the server keeps no answers: leave it out, and send the whole conversation"
 _EFFORT = (
     "the chat template decides: pass `chat_template_kwargs` to /v1/chat/completions, if the"
     " template takes it"
@@ -131,8 +132,8 @@ REFUSED = {
     "background": "the server answers while the client waits: leave it out",
     "background_options": "the server answers while the client waits: leave it out",
     "best_of": "all choices are returned: pass `n`",
-    "context_management": _KEPT,
-    "conversation": _KEPT,
+    "context_management": _STATELESS,
+    "conversation": _STATELESS,
     "echo": "the answer holds the new tokens alone: put the prompt before it, on your side",
     "function_call": "pass `tools` and `tool_choice`",
     "functions": "pass `tools`",
@@ -143,7 +144,7 @@ REFUSED = {
     "moderation": "the server does not judge texts: leave it out",
     "parallel_tool_calls": "the number of calls is the model's: take the first one, on your side",
     "presence_penalty": _PENALTY,
-    "previous_response_id": _KEPT,
+    "previous_response_id": _STATELESS,
     "prompt": "the server stores no prompts: pass `input` and `instructions`",
     "reasoning": _EFFORT,
     "reasoning_effort": _EFFORT,
@@ -153,7 +154,7 @@ REFUSED = {
     "verbosity": "ask for short or long answers in a message",
     "web_search_options": "the server searches nothing: leave it out",
 }
-"""By field: what to do in place of it."""
+"""The refused fields, and what to do instead."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -172,69 +173,69 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-"""Values of these fields, beside null, that ask for nothing and so are not refused."""
+"""Values of refused fields, beside null, that request nothing and therefore pass."""
 
 
 class Refused(Exception):
-    """The request's body is invalid, or the request cannot be served; answered with status 400."""
+    """The request's body is invalid, or the request cannot be served. The answer has status 400."""
 
 
 @dataclass
 class Translation:
-    """A request's fields, in the terms of the engine."""
+    """A request's fields as arguments of the engine."""
 
     body: dict[str, Any]  # the fields for the app
     num_choices: int = 1
-    # options of its generation config, beside the app's
+    # options of its generation config, beside those that the app sets
     generation: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # arguments of `PagedEngine.add_request`
-    includes_usage: bool = False  # the stream ends with a chunk that holds the usage alone
+    includes_usage: bool = False  # whether the stream ends with a chunk that has only the usage
 
 
 def translate(endpoint: str, body: Mapping[str, Any]) -> Translation:
     """Translates the body of a request to `endpoint`, a key of `SERVED_HERE`. Raises `Refused` for
     fields and values that are not served."""
-    asked = {name: value for name, value in body.items() if value is not None}
-    _check_served(endpoint, asked)
+    requested = {name: value for name, value in body.items() if value is not None}
+    _check_served(endpoint, requested)
     try:
-        _check_values(asked)
-        return _translation(endpoint, asked)
+        _check_values(requested)
+        return _translation(endpoint, requested)
     except (RecursionError, TypeError, ValueError) as error:
         raise Refused(str(error)) from None
 
 
-def _check_served(endpoint: str, asked: Mapping[str, Any]) -> None:
+def _check_served(endpoint: str, requested: Mapping[str, Any]) -> None:
     served = SERVED_BY_APP[endpoint] | SERVED_HERE[endpoint] | HARMLESS
-    for name in asked.keys() - served:
+    for name in requested.keys() - served:
         if name not in REFUSED:
             raise Refused(f"`{name}` is not among the fields that are served: leave it out")
-        if asked[name] not in NEUTRAL.get(name, ()):
-            raise Refused(f"`{name}` is {shown(asked[name])}: {REFUSED[name]}")
+        if requested[name] not in NEUTRAL.get(name, ()):
+            raise Refused(f"`{name}` is {shown(requested[name])}: {REFUSED[name]}")
 
 
-def _check_values(asked: Mapping[str, Any]) -> None:
+def _check_values(requested: Mapping[str, Any]) -> None:
     for name, (kind, words) in TYPES.items():
-        if name in asked and not isinstance(asked[name], kind):
-            raise Refused(f"`{name}` is {shown(asked[name])}: it must be {words}")
+        if name in requested and not isinstance(requested[name], kind):
+            raise Refused(f"`{name}` is {shown(requested[name])}: it must be {words}")
     for name, (low, high) in RANGES.items():
-        value = asked.get(name, low)
+        value = requested.get(name, low)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not low <= value <= high:
             raise Refused(
                 f"`{name}` is {shown(value)}: it must be a number from {low:g} to {high:g}"
             )
     for name in _TOKENS:
-        as_whole(name, asked.get(name, 1), 1, MAX_TOKENS, after=" (tokens)")
-    as_whole("seed", asked.get("seed", 0), -(2**63), 2**64 - 1)
-    asked.get("suffix", "").encode()  # raises `UnicodeEncodeError` for half a surrogate pair
+        as_whole(name, requested.get(name, 1), 1, MAX_TOKENS, after=" (tokens)")
+    as_whole("seed", requested.get("seed", 0), -(2**63), 2**64 - 1)
+    requested.get("suffix", "").encode()  # raises `UnicodeEncodeError` for half a surrogate pair
 
 
-def _translation(endpoint: str, asked: dict[str, Any]) -> Translation:
+def _translation(endpoint: str, requested: dict[str, Any]) -> Translation:
     served_by_app = SERVED_BY_APP[endpoint]
-    to_app = {name: value for name, value in asked.items() if name in served_by_app}
+    to_app = {name: value for name, value in requested.items() if name in served_by_app}
     translation = Translation(to_app)
     config = _generation_config(to_app)
-    _check_size("`logit_bias`", asked.get("logit_bias"), MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
+    _check_size("`logit_bias`", requested.get("logit_bias"), MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
     template_arguments = to_app.get("chat_template_kwargs", {})
     refused = TEMPLATE_ARGUMENTS & template_arguments.keys()
     if refused:
@@ -242,24 +243,24 @@ def _translation(endpoint: str, asked: dict[str, Any]) -> Translation:
         raise Refused(f"`chat_template_kwargs` holds {names}: pass only the template's variables")
     if to_app.get("stop") == []:
         del to_app["stop"]
-    # the app only sets the temperature, which a greedy model would not read
+    # the app sets only the temperature, which greedy decoding would ignore
     if to_app.get("temperature", 0) > 0 and "do_sample" not in config:
         translation.generation["do_sample"] = True
     num_sequences = config.pop("num_return_sequences", None)
-    translation.num_choices = _num_choices(endpoint, asked, num_sequences)
-    if num_sequences is not None:  # the app answers for each choice by itself
+    translation.num_choices = _num_choices(endpoint, requested, num_sequences)
+    if num_sequences is not None:  # the app answers each choice separately
         to_app["generation_config"] = json.dumps(config)
-    if endpoint == COMPLETION and "logit_bias" in asked:
-        sequence_bias = {(int(token),): bias for token, bias in asked["logit_bias"].items()}
+    if endpoint == COMPLETION and "logit_bias" in requested:
+        sequence_bias = {(int(token),): bias for token, bias in requested["logit_bias"].items()}
         translation.generation["sequence_bias"] = sequence_bias
     if endpoint != RESPONSE:
-        translation.options |= _logprobs(endpoint, asked)
-        stream_options = asked.get("stream_options", {})
+        translation.options |= _logprobs(endpoint, requested)
+        stream_options = requested.get("stream_options", {})
         translation.includes_usage = bool(stream_options.get("include_usage"))
-    schema = _schema(endpoint, asked)
+    schema = _schema(endpoint, requested)
     if schema is not None:
         translation.options["schema"] = schema
-    tool_choice = asked.get("tool_choice", "auto")
+    tool_choice = requested.get("tool_choice", "auto")
     if endpoint != COMPLETION and tool_choice != "auto":
         if tool_choice != "none":
             raise Refused(f"`tool_choice` is {shown(tool_choice)}: {_TOOLS}")
@@ -268,7 +269,7 @@ def _translation(endpoint: str, asked: dict[str, Any]) -> Translation:
 
 
 def _generation_config(to_app: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the field `generation_config`."""
+    """The options in the field `generation_config`."""
     text = to_app.get("generation_config") or "{}"
     _check_length("`generation_config`", text, MAX_OPTION_CHARACTERS)
     config = json.loads(text)
@@ -278,27 +279,27 @@ def _generation_config(to_app: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _num_choices(endpoint: str, asked: Mapping[str, Any], num_sequences: Any) -> int:
+def _num_choices(endpoint: str, requested: Mapping[str, Any], num_sequences: Any) -> int:
     """The number of choices: `n`, or `num_return_sequences` of `generation_config`."""
-    count = as_whole("n", asked.get("n", 1), 1, MAX_CHOICES, after=" (choices)")
+    count = as_whole("n", requested.get("n", 1), 1, MAX_CHOICES, after=" (choices)")
     if num_sequences is None:
         return count
-    most = 1 if endpoint == RESPONSE else MAX_CHOICES
-    sequences = as_whole("num_return_sequences", num_sequences, 1, most, after=" (choices)")
-    if asked.get("n", sequences) != sequences:
+    limit = 1 if endpoint == RESPONSE else MAX_CHOICES
+    sequences = as_whole("num_return_sequences", num_sequences, 1, limit, after=" (choices)")
+    if requested.get("n", sequences) != sequences:
         raise Refused(f"`n` is {count} and `num_return_sequences` is {sequences}: leave one out")
     return sequences
 
 
-def _logprobs(endpoint: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _logprobs(endpoint: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     name = "top_logprobs"
     unit = " (alternatives)"
-    has_logprobs = asked.get("logprobs", False)
+    has_logprobs = requested.get("logprobs", False)
     if endpoint == COMPLETION:  # a number of alternatives
         name = "logprobs"
         unit = " (alternatives of a token)"
-        has_logprobs = name in asked
-    count = as_whole(name, asked.get(name, 0), 0, MAX_TOP_LOGPROBS, after=unit)
+        has_logprobs = name in requested
+    count = as_whole(name, requested.get(name, 0), 0, MAX_TOP_LOGPROBS, after=unit)
     if not isinstance(has_logprobs, bool):
         raise Refused(
             f"`logprobs` is {shown(has_logprobs)}: it must be true or false; `top_logprobs` is the"
@@ -311,7 +312,7 @@ def _logprobs(endpoint: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"return_logprobs": True, "top_logprobs": count}
 
 
-def _schema(endpoint: str, asked: Mapping[str, Any]) -> Any:
+def _schema(endpoint: str, requested: Mapping[str, Any]) -> Any:
     """The JSON schema that the answer must follow; `None` without one."""
 
     def part(name: str) -> Mapping[str, Any]:
@@ -321,7 +322,7 @@ def _schema(endpoint: str, asked: Mapping[str, Any]) -> Any:
         return value
 
     name = "response_format" if endpoint == CHAT else "text"
-    outer = form = asked.get(name, {})
+    outer = form = requested.get(name, {})
     if endpoint == RESPONSE:
         verbosity = outer.get("verbosity", "medium")
         if verbosity != "medium":
@@ -349,12 +350,12 @@ def _schema(endpoint: str, asked: Mapping[str, Any]) -> Any:
     return schema
 
 
-def _check_length(what: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise Refused(f"{what} has {len(text)} characters: it may have at most {most}")
+def _check_length(name: str, text: str, max_characters: int) -> None:
+    if len(text) > max_characters:
+        raise Refused(f"{name} has {len(text)} characters: it may have at most {max_characters}")
 
 
-def _check_size(what: str, value: Any, most_values: int, most_levels: int) -> None:
+def _check_size(name: str, value: Any, max_values: int, max_levels: int) -> None:
     """Raises `Refused` for a JSON value with more values or levels."""
     level = [value]
     num_values = 0
@@ -362,9 +363,9 @@ def _check_size(what: str, value: Any, most_values: int, most_levels: int) -> No
     while level:
         num_values += len(level)
         depth += 1
-        if num_values > most_values or depth > most_levels:
+        if num_values > max_values or depth > max_levels:
             raise Refused(
-                f"{what} has more than {most_values} values or {most_levels} levels: shorten it"
+                f"{name} has more than {max_values} values or {max_levels} levels: shorten it"
             )
         next_level: list[Any] = []
         for value in level:
@@ -378,8 +379,8 @@ def _check_size(what: str, value: Any, most_values: int, most_levels: int) -> No
 def check_parts(modality: str, body: Mapping[str, Any]) -> None:
     """Raises `Refused` for messages with parts that a model of this modality does not read."""
     messages = body.get("messages") or body.get("input")
-    read = PARTS.get(modality, set())
-    if not read or not isinstance(messages, list):
+    readable = PARTS.get(modality, set())
+    if not readable or not isinstance(messages, list):
         return
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None
@@ -387,8 +388,8 @@ def check_parts(modality: str, body: Mapping[str, Any]) -> None:
             continue
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind not in read:
+            if isinstance(kind, str) and kind not in readable:
                 raise Refused(
                     f"a message has a part of type {shown(kind)}, and this model reads"
-                    f" {', '.join(sorted(read))}: leave it out, or ask another model"
+                    f" {', '.join(sorted(readable))}: leave it out, or ask another model"
                 )

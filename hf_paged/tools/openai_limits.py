@@ -1,5 +1,6 @@
-"""Limits on the options of OpenAI's requests: beyond them logits overflow, all requests wait,
-memory runs out, or no token is allowed."""
+"""Limits on the options of OpenAI's requests: beyond these, logits overflow, all requests wait,
+memory runs out, or no token is allowed. `batching/arguments.py` checks the options of any
+request."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from typing import Any
 from ..batching.arguments import check_stop_strings, shown
 from .openai_fields import MAX_CHOICES, Refused
 
-# logits divided by less, or with more, may overflow
-LEAST_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
-MAX_SEQUENCES = 256  # of several tokens, biased or banned: transformers looks for one after another
+# logits that are divided by less, or get a higher bias, may overflow
+MIN_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
+# biased or banned sequences of several tokens, for which transformers searches one after another
+MAX_SEQUENCES = 256
 MAX_BEAM_TOKENS = 1 << 24  # of all beams and their candidates
-MOST = {
+MAX_VALUES = {
     "num_beams": MAX_CHOICES,
     "max_matching_ngram_size": 32,
     "prompt_lookup_num_tokens": 128,
@@ -24,25 +26,23 @@ MOST = {
     "context_width": 32,
     "ngram_len": 32,
 }
-"""Options of a generation config that are numbers, and those of its `watermarking_config`: the
-largest value."""
+"""The maximum of numeric options of a generation config and of its `watermarking_config`."""
 NUMBERS = "max_time", "length_penalty", "guidance_scale", "bias", "exponential_decay_length_penalty"
-"""Further options that are numbers, or lists of them: transformers does not check them before it
+"""Further options that are numbers or lists of numbers, which transformers does not check before it
 computes with them."""
 
 
 def check_extremes(options: Mapping[str, Any]) -> None:
-    """Raises `Refused` for options with which logits overflow, or which would make all requests
-    wait."""
+    """Raises `Refused` for options that make logits overflow, or all requests wait."""
     _check_overflows(options)
     mark = options.get("watermarking_config") or {}
     if not isinstance(mark, Mapping):
         mark = vars(mark)
     numbers = {**options, **mark}
-    for name, most in MOST.items():
+    for name, limit in MAX_VALUES.items():
         value = numbers.get(name)
-        if isinstance(value, (int, float)) and not value <= most:
-            raise Refused(f"`{name}` is {shown(value)}: it must be a whole number up to {most}")
+        if isinstance(value, (int, float)) and not value <= limit:
+            raise Refused(f"`{name}` is {shown(value)}: it must be a whole number up to {limit}")
     for name in NUMBERS:
         for part in _listed(numbers.get(name)):
             if not isinstance(part, (int, float, type(None))):
@@ -67,10 +67,10 @@ def check_extremes(options: Mapping[str, Any]) -> None:
 
 def _check_overflows(options: Mapping[str, Any]) -> None:
     temperature = options.get("temperature")
-    if isinstance(temperature, (int, float)) and 0 < temperature < LEAST_TEMPERATURE:
+    if isinstance(temperature, (int, float)) and 0 < temperature < MIN_TEMPERATURE:
         raise Refused(
             f"`temperature` is {temperature}: it must be 0, for the most probable tokens, or from"
-            f" {LEAST_TEMPERATURE:g}"
+            f" {MIN_TEMPERATURE:g}"
         )
     for _, bias in _biases(options):
         if isinstance(bias, (int, float)) and not bias <= MAX_BIAS:
@@ -80,7 +80,7 @@ def _check_overflows(options: Mapping[str, Any]) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The values of an option that may be none, one or a list of them."""
+    """The values of an option that may be unset, a single value or a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -93,8 +93,8 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def check_beams(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `Refused` if beams would take much memory: it is reserved for all their tokens and
-    candidates at once."""
+    """Raises `Refused` if beams would take too much memory, which is allocated at once for all
+    their tokens and candidates."""
     beams = options.get("num_beams")
     num_tokens = config.max_new_tokens
     if not isinstance(beams, int) or beams < 2 or not isinstance(num_tokens, int):
@@ -111,14 +111,14 @@ def check_beams(config: Any, options: Mapping[str, Any]) -> None:
 
 
 def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `Refused` if a request with this generation config, and these options over it, can
-    have no first token, or not as many tokens as it must have."""
-    least = options.get("min_new_tokens") or 0
+    """Raises `Refused` if a request with this generation config, and these options over it, allows
+    no first token, or fewer tokens than it requires."""
+    min_tokens = options.get("min_new_tokens") or 0
     num_tokens = config.max_new_tokens
-    if num_tokens is not None and least > num_tokens:
+    if num_tokens is not None and min_tokens > num_tokens:
         raise Refused(
-            f"`min_new_tokens` is {least}, above the limit of {num_tokens} new tokens: lower it, or"
-            " raise that"
+            f"`min_new_tokens` is {min_tokens}, above the limit of {num_tokens} new tokens: lower"
+            " it, or raise the limit"
         )
     bad_words = options.get("bad_words_ids") or ()
     biases = _biases(options)
@@ -141,7 +141,7 @@ def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> 
                     f"`{name}` names the token {token}: the model's tokens are 0 to {size - 1}"
                 )
     banned.update(ids[0] for ids, bias in biases if len(ids) == 1 and bias == float("-inf"))
-    if least:
+    if min_tokens:
         ends = config.eos_token_id
         if ends is None:
             ends = model.generation_config.eos_token_id

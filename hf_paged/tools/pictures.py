@@ -1,4 +1,5 @@
-"""Plots and HTML of blocks, of requests over steps and of figures."""
+"""Plots and HTML of blocks, of requests over steps and of figures. They take plain data, and import
+matplotlib on first use."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 TITLE = "Memory for keys and values"
 WIDTH, DPI = 8.0, 100  # inches; 800 pixels
-# of all groups of a picture together; in larger pools a cell stands for several blocks
+# cells of all groups of a picture together; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
-# numbers of columns; the most cells that are drawn with one of them and not with the next
+# numbers of columns, and the maximum number of cells up to which each but the last is used
 _NUM_COLUMNS = (32, 64, 128)
 _CELLS_IN_COLUMNS = (512, 2048)
-_NUMBERED_COLUMNS = 32  # with more columns the number of holders does not fit into a cell
+_NUMBERED_COLUMNS = 32  # with more columns, the number of holders does not fit into a cell
 _HEADING = 1 / 20  # of the width: height of a group's heading if there are several groups
 
 # cells of a strip in HTML; in larger pools a cell stands for several blocks
@@ -58,8 +59,8 @@ _IN_BATCH = ("prefill", "recompute", "decode")
 
 
 class Kind(NamedTuple):
-    """A class of blocks: at least `low` holders, and fewer than the next kind; -1 holders:
-    cached."""
+    """A class of blocks, by the number of holders: at least `low`, and less than that of the next
+    kind; -1: cached."""
 
     low: int
     label: str
@@ -89,7 +90,7 @@ def count_kinds(states: Iterable[int]) -> list[int]:
 
 
 def to_cells(states: list[int], size: int) -> list[int]:
-    """The kind of each cell of `size` blocks: the most frequent kind among them."""
+    """The kind of each cell of `size` blocks: the most frequent kind of its blocks."""
     cells = []
     for first in range(0, len(states), size):
         counts = Counter(map(kind_index, states[first : first + size]))
@@ -119,12 +120,12 @@ def _new_axes() -> Any:
         figure.savefig(buffer, format="png")
         return buffer.getvalue()
 
-    figure._repr_png_ = png  # without it notebooks show only figures of pyplot
+    figure._repr_png_ = png  # else notebooks show only figures of pyplot
     return figure.add_subplot()
 
 
 def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **style: Any) -> None:
-    """Draws boxes, each from its left, right, top and bottom, except those of no width."""
+    """Draws boxes, given as (left, right, top, bottom), except those without width."""
     corners = [
         [(left, top), (right, top), (right, bottom), (left, bottom)]
         for left, right, top, bottom in boxes
@@ -138,7 +139,7 @@ def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **st
 def _add_legend(
     ax: Any, styles: Mapping[str, Mapping[str, Any]], columns: int, lines: Sequence[Any] = ()
 ) -> None:
-    """Adds a legend of boxes, by their labels, and of lines that have labels."""
+    """Adds a legend of boxes, with the styles by label, and of labelled lines."""
     patch = require("matplotlib.patches").Patch
     boxes = [patch(label=label, **style) for label, style in styles.items()]
     ax.legend(
@@ -155,8 +156,8 @@ def _add_legend(
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """Plots a square for each block, by block id, group under group, with the number of holders
-    where there is room. Returns a figure outside of pyplot. `block_map`: the number of holders of
+    """Plots a square for each block, by block id, one group below the other, with the number of
+    holders where it fits. Returns a figure outside of pyplot. `block_map`: the number of holders of
     every block (0: free, -1: cached), by the group's window or by kind and window. Raises
     `ImportError` without matplotlib."""
     panels = {key: states for key, states in block_map.items() if states}
@@ -171,7 +172,7 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
     if is_new:
         ax = _new_axes()
     top = 0.0
-    ticks: dict[float, int] = {}  # by their height in cells, the first block id of rows
+    ticks: dict[float, int] = {}  # the first block id of labelled rows, by their height in cells
     for key, states in panels.items():
         if heading:
             caption = f"{group_label(key)}: {len(states):,} blocks"
@@ -237,9 +238,8 @@ def plot_engine(engine: PagedEngine, ax: Any = None) -> Any:
     used = sum(state > 0 for states in block_map.values() for state in states)
     title = f"{type(engine.model).__name__}: {used:,} blocks in use"
     if total is not None:
-        taken = sum(map(len, block_map.values()))
-        untouched = total - taken
-        title += f" of {total:,}, {untouched:,} never taken so far"
+        num_unused = total - sum(map(len, block_map.values()))
+        title += f" of {total:,}, {num_unused:,} never used so far"
     return plot_block_map(block_map, title, ax)
 
 
@@ -291,11 +291,11 @@ def plot_intervals(
         if bars:
             styles[activity] = style
     drafts = [draft for draft in verifications if draft.number in rows]
-    most = max((draft.num_draft_tokens for draft in drafts), default=0)
+    longest = max((draft.num_draft_tokens for draft in drafts), default=0)
     for field, (label, colour) in _DRAFTS.items():
         counts = [getattr(draft, field) for draft in drafts]
         boxes = [
-            box(draft, draft.step, draft.step + 1, _BAR / 2, _BAR * count / most)
+            box(draft, draft.step, draft.step + 1, _BAR / 2, _BAR * count / longest)
             for draft, count in zip(drafts, counts)
         ]
         _add_boxes(ax, boxes, facecolor=colour)
@@ -346,16 +346,15 @@ def _memory_figures(stats: MemoryStats) -> dict[str, str]:
             f"{format_bytes(stats.call_bytes)} ({share} of plain's)"
         )
         figures["last call: plain's cache at its end"] = format_bytes(stats.plain_bytes)
-    kept = {
+    pool_figures = {
         "bytes held by the pool": format_bytes(stats.held_bytes),
         "blocks cached for later prompts": f"{stats.cached_blocks:,}",
     }
-    return figures | _used(stats) | kept
+    return figures | _used(stats) | pool_figures
 
 
 def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns the figures that the statistics of a memory and of an engine have in common, as text
-    by label."""
+    """Returns the figures that a memory and an engine have in common, as text by label."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",

@@ -1,4 +1,5 @@
-"""A request to `transformers serve`, from its client and its fields to its result."""
+"""A request to `transformers serve`, from its client and its fields to its result. `serving` has
+the app answer it."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from .openai_answers import chat_logprobs, completion_logprobs
 from .openai_fields import CHAT, Translation
 
 CACHE_SALT = "x-cache-salt"  # header with the `cache_salt` of a request
-MAX_BODY_BYTES = 32 << 20  # of a JSON body, which nothing else runs beside while it is parsed
+MAX_BODY_BYTES = 32 << 20  # of a JSON body: parsing it blocks everything else
 
 
 class ClientGone(Exception):
-    """The client has left, so that nobody reads the answer."""
+    """The client has disconnected, so that nobody reads the answer."""
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class Client:
     """The client of a request, as its connection shows it."""
 
     cache_salt: str | None
-    num_bytes: int = 0  # of the body, as far as it was received
+    num_bytes: int = 0  # received so far of the body
     is_gone: bool = False
     requests: list[Callable[[], None]] = field(default_factory=list)  # each cancels one
 
@@ -45,20 +46,19 @@ class Client:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A request of a client, from its fields to its result; one request of the engine, with all
-    choices."""
+    """A request of a client, with all its choices, which is one request of the engine."""
 
     endpoint: str
     fields: Translation
-    is_plain: bool = False  # served by plain `generate`
+    is_plain: bool = False  # plain `generate` serves it
     name: str = field(default_factory=lambda: str(uuid.uuid4()))  # two clients may send the same id
     seed: int | None = None
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and sound of the prompt
     generation: dict[str, Any] = field(default_factory=dict)  # options of its generation config
-    is_read: bool = False  # the body was read: later errors are not the client's
-    is_added: bool = False
-    # the engine has output something
+    is_read: bool = False  # the body has been read: later errors are not the client's
+    is_added: bool = False  # the engine has the request
+    # set at the engine's first output
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     has_run: bool = False  # a step has computed it
     result: RequestResult | None = None
@@ -71,7 +71,7 @@ class ServedRequest:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `PagedEngine.add_request` that its fields and headers ask for."""
+        """Arguments of `PagedEngine.add_request` from the fields and headers."""
         salt = current_client.get().cache_salt
         return {**self.fields.options, **({} if salt is None else {"cache_salt": salt})}
 
@@ -79,7 +79,7 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        # a single one if all choices are equal (greedy search)
+        # one sequence if all choices are equal (greedy search)
         sequences = self.result.sequences if self.result is not None else []
         if "return_logprobs" not in self.fields.options or not sequences:
             return None
@@ -90,7 +90,7 @@ class ServedRequest:
 # Of the current asyncio task:
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
-current_choice: ContextVar[int] = ContextVar("choice")  # the app answers for each choice by itself
+current_choice: ContextVar[int] = ContextVar("choice")  # the app answers each choice separately
 
 
 def current_request() -> ServedRequest:
@@ -114,29 +114,29 @@ class ClientWatch:
             return
         headers = Headers(scope=scope)
         salts = headers.getlist(CACHE_SALT)
-        # several headers are one with commas: what a client adds to its proxy's makes no other
-        # tenant's salt
+        # several headers make one salt, joined by commas, so that a header that a client adds to
+        # its proxy's cannot result in another tenant's salt
         client = Client(",".join(salts) if salts else None)
         current_client.set(client)
-        most = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
+        limit = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
         lengths = filter(str.isdecimal, headers.getlist("content-length"))
-        if any(int(length) > most for length in lengths):
+        if any(int(length) > limit for length in lengths):
             message = f"the body has more than {MAX_BODY_BYTES} bytes: shorten it"
             await error_response(413, message, connection="close")(scope, receive, send)
             return
-        # a body is read at the app's pace
+        # the queue of one message makes the body arrive at the app's pace
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
 
         async def read() -> None:
             while True:
                 message = await receive()
                 client.num_bytes += len(message.get("body", b""))
-                # a body that is sent in chunks has no length
-                if message["type"] == "http.disconnect" or client.num_bytes > most:
+                # a body in chunks has no content-length header
+                if message["type"] == "http.disconnect" or client.num_bytes > limit:
                     break
                 await messages.put(message)
             client.leave()
-            while True:  # for all who ask
+            while True:  # for every later call of `receive`
                 await messages.put({"type": "http.disconnect"})
 
         reader = asyncio.ensure_future(read())
@@ -147,7 +147,7 @@ class ClientWatch:
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:
-    """An answer that refuses a request, in OpenAI's form."""
+    """The response that refuses a request, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "invalid_request_error"}

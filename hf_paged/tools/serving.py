@@ -1,5 +1,5 @@
-"""`transformers serve` on `PagedEngine`: replacements for its parts, set by `install`. The app
-stays transformers'."""
+"""`transformers serve` on `PagedEngine`: `install` replaces parts of the server. The app itself is
+transformers'."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..native.continuous_batching import PagedBatchingManager
 from ..native.pending import output_names
 from ..threads import start
 from ..topics import Topic
-from .openai_answers import joined, joined_streams
+from .openai_answers import join_answers, join_streams
 from .openai_fields import (
     CHAT,
     SERVED_HERE,
@@ -50,24 +50,24 @@ from .served_request import (
 
 logger = logging.getLogger(__name__)
 
-# JSON schemas at a time, and how long a request waits for its own
+# JSON schemas compiled at a time, and how long a request waits for its own
 MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
 _compiling = threading.Semaphore(MAX_COMPILING)
-# longer bodies take much memory while they are tokenized: they begin one after another
+# longer bodies take much memory while they are tokenized, so only one at a time is
 LONG_BODY_BYTES = 1 << 20
 
-# options that the app passes itself, or for its loop
+# options that the app passes as arguments, or that configure its own loop
 HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # the others are images and sound
 
 
 class ServedManager(PagedBatchingManager):
-    """A manager whose requests take the options of the task that adds them; the app passes only a
-    few."""
+    """A manager whose requests take their options from the asyncio task that adds them, since the
+    app passes only a few."""
 
     def add_request(self, input_ids: Any, request_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
         request = current_request()
-        if not request.is_added:  # by the first choice, for all
+        if not request.is_added:  # the first choice adds the request for all choices
             super().add_request(
                 input_ids,
                 request.name,
@@ -90,16 +90,16 @@ class ServedManager(PagedBatchingManager):
     ) -> None:
         request = current_request()
 
-        def told(output: GenerationOutput) -> None:
+        def record(output: GenerationOutput) -> None:
             request.has_run |= output.lifespan[0] >= 0
             request.has_begun.set()
             callback(output)
 
-        super().register_result_handler(request_id, told)
+        super().register_result_handler(request_id, record)
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """Continuous batching of the app. The manager depends on the model only, not on the first
+    """The app's continuous batching. Its manager depends on the model only, not on the first
     request's options."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
@@ -141,21 +141,21 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig
     ) -> str:
         """Completes this task's request and returns the id of the choice's outputs. Raises
-        `Refused` if its options allow no token, or too extreme ones, for a prompt that never fits,
+        `Refused` for options that are too extreme or allow no token, for a prompt that never fits,
         and for a schema that cannot be compiled."""
-        assert self.manager is not None  # `init_cb` was called before
+        assert self.manager is not None  # `init_cb` has made it
         request = current_request()
         tokenizer = getattr(processor, "tokenizer", processor)
         request.tokenizer = tokenizer
         self.manager.engine.tokenizer = tokenizer
-        shared = self.manager.generation_config
+        defaults = self.manager.generation_config
         num_choices = request.fields.num_choices
         generation = {
             name: value
             for name, value in vars(gen_config).items()
             if name[0] != "_"
             and name not in HOW_TO_RUN
-            and value not in (None, getattr(shared, name, None))
+            and value not in (None, getattr(defaults, name, None))
         }
         request.generation = {
             **generation,
@@ -175,7 +175,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         try:
             if request.inputs is None:
                 core.check_length(inputs["input_ids"], request.name)
-            if options.schema is not None:  # the engine's thread then finds it in the cache
+            if options.schema is not None:  # compiled here, so that the engine's thread need not
                 make = core.grammars.processor
                 _compile(functools.partial(make, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
@@ -184,8 +184,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
 
 
 def _compile(function: Callable[[], Any]) -> None:
-    """Calls `function` in a thread. Raises its error, or `ValueError` after `COMPILE_SECONDS`:
-    nothing can stop it, and while it runs on, fewer others are compiled at a time."""
+    """Calls `function` in a thread. Raises its error, or `ValueError` after `COMPILE_SECONDS`.
+    Nothing can stop the thread: while it runs on, fewer other schemas can be compiled at a time."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
@@ -208,8 +208,8 @@ def _compile(function: Callable[[], Any]) -> None:
 
 
 class MediaGenerateManager(utils.GenerateManager):
-    """Sends requests to models with more than text to the engine, too; those that it does not serve
-    to `generate`, whose errors are not taken for bad requests."""
+    """Sends requests with more than text to the engine, and those that it does not serve to
+    `generate`, whose errors do not count as bad requests."""
 
     get_engine: Callable[[], EngineGenerateManager]
 
@@ -224,11 +224,11 @@ class MediaGenerateManager(utils.GenerateManager):
     def _manager_of(
         self, model: Any, processor: Any, inputs: Mapping[str, Any], gen_config: GenerationConfig
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the manager that serves a request, the model's engine or `generate`, and the
-        arguments for it. Raises `Refused` if neither serves it."""
+        """Returns the manager that serves a request, that of the model's engine or of `generate`,
+        and its arguments. Raises `Refused` if neither serves the request."""
         request = current_request()
         if not request.is_plain and not hasattr(model, "has_talker"):
-            # a talker's `generate` runs several models
+            # `generate` of a model with a talker runs several models
             engine = self.get_engine()
             with contextlib.suppress(ServedByGenerateError):
                 engine.init_cb(model, gen_config)
@@ -248,8 +248,7 @@ class MediaGenerateManager(utils.GenerateManager):
 
 
 class EngineGenerationState(utils.GenerationState):
-    """Sends text to an engine, whether continuous batching was requested or not; `engines` returns
-    the current ones."""
+    """Sends text to an engine, whether or not the server was started with continuous batching."""
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
         super().__init__(continuous_batching=True, **kwargs)
@@ -259,8 +258,8 @@ class EngineGenerationState(utils.GenerationState):
 
     def use_continuous_batching(self, model: Any, modality: utils.Modality) -> bool:
         """Whether the app passes lists of token ids; for other models it passes tensors
-        (`MediaGenerateManager`). Raises `Refused` for a request with parts that the app would drop,
-        since the model does not read them."""
+        (`MediaGenerateManager`). Raises `Refused` for message parts that the model does not read,
+        which the app would drop."""
         request = request_or_none.get()
         if request is not None:
             check_parts(modality.value, request.fields.body)
@@ -270,12 +269,13 @@ class EngineGenerationState(utils.GenerationState):
         with self._lock:
             manager = super().get_manager(model_id, use_cb)
             if use_cb:
-                self._served = {model_id: manager}  # the app has one at a time
+                self._served = {model_id: manager}  # the app has one model at a time
             else:
                 manager.get_engine = functools.partial(self.get_manager, model_id, use_cb=True)
             return manager
 
     def engines(self) -> dict[str, PagedEngine]:
+        """The running engines, by the id of their model."""
         return {
             name: served.manager.engine
             for name, served in self._served.items()
@@ -284,8 +284,8 @@ class EngineGenerationState(utils.GenerationState):
 
 
 def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
-    """Builds the app; it refuses (400) requests that cannot be read or served, ends those whose
-    client leaves, and has /metrics if prometheus_client is installed."""
+    """Builds the app. It refuses (400) requests that are invalid or not served, ends those whose
+    client disconnects, and has /metrics if prometheus_client is installed."""
     from fastapi import Response
 
     handlers = {CHAT: chat_handler, **others}
@@ -299,17 +299,18 @@ def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
 
     async def refuse(request: Any, error: Exception) -> Response:
         logger.warning(Topic.SERVING("refused %s: %s"), request.url.path, error)
-        # debug level: clients may send many bad requests
-        logger.debug("it was raised here", exc_info=error)
-        # of texts with half a surrogate pair
+        # at debug level, since clients may send many bad requests
+        logger.debug("traceback of the refusal:", exc_info=error)
+        # the message may quote text with half a surrogate pair
         message = str(error).encode(errors="backslashreplace").decode()
         return error_response(400, message)
 
     async def drop(request: Any, error: Exception) -> Response:
-        return Response(status_code=499)  # as nginx logs it; nobody reads it
+        return Response(status_code=499)  # nginx's code for this; nobody reads the response
 
-    # a collection that visits the objects of all libraries takes a third of a second, in which no
-    # stream gets a token; a model that is loaded by now is never unloaded
+    # A garbage collection over the objects of all libraries takes a third of a second, in which no
+    # stream gets a token. Frozen objects are skipped; a model that is already loaded is never
+    # unloaded.
     gc.collect()
     gc.freeze()
     app.add_exception_handler(Refused, refuse)
@@ -339,8 +340,8 @@ async def _serve(
     body: dict[str, Any],
     request_id: str,
 ) -> Any:
-    """Answers a request by the app's `handle`: on the engine, or by `generate` if only that serves
-    it."""
+    """Answers a request through the app's `handle`: on the engine, or by `generate` if only that
+    serves it."""
     is_long = current_client.get().num_bytes > LONG_BODY_BYTES
     turn = state.long_bodies if is_long else contextlib.nullcontext()
     translation = await asyncio.to_thread(translate, endpoint, body)
@@ -355,8 +356,8 @@ async def _serve(
 
 
 @types.coroutine
-def _rest(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, Any, Any]:
-    """The rest of a coroutine that has run up to its first wait, for `future`."""
+def _remainder(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, Any, Any]:
+    """Runs the remainder of a coroutine that waits for `future`."""
     try:
         while True:
             try:
@@ -369,16 +370,16 @@ def _rest(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, An
         return end.value
 
 
-async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
-    """Runs a coroutine of the app up to its first wait in a thread, and returns the rest. Until
-    then the app loads the model, validates, renders the chat template and tokenizes; the event loop
-    goes on with other answers."""
+async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
+    """Runs a coroutine of the app in a thread up to its first wait, and returns the remainder. Up
+    to there the app loads the model, validates, renders the chat template and tokenizes, while the
+    event loop goes on with other answers."""
     loop = asyncio.get_running_loop()
 
     def begin() -> Awaitable[Any]:
-        asyncio._set_running_loop(loop)  # the app asks for it
+        asyncio._set_running_loop(loop)  # the app gets the running loop
         try:
-            return _rest(coroutine, coroutine.send(None))
+            return _remainder(coroutine, coroutine.send(None))
         except StopIteration as end:
             done: asyncio.Future[Any] = loop.create_future()
             done.set_result(end.value)
@@ -392,7 +393,7 @@ async def _begun(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
 async def _answer(
     request: ServedRequest, handle: Callable[..., Any], request_id: str, turn: Any
 ) -> Any:
-    """Has the app answer for each choice, of which it knows nothing, and joins its answers."""
+    """Makes the app answer each choice separately, and joins its answers."""
     from fastapi import HTTPException
     from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -400,7 +401,7 @@ async def _answer(
     request_or_none.set(request)
 
     try:
-        rests = []
+        remainders = []
         async with turn:
             if current_client.get().is_gone:
                 raise ClientGone
@@ -408,12 +409,12 @@ async def _answer(
                 # one after another: the first adds the request
                 current_choice.set(choice)
                 answer = handle(dict(fields.body), request_id)
-                rests.append(await _begun(answer))
-        answers = await asyncio.gather(*rests)
+                remainders.append(await _begin_in_thread(answer))
+        answers = await asyncio.gather(*remainders)
     except (Refused, ClientGone, HTTPException, utils.CBWorkerDeadError):
         raise
     except Exception as error:
-        # libraries of templates, pictures and sound have their own classes for invalid input
+        # libraries of templates, images and sound have their own errors for invalid input
         if request.is_read:
             raise
         raise Refused(f"{type(error).__name__}: {error}") from error
@@ -428,14 +429,14 @@ async def _answer(
         return answers[0]
     if is_stream:
         streams = [answer.body_iterator for answer in answers]
-        events = joined_streams(streams, request.logprobs, fields.includes_usage)
+        events = join_streams(streams, request.logprobs, fields.includes_usage)
         return StreamingResponse(events, media_type=answers[0].media_type)
     bodies = [json.loads(answer.body) for answer in answers]
-    return JSONResponse(joined(bodies, request.logprobs))
+    return JSONResponse(join_answers(bodies, request.logprobs))
 
 
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Loads a model and its processor by the app's `load`."""
+    """Loads a model and its processor through the app's `load`."""
     request = request_or_none.get()
     if request is None:  # not for a request
         return load(*args, **kwargs)
@@ -443,7 +444,7 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         loaded = load(*args, **kwargs)
     except OSError as error:
-        if error.errno is None:  # not the system's: transformers finds no such model
+        if error.errno is None:  # transformers' error, for a model that does not exist
             raise Refused(str(error)) from error
         raise
     request.is_read = False  # only the model's name has been read
@@ -451,8 +452,8 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def set_seed(seed: int) -> None:
-    """Sets the seed of a request, which then draws independently; under `generate` all requests
-    share one generator. Raises `ValueError` for seeds of more than 64 bits."""
+    """Sets the seed of a request, which then draws from its own random stream; under `generate` all
+    requests share one generator. Raises `ValueError` for seeds of more than 64 bits."""
     request = request_or_none.get()
     if request is not None:
         request.seed = seed

@@ -1,5 +1,6 @@
-"""Virtual storage (`storage="virtual"`): the rows of a layer as contiguous tensors, whose pages are
-those of its blocks (vAttention, arXiv 2405.04437). Its seam is `Storage`. Imports no other room."""
+"""Virtual storage (`storage="virtual"`): maps the pages of a layer's blocks a second time, so that
+its rows are contiguous tensors (vAttention, arXiv 2405.04437). Implements `seams.Storage`; imports
+no other room."""
 
 from .storage import fit_blocks as fit_blocks
 from .storage import make_storage as make_storage

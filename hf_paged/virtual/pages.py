@@ -1,10 +1,10 @@
-"""Physical pages that can be mapped into reserved addresses, each any number of times: pages of a
+"""Physical pages that can be mapped at reserved addresses, each any number of times: pages of a
 memory file on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section
-5).
+5). Leaves the record of mappings to its callers.
 
 A page is identified by its offset in one offset space, which takes no memory. Callers follow the
-rules of the stricter driver: unless it `maps_over`, `map` only unmapped addresses, and `release`
-only offsets that are mapped nowhere.
+rules of the stricter driver: unless `maps_over` is set, they `map` only unmapped addresses, and
+`release` only offsets that are mapped nowhere.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch import Tensor
 from ..cache.free_memory import NORESERVE, mapping_error, reserve_addresses
 
 PLANE_BYTES = 1 << 38
-"""Distance between planes in the offset space, more than the bytes of any plane, so that each can
-grow."""
+"""Distance between planes in the offset space: more than the bytes of any plane, so that every
+plane can grow."""
 
 
 class Addresses:
-    """A reserved address range, given up once this object and all its tensors are freed."""
+    """A reserved address range, which is freed with this object and the last of its tensors."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class Addresses:
         view: Callable[[Addresses], Tensor],
         memory: Any = None,
     ) -> None:
-        """`memory`: an object whose end gives up the range."""
+        """`memory`: an object whose deletion frees the range."""
         self.address = address
         self.size = size
         self._view = view
         self._memory = memory
-        self.holds: Any = None  # what must live as long, as the pages that are mapped there
+        self.backing: Backing | None = None  # the mapped pages, which live at least as long
 
-    def lend(self, start: int, size: int) -> Addresses:
-        """Returns `size` bytes of the range as a new object, whose lifetime shows when its tensors
-        are freed."""
+    def subrange(self, start: int, size: int) -> Addresses:
+        """Returns `size` bytes of the range as a new object, which is freed with its last
+        tensor."""
         return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
@@ -63,15 +63,15 @@ class Addresses:
 
 
 def when_freed(owner: Any, call: Callable[..., None], *arguments: Any) -> Any:
-    """Calls `call(*arguments)` once `owner` is freed, unless the interpreter ends before."""
+    """Calls `call(*arguments)` once `owner` is freed, but not at interpreter exit."""
     finalizer = weakref.finalize(owner, call, *arguments)
     finalizer.atexit = False
     return finalizer
 
 
 class Backing:
-    """Pages from `offset` on, returned to the system with the last addresses that hold this object,
-    or by `release`."""
+    """The pages from `offset` on. They return to the system when the last addresses that hold this
+    object are freed, or by `release`."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
@@ -80,15 +80,15 @@ class Backing:
 
 
 def _release(process: int, pages: Pages, offset: int, size: int) -> None:
-    """Returns pages to the system, in the process that made them."""
+    """Returns pages to the system, only in the process that created them."""
     if os.getpid() == process:
         pages.release(offset, size)
 
 
 class Extents:
     """Counts the extents of all rows of a process: ranges that are contiguous in addresses and
-    pages. Linux allows `vm.max_map_count` mappings per process, which other allocations need, too,
-    so that rows take at most half."""
+    pages. Linux allows `vm.max_map_count` mappings per process, of which rows take at most half:
+    other allocations need mappings, too."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -107,8 +107,8 @@ class Extents:
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns the `Pages` of this device, in groups of `page_bytes`. Raises `ValueError` if the
-    device is unsupported, `cuda.bindings` is missing, or `page_bytes` is no multiple of the page
+    """Returns the `Pages` of this device, in units of `page_bytes`. Raises `ValueError` if the
+    device is unsupported, `cuda.bindings` is missing, or `page_bytes` is not a multiple of the page
     size."""
     has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
     pages: Pages
@@ -120,12 +120,12 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
     else:
         raise ValueError(
             f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}:"
-            " it needs Linux for models on the CPU, or a CUDA device. Leave it out"
+            " this needs Linux for models on the CPU, or a CUDA device. Leave `storage` out"
         )
     if page_bytes is not None and page_bytes % pages.granularity:
         raise ValueError(
-            f"`page_bytes` is {page_bytes:,}, and pages of {device} have {pages.granularity:,}"
-            " bytes: it must be a multiple of that"
+            f"`page_bytes` is {page_bytes:,}, and must be a multiple of the {pages.granularity:,}"
+            f" bytes of a page of {device}"
         )
     pages.granularity = page_bytes or pages.granularity
     return pages
@@ -138,7 +138,8 @@ def _check_file_size() -> None:
     if limit != resource.RLIM_INFINITY:
         raise ValueError(
             f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes"
-            " (ulimit -f), sparse ones in memory, too: lift the limit, or leave `storage` out"
+            " (ulimit -f), including sparse files in memory: lift the limit, or leave `storage`"
+            " out"
         )
 
 
@@ -171,7 +172,8 @@ def _map_over(
     fd: int = -1,
     offset: int = 0,
 ) -> None:
-    """Maps in place of others: threads that read there see either. Raises `MemoryError`."""
+    """Maps over existing mappings: threads that read there see the old or the new one. Raises
+    `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
         raise mapping_error(size, ctypes.get_errno())
 
@@ -181,7 +183,7 @@ def _extents() -> Extents:
     path = Path("/proc/sys/vm/max_map_count")
     try:
         limit = int(path.read_text())
-    except (OSError, ValueError):  # not readable: use Linux's default
+    except (OSError, ValueError):  # unreadable: assume Linux's default
         limit = 65530
     return Extents(limit // 2)
 
@@ -192,8 +194,8 @@ def _close(files: list[int]) -> None:
 
 
 class MemoryFile:
-    """Pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros. Sizes,
-    offsets and addresses are in bytes, in multiples of `granularity`."""
+    """The pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros.
+    Sizes, offsets and addresses are in bytes, and multiples of `granularity`."""
 
     maps_over = True  # whether `map` may replace mappings, and `release` may take mapped pages
     is_sparse = True  # whether mapped pages take no memory before they are written to
@@ -203,7 +205,7 @@ class MemoryFile:
         self.extents = _extents()  # of the rows' mappings
         self._size = 0
         self._files: list[int] = []  # the descriptor
-        when_freed(self, _close, self._files)  # first: an error leaks none
+        when_freed(self, _close, self._files)  # first, so that an error leaks no descriptor
         self._files.append(os.memfd_create("hf_paged"))
 
     @property
@@ -231,7 +233,7 @@ class MemoryFile:
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Maps pages `[offset, offset + size)`, created if missing, at an address. Raises
+        """Maps pages `[offset, offset + size)` at an address, and creates missing ones. Raises
         `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
@@ -245,19 +247,19 @@ class MemoryFile:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
-    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
-        """Replaces the pages at `spots`, addresses of `size` bytes in this range, by copies that
-        nothing else maps and that are freed with the range. Raises `MemoryError`."""
+    def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
+        """Replaces the pages at `starts`, each `size` bytes in this range, by private copies, which
+        are freed with the range. Raises `MemoryError`."""
         runs: list[list[int]] = []  # address and bytes
-        for spot in spots:
-            if runs and sum(runs[-1]) == spot:
+        for start in starts:
+            if runs and sum(runs[-1]) == start:
                 runs[-1][1] += size
             else:
-                runs.append([spot, size])
+                runs.append([start, size])
         copies = MemoryFile(self.granularity)
         offsets = [copies._append(address, count) for address, count in runs]
         for (address, count), offset in zip(runs, offsets):
-            # private: after a fork, each process has its own copy. The mappings keep the file
+            # private mappings give each process its own copy after a fork, and keep the file alive
             flags = _PRIVATE | NORESERVE
             _map_over(address, count, _READ | _WRITE, flags, copies._fd, offset)
 
@@ -265,34 +267,34 @@ class MemoryFile:
         """Copies memory to new pages; returns their offset. Raises `MemoryError`."""
         first = self.extend(size)
         content: Any = (ctypes.c_char * size).from_address(address)
-        left = memoryview(content)
-        while left:
+        rest = memoryview(content)
+        while rest:
             try:
-                count = os.pwrite(self._fd, left, first + size - len(left))
+                count = os.pwrite(self._fd, rest, first + size - len(rest))
             except OSError as error:
                 raise MemoryError(f"{size:,} bytes cannot be copied: {error}") from error
-            left = left[count:]
+            rest = rest[count:]
         return first
 
     def physical_bytes(self) -> int:
-        """Returns the bytes of physical memory that pages take."""
+        """Returns the bytes of physical memory that the pages take."""
         return os.fstat(self._fd).st_blocks * 512
 
-    def fresh(self) -> MemoryFile:
-        """Returns a twin with the same offsets but no pages, for a child process to map instead of
+    def empty_copy(self) -> MemoryFile:
+        """Returns a file with the same offsets but no pages, which a child process maps in place of
         its parent's."""
-        twin = MemoryFile(self.granularity)
-        twin.extend(self._size)
-        return twin
+        empty = MemoryFile(self.granularity)
+        empty.extend(self._size)
+        return empty
 
 
 # -- CUDA ----------------------------------------------------------------------------------------
 
 
 class CudaPages:
-    """As `MemoryFile`, pages of a CUDA device, from its driver's virtual memory management, for any
-    thread: every call of the driver runs in the device's primary context, which is torch's. `api`:
-    the module `cuda.bindings.driver`."""
+    """Pages of a CUDA device, from its driver's virtual memory management, with the methods of
+    `MemoryFile`. Any thread may call them: every driver call runs in the device's primary context,
+    which is torch's. `api`: the module `cuda.bindings.driver`."""
 
     maps_over = False
     is_sparse = False
@@ -324,7 +326,7 @@ class CudaPages:
         self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
-        # other threads may have no context, or another device's
+        # other threads may have no context, or that of another device
         self._checked("cuCtxPushCurrent", self._context)
         try:
             return self._checked(name, *args)
@@ -332,8 +334,8 @@ class CudaPages:
             self._checked("cuCtxPopCurrent")
 
     def _checked(self, name: str, *args: Any) -> Any:
-        """Calls the driver. Raises `MemoryError` if memory is short, else `RuntimeError` for any
-        error."""
+        """Calls the driver. Raises `MemoryError` if memory runs out, and `RuntimeError` for other
+        errors."""
         function = getattr(self._api, name)
         codes = self._api.CUresult
         error, *results = function(*args)
@@ -347,14 +349,14 @@ class CudaPages:
 
     def reserve(self, size: int) -> Addresses:
         addresses = Addresses(0, size, self._tensor)
-        reserved: list[int] = []  # the address: noted by the call's statement, so that no error
-        # leaks it
-        when_freed(addresses, self._give_up, reserved, size)
+        # the address; one statement reserves and appends it, so that no error leaks it
+        reserved: list[int] = []
+        when_freed(addresses, self._free, reserved, size)
         reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
         addresses.address = reserved[0]
         return addresses
 
-    def _give_up(self, reserved: list[int], size: int) -> None:
+    def _free(self, reserved: list[int], size: int) -> None:
         for address in reserved:
             self.unmap(address, size)
             self._call("cuMemAddressFree", address, size)
@@ -370,14 +372,14 @@ class CudaPages:
     def map(self, address: int, offset: int, size: int) -> None:
         page = self.granularity
         try:
-            for at in range(0, size, page):
-                handle = self._handles.get(offset + at)
+            for start in range(0, size, page):
+                handle = self._handles.get(offset + start)
                 if handle is None:
-                    handle = self._handles[offset + at] = self._call(
+                    handle = self._handles[offset + start] = self._call(
                         "cuMemCreate", page, self._properties, 0
                     )
-                self._call("cuMemMap", address + at, page, 0, handle, 0)
-                self._mapped.add(address + at)
+                self._call("cuMemMap", address + start, page, 0, handle, 0)
+                self._mapped.add(address + start)
             self._call("cuMemSetAccess", address, size, [self._access], 1)
         except BaseException:
             self.unmap(address, size)
@@ -385,37 +387,37 @@ class CudaPages:
 
     def unmap(self, address: int, size: int) -> None:
         pages = range(address, address + size, self.granularity)
-        mapped = [at for at in pages if at in self._mapped]
+        mapped = [page for page in pages if page in self._mapped]
         if mapped:
             self._call("cuCtxSynchronize")  # running kernels may read there
-        for at in mapped:
-            self._call("cuMemUnmap", at, self.granularity)
-            self._mapped.discard(at)
+        for page in mapped:
+            self._call("cuMemUnmap", page, self.granularity)
+            self._mapped.discard(page)
 
     def release(self, offset: int, size: int) -> None:
-        released = [at for at in self._handles if offset <= at < offset + size]
-        for at in released:
-            self._call("cuMemRelease", self._handles.pop(at))
+        released = [start for start in self._handles if offset <= start < offset + size]
+        for start in released:
+            self._call("cuMemRelease", self._handles.pop(start))
 
-    def detach(self, addresses: Addresses, spots: Sequence[int], size: int) -> None:
-        total = len(spots) * size
+    def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
+        total = len(starts) * size
         offset = self.extend(total)
-        # first: an error leaks no pages
-        when_freed(addresses, self._drop, spots, size, offset)
+        # first, so that an error leaks no pages
+        when_freed(addresses, self._drop, starts, size, offset)
         copies = self.reserve(total)
         self.map(copies.address, offset, total)
         target = copies.tensor(torch.uint8).view(-1, size)
         source = addresses.tensor(torch.uint8)
-        for number, spot in enumerate(spots):
-            start = spot - addresses.address
-            target[number] = source[start : start + size]
-            self.unmap(spot, size)
-            self.map(spot, offset + number * size, size)
+        for number, start in enumerate(starts):
+            position = start - addresses.address
+            target[number] = source[position : position + size]
+            self.unmap(start, size)
+            self.map(start, offset + number * size, size)
 
-    def _drop(self, spots: Sequence[int], size: int, offset: int) -> None:
-        for spot in spots:
-            self.unmap(spot, size)
-        self.release(offset, len(spots) * size)
+    def _drop(self, starts: Sequence[int], size: int, offset: int) -> None:
+        for start in starts:
+            self.unmap(start, size)
+        self.release(offset, len(starts) * size)
 
     def physical_bytes(self) -> int:
         return len(self._handles) * self.granularity
@@ -425,7 +427,7 @@ Pages: TypeAlias = MemoryFile | CudaPages
 
 
 class _CudaArray:
-    """Device addresses as a CUDA array for torch; the tensor keeps them alive."""
+    """Device addresses as a CUDA array for torch. The tensor keeps them alive."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses
@@ -443,6 +445,6 @@ def _cuda_driver() -> Any:
     except ImportError as error:
         raise ValueError(
             "`storage` is 'virtual', which needs `cuda.bindings` on a CUDA device: "
-            'pip install "hf_paged[cuda]", or leave it out'
+            'pip install "hf_paged[cuda]", or leave `storage` out'
         ) from error
     return driver

@@ -1,9 +1,9 @@
 """Virtual storage: rows as contiguous tensors (vAttention, arXiv 2405.04437). A block's pages are
-mapped at the block's address, which kernels, copies and files use, and again in the address range
-(place) of each row that reads it.
+mapped at the block's address, which kernels, copies and files use, and again in the slot (address
+range) of every row that reads it.
 
-A place belongs to the row whose blocks are mapped there: the row's next step finds it by its last
-block, maps new blocks, and reads plain strided tensors. So this storage needs no notice when rows
+A slot belongs to the row whose blocks are mapped there: the row's next step finds the slot by its
+last block, maps new blocks, and reads plain strided tensors. So nobody tells this storage when rows
 begin, fork or end.
 """
 
@@ -30,15 +30,15 @@ from ..cache.storage import BlockStorage
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..topics import Topic
+from .mappings import Planes, Region, RowMappings
 from .pages import MemoryFile, Pages, pages_for
-from .places import Places, Planes, Region
-from .row_slots import PlacedRows, Placement, RowSlots
+from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# of addresses for the blocks of a layer; growth beyond it maps them at other addresses
-MAX_ROOM_BYTES = 64 << 30
-MANY_RUNS = 16  # runs of blocks that a pool adds at once, for rows to begin in
+# most addresses that are reserved for the blocks of a layer: growth beyond them moves the blocks
+MAX_RESERVED_BYTES = 64 << 30
+MANY_RUNS = 16  # runs of blocks that a pool adds at once, in which rows can begin
 
 
 def make_storage(
@@ -53,12 +53,12 @@ def make_storage(
 def _take_runs(
     run: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes blocks (`cache.block_pool.Take`) that follow the last of `after`, or the first whole
-    run of `run` free blocks; without one, those of the lowest ids."""
-    taken = []
+    """Takes blocks (`cache.block_pool.Take`) that follow the last of `after`, else the first whole
+    run of `run` free blocks, else the blocks with the lowest ids."""
+    block_ids = []
     following = after[-1] + 1 if after else -1
     for _ in range(count):
-        if following not in free:  # begin a free run
+        if following not in free:
             starts: Sequence[int] = ()
             if run > 1:
                 starts = range(0, num_blocks - run + 1, run)
@@ -70,9 +70,9 @@ def _take_runs(
             lowest = min(free)
             following = next(whole, lowest)
         del free[following]
-        taken.append(following)
+        block_ids.append(following)
         following += 1
-    return taken
+    return block_ids
 
 
 def fit_blocks(
@@ -80,9 +80,9 @@ def fit_blocks(
     model_config: Any,
     device: torch.device,
 ) -> PagedConfig:
-    """Raises the block size so that a block's keys of one head, or with large pages its keys and
-    values of all heads, fill whole pages in half precision, by the model's configuration. Raises
-    `ValueError` if pages cannot be mapped."""
+    """Raises the block size so that in half precision a block's keys of one head fill whole pages,
+    or, with large pages, its keys and values of all heads do. Reads the head sizes from
+    `model_config`. Raises `ValueError` if pages cannot be mapped."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page = pages_for(device, config.storage.page_bytes).granularity
@@ -96,17 +96,17 @@ def fit_blocks(
         raise ValueError(
             f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most"
             f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {heads} KV heads of {width}, fills"
-            " such pages: lower it"
+            " whole pages: lower `page_bytes`"
         )
-    size = config.block_size  # "auto": the smallest possible
+    size = config.block_size  # "auto" takes the smallest size that fits
     if not isinstance(size, str) and size >= tokens:
         return config
     return dataclasses.replace(config, block_size=tokens)
 
 
 def _widths(config: Any) -> tuple[int, int]:
-    """Returns the number of KV heads and the head dim; of layers that differ, the numbers that
-    divide all of theirs."""
+    """Returns the number of KV heads and the head dim; where layers differ, common divisors of
+    both."""
     text = None
     if config is not None:
         text = config.get_text_config(decoder=True)
@@ -132,7 +132,7 @@ def _widths_of_layer(config: Any) -> tuple[int, int]:
 
 
 class LayerRows:
-    """The rows of one layer as strided tensors."""
+    """The rows of one layer as strided tensors (`seams.MappedRows`)."""
 
     def __init__(
         self,
@@ -143,66 +143,70 @@ class LayerRows:
         self.slots = storage.slots
         self.config = storage.config
         self.regions = list(regions)
-        self.places: Places | None = None
+        self.mappings: RowMappings | None = None
         self._form = form
-        self._is_read = True  # whether the model's own code accepts tensors that are not contiguous
+        # whether the model's own code accepts tensors that are not contiguous
+        self._can_lend = True
 
     def stop_lending(self) -> None:
-        self._is_read = False
+        self._can_lend = False
 
-    def place(self, step: StepMetadata) -> PlacedRows | None:
-        """Maps each row of a step and returns where it can be read; `None` if it cannot be
+    def place(self, step: StepMetadata) -> RowViews | None:
+        """Maps the rows of a step and returns views to read them by; `None` if they cannot be
         mapped."""
         with self.slots.lock:
-            placed = self._place(step, together=False)
+            placed = self._place(step, are_consecutive=False)
         if placed is None:
             return None
-        placement, places = placed
-        return PlacedRows(placement, *places.pair, step)
+        placement, mappings = placed
+        return RowViews(placement, *mappings.pair, step)
 
-    def _place(self, step: StepMetadata, together: bool) -> tuple[Placement, Places] | None:
-        """Maps each row of a step; returns the slots, and where they are. Needs the slots' lock."""
-        placement: Placement | None = step.plan(self.slots.place, together)
+    def _place(
+        self, step: StepMetadata, are_consecutive: bool
+    ) -> tuple[Placement, RowMappings] | None:
+        """Maps the rows of a step; returns their slots and the mappings. The caller holds the
+        slots' lock."""
+        placement: Placement | None = step.plan(self.slots.place, are_consecutive)
         if placement is None:
             return None
         try:
             return placement, self._follow(placement)
         except MemoryError:
-            _drop_idle(keep=placement, of=self.slots)
+            _drop_idle(placement, self.slots)
             try:
                 return placement, self._follow(placement)
             except MemoryError as error:
                 message = "rows are gathered, since no more of them can be mapped: %s"
                 logger.warning(Topic.VIRTUAL_STORAGE(message), error)
-                self.slots.fill()
+                self.slots.back_off()
                 return None
 
-    def _follow(self, placement: Placement) -> Places:
-        """Maps what is not mapped yet. Raises `MemoryError`."""
+    def _follow(self, placement: Placement) -> RowMappings:
+        """Maps blocks of the placement that are not mapped yet. Raises `MemoryError`."""
         slots = self.slots
         shape = (slots.num_slots, slots.max_len)
         stale = placement.slots
-        if self.places is not None and self.places.shape == shape:
-            versions = self.places.versions
+        if self.mappings is not None and self.mappings.shape == shape:
+            versions = self.mappings.versions
             rows = slots.rows
             stale = [slot for slot in stale if versions[slot] != rows[slot].version]
             if not stale:
-                return self.places
-        self.settle()
-        if self.places is None or self.places.shape != shape:
-            self.places = Places(self.regions, self._form, *shape)
+                return self.mappings
+        self.preserve_views()
+        if self.mappings is None or self.mappings.shape != shape:
+            self.mappings = RowMappings(self.regions, self._form, *shape)
             stale = placement.slots
         num_blocks = min(region.num_mapped for region in self.regions)
         for slot in stale:
-            self.places.follow(slot, slots.rows[slot], self.config, num_blocks)
-        return self.places
+            self.mappings.follow(slot, slots.rows[slot], self.config, num_blocks)
+        return self.mappings
 
     def drop(self, slots: Iterable[int]) -> None:
-        """Unmaps these slots. Needs the slots' lock."""
-        self.settle()
+        """Unmaps these slots. The caller holds the slots' lock."""
+        self.preserve_views()
         for slot in slots:
-            if self.places is not None and slot < len(self.places.mapped):
-                self.places.drop(slot)
+            if self.mappings is not None and slot < len(self.mappings.mapped):
+                self.mappings.drop(slot)
 
     def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
@@ -211,7 +215,7 @@ class LayerRows:
         size = step.block_size
         if columns is None or not len(columns):
             return None
-        if not step.num_rows or not self._is_read:
+        if not step.num_rows or not self._can_lend:
             return None
         shift = step.origins[0] % size
         if any(origin % size != shift for origin in step.origins):
@@ -223,51 +227,51 @@ class LayerRows:
         if first < 0:
             return None
         with self.slots.lock:
-            placed = self._place(step, together=True)
+            placed = self._place(step, are_consecutive=True)
             if placed is None:
                 return None
-            placement, places = placed
+            placement, mappings = placed
             slots = range(placement.slots[0], placement.slots[-1] + 1)
-            return places.lend(is_value, slots, first, end)
+            return mappings.lend(is_value, slots, first, end)
 
-    def settle(self) -> None:
-        """Preserves lent views that are still alive (`Places.preserve`). Call before mapping over,
-        or writing to, blocks."""
-        places = self.places  # read once: another thread may change it
-        if places is not None and places.loans:
+    def preserve_views(self) -> None:
+        """Preserves borrowed views that are still alive (`RowMappings.preserve`). Call before
+        mapping over blocks or writing to them."""
+        mappings = self.mappings  # read once: another thread may change it
+        if mappings is not None and mappings.borrowed:
             with self.slots.lock:
-                if self.places is not None and self.places.preserve():
-                    self.places = None
+                if self.mappings is not None and self.mappings.preserve():
+                    self.mappings = None
 
     def grow(self, num_blocks: int) -> None:
-        """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError`, with nothing
-        changed."""
+        """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError` before any
+        change."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            self.settle()  # readers of older blocks read these rows, too
+            self.preserve_views()  # borrowed views of the old regions read these rows, too
             self.regions = regions
 
     def close(self) -> None:
-        """Returns its pages to the system. No table may hold a block."""
+        """Returns the pages to the system. No table may hold a block."""
         with self.slots.lock:
-            places = self.places
-            self.settle()
-            self.places = None
-            if places is not None:
-                places.close()
+            mappings = self.mappings
+            self.preserve_views()
+            self.mappings = None
+            if mappings is not None:
+                mappings.close()
             for region in self.regions:
                 region.close()
 
-    def map_fresh(self, pages: Pages, slots: RowSlots) -> None:
-        """In a child process: maps other pages at the blocks' addresses."""
+    def remap(self, pages: Pages, slots: RowSlots) -> None:
+        """In a child process, maps other pages at the blocks' addresses."""
         self.slots = slots
-        self.places = None
+        self.mappings = None
         for region in self.regions:
-            region.map_fresh(pages)
+            region.remap(pages)
 
 
 class MappedStorage(BlockStorage):
-    """A storage whose blocks' pages are also mapped for rows. Layers whose blocks do not fill whole
+    """A storage that also maps its blocks' pages for rows. Layers whose blocks do not fill whole
     pages have plain blocks."""
 
     def __init__(
@@ -278,16 +282,16 @@ class MappedStorage(BlockStorage):
         config: VirtualStorage,
         before_move: Callable[[], None],
     ) -> None:
-        """`before_move`: gathers all handles. Called before blocks move, since a child process gets
-        pages of its own at the blocks' addresses alone."""
+        """`before_move`: gathers all handles, before blocks move: a child process gets its own
+        pages only at the blocks' current addresses."""
         super().__init__(block_size, pool, spec)
         self._copies = BlockCopies(launches=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None
-        self._for_child: dict[int, tuple[list[int], KVBlocks]] = {}
-        # also of former layers, which views may hold
-        self._made: weakref.WeakSet[LayerRows] = weakref.WeakSet()
+        self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
+        # also of former layers, whose views may still be alive
+        self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
         forks.around(self)
@@ -303,7 +307,7 @@ class MappedStorage(BlockStorage):
 
     @property
     def physical_bytes(self) -> int:
-        """Bytes of pages in physical memory."""
+        """Bytes of physical memory that the pages take."""
         if self.pages is None:
             return 0
         return self.pages.physical_bytes()
@@ -337,13 +341,13 @@ class MappedStorage(BlockStorage):
         return num_bytes
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
-        """Reserves much more address space, which costs nothing, so that blocks need not move as
-        they grow."""
-        room = 0
+        """Reserves much more address space, which costs nothing, so that blocks rarely move as the
+        pool grows."""
+        num_addressable = 0
         if address_limit() is None:
-            room = MAX_ROOM_BYTES // max(block_bytes, 1)
+            num_addressable = MAX_RESERVED_BYTES // max(block_bytes, 1)
         num_reserved = super()._num_reserved(block_bytes, device)
-        return max(room, num_reserved)
+        return max(num_addressable, num_reserved)
 
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
@@ -371,7 +375,7 @@ class MappedStorage(BlockStorage):
         num_backed = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
         rows = LayerRows(self, regions, like.form)
-        self._made.add(rows)
+        self._layer_rows.add(rows)
         return self._over(like, rows)
 
     def _over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
@@ -404,36 +408,36 @@ class MappedStorage(BlockStorage):
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for rows in self._mapped:
-            rows.settle()
+            rows.preserve_views()
         super().copy_blocks(copies)
 
     def before_fork(self) -> None:
-        """Copies the content of blocks for the child, since mapped pages stay shared with the
-        parent."""
+        """Copies the content of blocks for the child, since the parent and the child share mapped
+        pages."""
         if not isinstance(self.pages, MemoryFile):
             return
-        for rows in list(self._made):
-            rows.settle()
+        for rows in list(self._layer_rows):
+            rows.preserve_views()
         counts = enumerate(self.pool.states())
         ids = [block_id for block_id, count in counts if count]
-        for index, layer in list(self.layers.items()):  # other threads may add some
+        for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:
-                self._for_child[index] = ids, layer.select(ids)
+                self._child_contents[index] = ids, layer.select(ids)
 
     def after_in_parent(self) -> None:
-        self._for_child = {}
+        self._child_contents = {}
 
     def after_in_child(self) -> None:
         """Maps new pages at the same addresses and restores the blocks' content."""
         if not isinstance(self.pages, MemoryFile):
             return
-        contents = self._for_child
-        pages = self.pages.fresh()
+        contents = self._child_contents
+        pages = self.pages.empty_copy()
         self.pages, self.slots = pages, RowSlots(self.config.keep_mappings)
-        self._for_child = {}
+        self._child_contents = {}
         for index, layer in self.layers.items():
             if isinstance(layer.rows, LayerRows):
-                layer.rows.map_fresh(pages, self.slots)
+                layer.rows.remap(pages, self.slots)
                 if index in contents:
                     layer.put_blocks(*contents[index])
 
@@ -441,17 +445,17 @@ class MappedStorage(BlockStorage):
 _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
-def _drop_idle(keep: Placement, of: RowSlots) -> None:
-    """Unmaps slots that no step reads, in all storages, except `keep` in the slots `of`, whose lock
-    is held."""
+def _drop_idle(placement: Placement, placed_in: RowSlots) -> None:
+    """Unmaps the slots that no step reads, in all storages, except those of `placement`, which are
+    in `placed_in`. The caller holds that lock."""
     for storage in list(_storages):
         slots = storage.slots
         if not slots.lock.acquire(blocking=False):
             continue  # in use by another thread
         try:
-            kept = set(keep.slots) if slots is of else ()
+            in_use = set(placement.slots) if slots is placed_in else ()
             free = (slot for slot, row in enumerate(slots.rows) if row.is_free)
-            idle = [slot for slot in free if slot not in kept]
+            idle = [slot for slot in free if slot not in in_use]
             for rows in storage._mapped:
                 rows.drop(idle)
             slots.forget(slots.rows[slot] for slot in idle)

@@ -118,7 +118,7 @@ def test_random_schedules_give_plain_logits(
             assert logits.shape == (len(ready), models.VOCAB_SIZE)
             if ready:
                 assert_close(logits, [bench.plain(row) for row in ready])
-    assert any(sizes.chunks for sizes in sizes_of(bench))
+    assert any(sizes.num_chunks for sizes in sizes_of(bench))
     assert bench.runner.num_captured_steps == graphs.num_replays > (10 if kernel == "cpp" else 2)
 
 
@@ -146,7 +146,7 @@ def test_an_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         assert stats.num_captured_steps - before.num_captured_steps > 0.8 * (
             stats.num_steps - before.num_steps
         )
-        assert {key.chunk_tokens for key in graphs_of(engine.memory)._graphs} >= {0, 16}  # type: ignore[attr-defined]
+        assert {key.num_chunk_tokens for key in graphs_of(engine.memory)._graphs} >= {0, 16}  # type: ignore[attr-defined]
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
@@ -190,7 +190,7 @@ def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
         ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
         assert_close(logits, [bench.plain(row) for row in ready])
     # tables grew once
-    assert graphs.num_replays == 2 and {sizes.chunks for sizes in sizes_of(bench)} == {16}
+    assert graphs.num_replays == 2 and {sizes.num_chunks for sizes in sizes_of(bench)} == {16}
 
 
 # -------------------------------------------------------------------------------- shared prefixes
@@ -259,7 +259,9 @@ def test_shared_prefixes_are_read_once(
     for _ in range(3):
         found = bench.run([*(row.take(1) for row in rows), late.take(7)])
         assert_close(found, [bench.plain(row) for row in (*rows, late)], tolerance)
-    assert sizes_of(bench)[-1].chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
+    assert (
+        sizes_of(bench)[-1].num_chunks and sizes_of(bench)[-1].prefixes and graphs.num_replays == 5
+    )
 
 
 # --------------------------------------------------------------------------------------- adapters
@@ -301,8 +303,8 @@ def test_one_recorded_step_serves_every_order_of_adapters(
                     assert_same_as_lone(
                         expected[name, number], found, options, f"{name} of {order}"
                     )
-        mixes = [key for key in graphs_of(engine.memory)._graphs if key.ranges]  # type: ignore[attr-defined]
-        assert any(key.chunks for key in mixes) and any(not key.chunks for key in mixes)
+        mixes = [key for key in graphs_of(engine.memory)._graphs if key.num_ranges]  # type: ignore[attr-defined]
+        assert any(key.num_chunks for key in mixes) and any(not key.num_chunks for key in mixes)
         assert all(isinstance(key.variant[0], frozenset) for key in mixes)  # type: ignore[index]
         assert graphs.num_replays > 8
         assert_drained(engine)
@@ -347,7 +349,7 @@ def test_a_model_whose_chunks_cannot_be_recorded(
     ) as engine:
         found = results(engine, jobs, later=6)
         assert graphs.num_replays > 20
-        assert {key.chunk_tokens for key in graphs_of(engine.memory)._graphs} == {0, 16}  # type: ignore[attr-defined]
+        assert {key.num_chunk_tokens for key in graphs_of(engine.memory)._graphs} == {0, 16}  # type: ignore[attr-defined]
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
             lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek"
@@ -376,7 +378,7 @@ def test_decodes_that_are_too_many_leave_the_others(graphs: FakeGraphs) -> None:
     graphs.fail = None
     for count in (2, 4, 4):
         bench.decode(*rows[:count])
-    assert graphs.num_replays == 3 and bench.runner.recorder.obstacle is None  # type: ignore[union-attr]
+    assert graphs.num_replays == 3 and bench.runner.recorder.unsupported_reason is None  # type: ignore[union-attr]
 
 
 def test_a_prompt_in_every_step_keeps_nothing_from_being_recorded(graphs: FakeGraphs) -> None:

@@ -374,7 +374,7 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             shutil.copy(Path(second) / name, Path(first) / name)
         results = run_all(engine)
-        assert results["base"].error is None and "were changed" in str(results["late"].error)
+        assert results["base"].error is None and "have changed" in str(results["late"].error)
         (result,) = engine.generate([prompt], GREEDY, adapter=first)
         assert result.num_prefix_hit_tokens == 0
         assert_same_as_lone(lone_with(model, "a1", prompt, GREEDY), result, GREEDY, "changed")
@@ -451,7 +451,7 @@ def test_weights_that_are_not_whole_are_refused_at_once(kind: str, tmp_path: Pat
         changed = {"empty": {**rest, key: weights[key][:0].clone()}, "half": rest, "none": {}}
         safetensors.torch.save_file(changed[kind], path)
     said = {
-        "empty": "rank is at least 1",
+        "empty": "needs a rank of at least 1",
         "half": "is missing some LoRA weights",
         "none": "no weights",
         "pickled": "has no",

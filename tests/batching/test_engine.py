@@ -397,7 +397,7 @@ def test_a_long_call_shows_its_progress(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(streams, "_has_viewer", lambda: has_viewer)
+    monkeypatch.setattr(streams, "_is_interactive", lambda: has_viewer)
     monkeypatch.setattr(streams, "SLOW_SECONDS", seconds)
     with engine_of() as engine:
         engine.generate(prompts(3, 5), {"max_new_tokens": 2}, progress=progress)
@@ -405,15 +405,15 @@ def test_a_long_call_shows_its_progress(
 
 
 def test_a_terminal_has_a_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not streams._has_viewer()
+    assert not streams._is_interactive()
     main, terminal = os.openpty()
     with open(main, "wb"), open(terminal, "w") as file:
         monkeypatch.setattr(sys, "stderr", file)
-        assert streams._has_viewer()
+        assert streams._is_interactive()
     # closed; without a console on Windows; replaced by an object that sends lines to a log
     for no_terminal in (file, None, types.SimpleNamespace(write=str, flush=str)):
         monkeypatch.setattr(sys, "stderr", no_terminal)
-        assert not streams._has_viewer()
+        assert not streams._is_interactive()
 
 
 def collect(outputs: list[RequestOutput]) -> dict[str, tuple[list[int], Any]]:

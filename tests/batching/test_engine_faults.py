@@ -38,7 +38,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 from tests.test_faults import (
     Countdown,
     FailingCriteria,
@@ -1155,23 +1155,23 @@ def test_an_interrupted_generate_leaves_nothing_behind() -> None:
 
 # place -> the object, and its method, that a step calls outside of the forward
 OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
-    "the window opens": lambda loop: (loop.executor, "open"),
+    "the span opens": lambda loop: (loop.executor, "open"),
     "drafts": lambda loop: (loop, "propose"),
     "attention is switched": lambda loop: (loop.executor, "attention"),
     "the schedule": lambda loop: (loop.scheduler, "_schedule"),
     "running rows get tokens": lambda loop: (loop.scheduler, "_continue_running"),
-    "a request is admitted": lambda loop: (loop.scheduler.preemption, "bring_in"),
+    "a request is admitted": lambda loop: (loop.scheduler.preemption, "admit"),
     "blocks are taken": lambda loop: (loop.blocks, "take"),
     "blocks are named": lambda loop: (loop.blocks, "register"),
     "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
     "copies": lambda loop: (loop.blocks, "flush_copies"),
     "adapters are checked": lambda loop: (engine_core, "adapters_for"),
-    "the model is noticed": lambda loop: (loop.executor, "notice_model"),
+    "a model change is handled": lambda loop: (loop.executor, "handle_model_change"),
     "logits are given to requests": lambda loop: (loop.ledger, "deliver"),
     "tokens are applied": lambda loop: (loop.ledger, "apply"),
     "a token is appended": lambda loop: (loop.ledger, "append"),
-    "the window is settled": lambda loop: (loop.executor, "settle"),
-    "the engine rests": lambda loop: (loop.executor, "rest"),
+    "the span is committed": lambda loop: (loop.executor, "commit"),
+    "the engine goes idle": lambda loop: (loop.executor, "go_idle"),
 }
 
 
@@ -1194,7 +1194,7 @@ def failing(
     return raised
 
 
-@pytest.mark.slow_cases("blocks are named-0", "the engine rests-3", "the window is settled-3")
+@pytest.mark.slow_cases("blocks are named-0", "the engine goes idle-3", "the span is committed-3")
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_a_step_that_raises_again_and_again_ends_its_requests(
@@ -1218,7 +1218,7 @@ def test_a_step_that_raises_again_and_again_ends_its_requests(
                 if not engine.has_unfinished:
                     break
         assert set(results) == set(OTHERS)
-        assert num_raised or (not raised and (place, after) == ("the engine rests", 3))
+        assert num_raised or (not raised and (place, after) == ("the engine goes idle", 3))
         for seed, (name, prompt) in enumerate(beside.texts.items()):
             error = results[name].error
             assert error is None or "on purpose" in str(error) or "OnPurpose" in str(error)
@@ -1245,7 +1245,7 @@ def test_a_step_that_raises_once_is_repeated(
         engine.generate([[5, 6]], GREEDY)
         with monkeypatch.context() as patch:
             raised = failing(
-                patch, engine, place, times=1, after=0 if place == "the engine rests" else 1
+                patch, engine, place, times=1, after=0 if place == "the engine goes idle" else 1
             )
             results = engine.generate(texts, GREEDY)
         for prompt, result in zip(texts, results):
@@ -1307,7 +1307,8 @@ def test_an_error_that_blocks_are_short_ends_the_first_that_waits(
             with pytest.raises(OutOfBlocksError):
                 engine.step()
             (output,) = engine.step()
-            assert output.request_id == "b" and isinstance(output.result.error, OutOfBlocksError)  # type: ignore[union-attr]
+            # type: ignore[union-attr]
+            assert output.request_id == "b" and isinstance(output.result.error, OutOfBlocksError)
         results = run_all(engine)
         for name, prompt in (("a", texts[0]), ("c", texts[2])):
             assert_same_as_lone(lone_run(model, prompt, GREEDY), results[name], GREEDY, name)

@@ -62,14 +62,14 @@ def test_logits_wait_for_those_of_the_other_rows_in_copies() -> None:
 def test_after_a_split_each_row_has_what_was_its_own() -> None:
     generation = make([0, 2])
     kept = (SequenceBlocks(), 7)
-    generation.kept[1] = kept
+    generation.kept_blocks[1] = kept
     assert generation.take_logits(LOGITS, {2: 4}) is None
     assert generation.can_split and not generation.is_done
     generation.split()
     first, second, third = generation.parts
-    assert not generation.can_split and not generation.kept
+    assert not generation.can_split and not generation.kept_blocks
     assert [part.rows for part in generation.parts] == [[row] for row in generation.rows]
-    assert second.kept == {0: kept} and second.is_closed and not first.is_closed
+    assert second.kept_blocks == {0: kept} and second.is_closed and not first.is_closed
     assert first.take_logits(None, {}) is None and second.take_logits(None, {}) is None
     found = third.take_logits(None, {})
     assert found is not None and torch.equal(found, LOGITS[4:5])

@@ -308,7 +308,7 @@ def test_no_drafter_is_made_for_a_call_that_asks_for_none() -> None:
     model = models.get("llama")
     with PagedEngine(model, CONFIG) as engine:
         engine.generate(prompts(9), GREEDY)
-        assert engine._core.loop is not None and engine._core.loop.drafter.made is None
+        assert engine._core.loop is not None and engine._core.loop.drafter.instance is None
 
 
 @pytest.mark.parametrize(

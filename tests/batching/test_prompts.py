@@ -723,7 +723,7 @@ def test_positions_may_be_floats() -> None:
     positions = torch.tensor([[[0.0, 0.0, 1.0]]] * 3)
     prompts = Prompts(ids, {"position_ids": positions}, [0])
     assert prompts.positions(0, 2, 5) == [[1, 2, 3]] * 3
-    assert prompts.keys_behind(0, [8, 9]) == [(8, (2, 2, 2), None), (9, (3, 3, 3), None)]
+    assert prompts.keys_after(0, [8, 9]) == [(8, (2, 2, 2), None), (9, (3, 3, 3), None)]
 
 
 def test_prompts_that_differ_in_more_than_floats_begin_alone(forwards: list[int]) -> None:

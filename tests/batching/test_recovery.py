@@ -28,7 +28,7 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.prefix_index import PrefixIndex
 from hf_paged.cache.swap import BlockSwapper
 from hf_paged.generation import batch_call
-from tests.support import interrupts, models
+from tests.support import models, scenarios
 from tests.support.engine_helpers import (
     assert_drained,
     assert_same_as_lone,
@@ -85,8 +85,8 @@ def fail_before(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None
 
 
 @pytest.fixture(scope="module")
-def case() -> Iterator[interrupts.Engine]:
-    made = interrupts.build_engine_in_a_tight_pool("swap")
+def case() -> Iterator[scenarios.Engine]:
+    made = scenarios.build_engine_in_a_tight_pool("swap")
     made.injected = (MemoryError,)
     yield made
     hf_paged.free(made.model)
@@ -97,7 +97,7 @@ def case() -> Iterator[interrupts.Engine]:
 )
 @pytest.mark.parametrize(("owner", "name"), CHANGES, ids=IDS)
 def test_an_engine_goes_on_after_an_exception_behind_any_change(
-    case: interrupts.Engine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    case: scenarios.Engine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     for number in (1, 4):
         with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ RECOVERIES = [(PagedMemory, "recover"), (BlockPool, "recount"), (Scheduler, "rec
     ("owner", "name"), RECOVERIES, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_an_engine_goes_on_after_a_recovery_that_failed(
-    case: interrupts.Engine,
+    case: scenarios.Engine,
     monkeypatch: pytest.MonkeyPatch,
     owner: type,
     name: str,
@@ -446,7 +446,7 @@ def test_outputs_of_a_step_that_cannot_return_them_are_returned_once(has_cleared
 
     model = models.get("llama")
     with PagedEngine(model) as engine:
-        engine._core.unread = FailsOnce()
+        engine._core.pending_outputs = FailsOnce()
         engine.add_request(
             [5, 6, 7], {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1}, request_id="a"
         )

@@ -26,16 +26,16 @@ def test_adopted_sequences_know_their_place() -> None:
     assert all(sequence.request is request for sequence in request.sequences)
 
 
-def test_is_answered_until_an_open_sequence_gets_a_token() -> None:
+def test_awaits_tokens_until_an_open_sequence_gets_one() -> None:
     request = Request("a", [Sequence([1]), Sequence([1])], max_num_tokens=9)
-    assert not request.is_answered
+    assert not request.awaits_tokens
     for sequence in request.sequences:
-        sequence.num_answered_tokens = 1
-    assert request.is_answered
+        sequence.logits_length = 1
+    assert request.awaits_tokens
     request.sequences[1].token_ids.append(5)
-    assert not request.is_answered
+    assert not request.awaits_tokens
     request.sequences[1].is_finished = True
-    assert request.is_answered and request.open_sequences == [request.sequences[0]]
+    assert request.awaits_tokens and request.open_sequences == [request.sequences[0]]
 
 
 def test_status() -> None:

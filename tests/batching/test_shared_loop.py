@@ -397,9 +397,9 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
     options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
 
     def losing(self: Any, generation: Any, loop: StepLoop) -> Any:
-        for row, (blocks, _) in generation.kept.items():
+        for row, (blocks, _) in generation.kept_blocks.items():
             loop.blocks.free(blocks)
-            generation.kept[row] = loop.blocks.new(), 0
+            generation.kept_blocks[row] = loop.blocks.new(), 0
         return lose(self, generation, loop)
 
     monkeypatch.setattr(batch_call.BatchCall, "_result", losing)

@@ -88,7 +88,7 @@ def test_a_request_of_another_precision_does_not_join_unfinished_ones(first: boo
             engine.add_request(prompts[0], GREEDY)
             engine.step()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not first):
-            with pytest.raises(ValueError, match="autocast is to"):
+            with pytest.raises(ValueError, match="autocast uses"):
                 engine.add_request(prompts[1], GREEDY)
             while engine.has_unfinished:
                 engine.step()

@@ -15,7 +15,7 @@ from tests.support import engine_machine
 
 @pytest.mark.slow
 def test_the_engine_under_any_order_of_events() -> None:
-    seen = engine_machine.run(50, 6)
+    seen = engine_machine.run(120, 6)
     assert (
         seen["results"] > 50 and seen["calls"] and seen["cancelled"] and seen["own code raised"]
     ), seen
@@ -29,7 +29,7 @@ def test_blocks_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None
         BlockPool, "release", lambda self, block_ids: release(self, list(block_ids)[1:])
     )
     with pytest.raises(AssertionError, match="refcount"):
-        engine_machine.run(10, 6, shrinks=False)
+        engine_machine.run(60, 6, shrinks=False)
 
 
 @pytest.mark.slow
@@ -45,4 +45,4 @@ def test_a_token_that_is_told_twice_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(PagedEngine, "step", twice)
     with pytest.raises(AssertionError, match="streamed"):
-        engine_machine.run(10, 6, shrinks=False)
+        engine_machine.run(60, 6, shrinks=False)

@@ -41,9 +41,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(quick):
     assert (
         "| heads of | phase |" in printed and "GB/s" in printed and "measured ceilings" in printed
     )
-    assert (directory / "attention-cpu.md").exists() and (
-        directory / "attention-cpu.png"
-    ).stat().st_size < 100_000
+    assert (directory / "attention-cpu.md").exists()
     contenders = {row["contender"] for row in rows}
     assert contenders >= {
         CONTIGUOUS,

@@ -31,7 +31,7 @@ def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_what_is_timed_is_right(stored: str) -> None:
     problem = block_costs.Problem.make(stored, 64, 4, (2, 3, 21, 1), "cpu")
     problem.check(backends.gather, stored)
-    wrong = block_costs.Problem.make(stored, 64, 4, (2, 3, 21, 1), "cpu")
+    wrong = block_costs.Problem.make(stored, 64, 4, (2, 3, 21, 2), "cpu")
     with pytest.raises(RuntimeError, match="other numbers than the reference"):
         problem.check(_Other(wrong), stored)
 
@@ -40,7 +40,7 @@ class _Other:
     """A backend that attends to the wrong K/V."""
 
     def __init__(self, problem: block_costs.Problem) -> None:
-        self.blocks = problem.layers[0]
+        self.blocks = problem.calls[1].blocks  # of another layer
 
     def attend(self, call: backends.AttentionCall) -> torch.Tensor:
         return backends.reference.attend(call._replace(blocks=self.blocks))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.kernels.aot import ROOT
+from tests.support.tools import ROOT
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or importlib.util.find_spec("triton") is None,

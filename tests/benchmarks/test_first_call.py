@@ -8,40 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import first_call
-from benchmarks.machine import facts
 
 
-def test_the_section_has_the_parts_and_the_target() -> None:
-    plain = {"system": "plain", "turns": 3, "first": 2.0, "later": 1.5, "range": [1.9, 2.2]}
+def test_the_target_is_told_beside_the_table() -> None:
     rows = [
-        plain | dict.fromkeys(first_call.PARTS, 0.0),
-        plain
-        | {"system": "paged", "first": 2.75, "self_check": 0.5, "build": 0.125, "record": 0.25},
-        plain
-        | {
-            "system": "compiling",
-            "first": 20.5,
-            "turns": 1,
-            "self_check": 0.5,
-            "build": 18,
-            "record": 0.25,
-        },
+        {"case": "first call", "system": name, "seconds": [1.9, 2.0]} for name in ("plain", "x")
     ]
-    data = {
-        "machine": facts(),
-        "model": "llama-100m",
-        "dtype": "bfloat16",
-        "new_tokens": 64,
-        "rows": rows,
-    }
-    said = "\n\n".join(first_call.show([data]))
-    assert "here 4.00 s" in said and "64 new, `llama-100m` in bfloat16" in said
-    assert said.splitlines()[-3:] == [
-        "| plain `generate` | 2.00 (1.90 to 2.20) |  |  |  | 1.50 |",
-        "| paged, kernels compiled before | 2.75 (1.90 to 2.20) | 0.50 | 0.12 | 0.25 | 1.50 |",
-        "| paged, compiling | 20.50 | 0.50 | 18.00 | 0.25 | 1.50 |",
-    ]
-    assert len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
+    assert list(first_call.limit(rows)) == ["1.5 times plain's time and 1 s more are 3.92 s."]
 
 
 @pytest.mark.slow
@@ -51,7 +24,9 @@ def test_quick_prints_and_writes_its_rows(
 ) -> None:
     path = tmp_path / "rows.json"
     first_call.main(["--quick", "--dtype", "float32", "--json", str(path)])
-    plain, compiling = json.loads(path.read_text())["rows"]
-    assert plain["self_check"] == plain["build"] == plain["record"] == 0
-    assert all(0 < compiling[part] < compiling["first"] for part in ("self_check", "build"))
-    assert "paged, compiling" in capsys.readouterr().out
+    plain, paged, compiling = json.loads(path.read_text())["rows"]
+    assert not any(plain["figures"][part] for part in first_call.PARTS.values())
+    for part in ("self-check, s", "kernels, s"):
+        assert 0 < compiling["figures"][part] < compiling["seconds"][0]
+    assert paged["figures"]["kernels, s"] < compiling["figures"]["kernels, s"]
+    assert "| compiling | paged |" in capsys.readouterr().out

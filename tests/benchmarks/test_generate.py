@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import arrivals, generate, generate_tables, kv_memory, report
+from benchmarks import arrivals, generate, generate_tables, kv_memory, report, runner
 from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
-from benchmarks.generate_tables import Result
 from benchmarks.models import SHAPES, build
+from benchmarks.runner import Turn
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload, poisson_times, sharegpt_like
 
@@ -112,8 +112,8 @@ class Short(System):
 def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model, no_gc):
     workload = replace(WORKLOADS["W1"].scaled(0.1, 0.05), target=None)
     systems = {"plain": Generate(), "failing": Failing(), "short": Short(), "engine": Engine()}
-    results = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
-    rows = {row["system"]: row for row in generate_tables.rows_of(results)}
+    found = generate.run(model, TINY, workload, systems, repeats=2)
+    rows = {row["system"]: row for row in generate_tables.rows_of(workload, found, 1e-6)}
     assert rows["failing"]["time"] == "failed: RuntimeError: out of luck"
     assert rows["short"]["time"].startswith("failed: RuntimeError: gave ")
     assert rows["engine"]["turns"] == 2 and rows["engine"]["equal"] == "100%"
@@ -135,17 +135,13 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), target=1.0)
     calls: list[str] = []
     systems = {name: Asleep(name, calls) for name in ("plain", "ours", "engine")}
-    found = generate.run(
-        model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=math.inf
-    )
-    assert [len(result.seconds) for result in found] == [4, 4, 4]
+    found = generate.run(model, TINY, workload, systems, repeats=4, fewest=2, until=math.inf)
+    assert [len(turns) for turns in found.values()] == [4, 4, 4]
     order = ["plain", "ours", "engine"]
     assert calls == order[::-1] + (order + order[::-1]) * 2  # the first warms up
     calls.clear()
-    found = generate.run(
-        model, TINY, workload, systems, repeats=4, floor=1e-6, fewest=2, until=0.0, first=8
-    )
-    assert [len(result.seconds) for result in found] == [2, 2, 2] and calls[3:6] == order
+    found = generate.run(model, TINY, workload, systems, repeats=4, fewest=2, until=0.0, first=8)
+    assert [len(turns) for turns in found.values()] == [2, 2, 2] and calls[3:6] == order
     prompts = {repeat: workload.batch(repeat, TINY.vocab).prompts[0] for repeat in (0, 8)}
     assert prompts[0] != prompts[8]
 
@@ -156,14 +152,13 @@ def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     engine = Engine()
     small = SmallPool(of=engine)
     systems = {"plain": Generate(), "engine": engine, generate.SMALL_POOL: small}
-    found = generate.run(model, TINY, workload, systems, repeats=2, floor=1e-6)
-    by_name = {result.system: result for result in found}
-    assert (
-        not by_name[generate.SMALL_POOL].problem and len(by_name[generate.SMALL_POOL].seconds) == 2
-    )
-    assert by_name[generate.SMALL_POOL].kv_bytes <= by_name["engine"].kv_bytes / 3
-    lines = kv_memory.of_results(
-        found, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks
+    found = generate.run(model, TINY, workload, systems, repeats=2)
+    rows = generate_tables.rows_of(workload, found)
+    by_name = {row["system"]: row for row in rows}
+    assert by_name[generate.SMALL_POOL]["turns"] == 2
+    assert by_name[generate.SMALL_POOL]["kv_mib"] <= by_name["engine"]["kv_mib"] / 3
+    lines = kv_memory.of_rows(
+        rows, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks
     )
     assert [line.what for line in lines] == ["W2 peak", "W2 in a third of its peak"]
     assert (
@@ -174,22 +169,17 @@ def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
         SmallPool(of=Engine())(model, TINY, workload, workload.batch(0, TINY.vocab))
 
 
+def turns_of(seconds, row, **figures):
+    """Turns that return `row`."""
+    figures = {"cpu_s": 1.0, "tokens": 10, **figures}
+    return [Turn(one, [row], figures) for one in seconds]
+
+
 def test_turns_of_a_second_process_are_added_to_those_of_the_first():
-    first = Result("W6", "ours", 1.0, tokens=4, seconds=[1.0], cpu_seconds=[1.0], equal=[1.0])
-    first.add(
-        Result(
-            "W6",
-            "ours",
-            1.0,
-            tokens=4,
-            seconds=[2.0, 3.0],
-            cpu_seconds=[2.0, 3.0],
-            equal=[0.5, 0.0],
-        )
-    )
-    row = generate_tables.rows_of(
-        [Result("W6", "plain", seconds=[2.0, 2.0, 3.0], cpu_seconds=[1.0]), first]
-    )[1]
+    plain, first = turns_of([2.0, 2.0, 3.0], [1, 2]), turns_of([1.0], [1, 2])
+    second = turns_of([2.0], [1, 3]) + turns_of([3.0], [4, 5])
+    found = runner.joined([{"plain": plain, "ours": first}, {"ours": second}])
+    row = generate_tables.rows_of(WORKLOADS["W6"], found, processes=2)[1]
     assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
 
 
@@ -198,7 +188,7 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
     def dies(*_):
         raise RuntimeError("no process")
 
-    monkeypatch.setattr(generate, "apart", dies)
+    monkeypatch.setattr(runner, "in_processes", dies)
     monkeypatch.setitem(
         WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
     )
@@ -223,27 +213,19 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
 
 
 def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
-    results = [
-        Result("W2", "plain, batch 16", 2.0, tokens=10, seconds=[9.0], cpu_seconds=[9.0]),
-        Result("W2", "plain, batch 32", 2.0, tokens=10, seconds=[4.0, 6.0], cpu_seconds=[4.0, 6.0]),
-        Result("W2", "ours", 2.0, tokens=10, floor=1.0, seconds=[2.0, 2.0], cpu_seconds=[2.0, 2.0]),
-        Result(
-            "W2",
-            "generate_batch",
-            2.0,
-            tokens=10,
-            seconds=[20.0],
-            cpu_seconds=[20.0],
-            kv_bytes=1 << 21,
-        ),
-        Result("W2", "vLLM", 2.0, problem="not installed"),
-    ]
-    rows = generate_tables.rows_of(results)
+    found = {
+        "plain, batch 16": turns_of([9.0], [1]),
+        "plain, batch 32": turns_of([4.0, 6.0], [1]),
+        "ours": turns_of([2.0, 2.0], [1]),
+        "generate_batch": turns_of([20.0], [1], kv_mib=2.0),
+        "vLLM": ["not installed"],
+    }
+    rows = generate_tables.rows_of(WORKLOADS["W2"], found, 1.0)
     assert [row.get("plain_over") for row in rows] == [4 / 9, 1.0, 2.5, 0.2, None]
     assert [row.get("target") for row in rows] == ["", "", "at least 2: met", "", None]
     assert rows[2]["roofline_share"] == "50%" and rows[2]["tokens_per_s"] == 5.0
     assert rows[3]["kv_mib"] == 2.0 and rows[4]["time"] == "not installed"
-    peers = generate_tables.peer_rows(results)
+    peers = generate_tables.peer_rows(rows)
     assert [(row["time over"], row["ratio"], row["target"]) for row in peers] == [
         ("ours", 10.0, "at least 6: met")
     ]

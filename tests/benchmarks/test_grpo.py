@@ -24,10 +24,8 @@ def test_quick_prints_and_writes_its_rows(
         hf_paged.uninstall()
         hf_paged.install()
     rows = json.loads(path.read_text())["rows"]
-    assert [row["prompts"] for row in rows] == [1, 4]
+    assert [row["system"] for row in rows] == ["plain", "paged", "generate_batch"] * 2
     for row in rows:
-        assert row["equal"] and row["road"] == "engine"
-        assert row["rollouts"]["paged"] > 0 and row["training"]["plain"] > row["rollouts"]["plain"]
-        assert row["rollouts"]["generate_batch"] > 0
-    out = capsys.readouterr().out
-    assert "rollouts: 4 steps of 4 x 8 x 6 tokens |" in out and "tokens, by `generate_batch`" in out
+        assert row["equal"] == 1 and row["figures"]["training, s"] > row["seconds"][0] > 0
+        assert row["figures"]["route"] == ("plain" if row["system"] == "plain" else "engine")
+    assert "rollouts: 4 steps of 4 x 8 x 6 tokens |" in capsys.readouterr().out

@@ -5,30 +5,29 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks import lora, parallel, report, virtual
-from benchmarks.paper import article, plots, vattention
+from benchmarks import parallel, readme, report, runner, virtual
+from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
-from benchmarks.sections import papers
+from benchmarks.sections import earlier, papers
 from hf_paged.kernels import VARIABLE
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 
 
 def process(size):
-    return {"case": {"id": [float(os.getpid())] * size.turns}}
+    yield runner.Case("case", {"id": lambda turn: float(os.getpid())})
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_half_of_the_turns_are_in_a_second_process():
     here, two = measured(process, TINY), replace(TINY, turns=2, processes=2)
-    assert here == {"case": {"id": [os.getpid()]}}
-    first, again, second, last = measured(process, two)["case"]["id"]
+    assert here["case"]["id"]["seconds"] == [os.getpid()]
+    first, again, second, last = measured(process, two)["case"]["id"]["seconds"]
     assert first == again != second == last and os.getpid() not in (first, second)
     assert FULL.turns * FULL.processes >= 15 and FULL.processes == 2
     assert said([1.0, 1.1, 1.2], two) == "1.100 (1.000..1.200), 3 turns in 2 processes"
@@ -66,7 +65,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
 
     own = MemoryFile.map
     with virtual.mmaps() as sizes:
-        vattention.map_seconds(1 << 16, 1 << 20)
+        vattention.map_seconds(0, 1 << 16, 1 << 20, writes=True)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 
@@ -88,39 +87,6 @@ def rows_of(table: str, details: list[dict]) -> list[dict]:
     ]
 
 
-@pytest.mark.slow
-def test_pictures_come_once_all_of_their_tables_are_there(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    speeds = {"blocks": 1.0, "virtual": 2.0}
-    rows = [
-        *rows_of("prefill", [{"context": n, "tokens_per_second": speeds} for n in (32, 64)]),
-        *rows_of(
-            "decode",
-            [{"rows": n, "tokens_per_second": speeds} for n in (1, 2)] + [{"bytes_per_second": 1}],
-        ),
-        *rows_of(
-            "allocation",
-            [{"page_bytes": 4096, "bytes": 1, "map_seconds": [1.0], "write_seconds": [2.0]}],
-        ),
-    ]
-    assert plots.vattention(rows, "", tmp_path / "a.png") is None
-    rows += rows_of("spikes", [{"mechanism": "on demand", "step_ms": [1.0, 2.0]}])
-    assert plots.vattention(rows, "", tmp_path / "a.png").stat().st_size > 5000
-    seconds = {"swap": 1.0, "recompute": 2.0}
-    rows = [
-        *rows_of(
-            "sweep",
-            [
-                {"block_size": 16, "published": 1.0, "ratios": [1.0]},
-                {"block_size": 16, "published": 3},
-            ],
-        ),
-        *rows_of("preempted", [{"block_size": 16, "seconds": seconds}]),
-        *rows_of("scaling", [{"model": "LLaMA-7B", "gpus": 1, "ours": 3.0}]),
-    ]
-    assert plots.article(rows, "", tmp_path / "b.png").stat().st_size > 5000
-
-
 def test_the_text_has_the_tables_that_were_run():
     data = {**report.result(papers.PAPER)}
     run = next(iter(data["runs"].values()))
@@ -136,41 +102,25 @@ def test_the_text_has_the_tables_that_were_run():
 
 
 def test_results_of_two_processes_are_one_table():
-    facts = report.result("tiers-cpu-1")["facts"]
-    line = {"tokens_per_second": 8.0, "forwards": 2, "loads": 0, "equal": "yes"}
     turns = {"together": [1.0, 1.0], "one adapter a forward": [4.0, 4.0], "one adapter": [0.9, 0.9]}
+    over = {"one adapter a forward": 3.0, "one adapter": 1.2}
     rows = [
-        {"system": name, "seconds": s[0], "seconds_by_turn": s, **line} for name, s in turns.items()
+        {"case": "8 rows", "system": name, "seconds": seconds, "over": over, "figures": {"n": 2}}
+        for name, seconds in turns.items()
     ]
-    shown = "".join(lora.show([{"title": "8 rows", "rows": rows}] * 2))
-    assert (
-        "| together | 4, 2 | 1 | 8 |" in shown and "4.00 (4.00 to 4.00), at least 3: met" in shown
+    rows = runner.pooled([{"rows": rows}] * 2)
+    (line, *_) = runner.table(rows).splitlines()[2:]
+    assert line == (
+        "| 8 rows | together | 4, 2 | 1 (1 to 1) | 4.00 (4.00 to 4.00), at least 3: met |"
+        " 0.90 (0.90 to 0.90), at least 1.2: not met | 2 |"
     )
-    cases = [{"what": "decode", "case": "DynamicCache", "seconds": [1.0] * 3, "target": None}]
-    cases += [{"what": "decode", "case": "virtual", "seconds": [2.0] * 3, "target": 0.95}]
-    cases += [{"what": "bytes", "case": "virtual", "ratio": 0.2, "target": 0.25, "bytes after": 0}]
-    shown = "".join(virtual.BENCHMARK.shown([{"machine": facts, "rows": cases}] * 2))
-    assert (
-        "| decode | virtual | 6, 2 | 2000 | 2.000 (2.000 to 2.000) | at most 0.95: not met |"
-        in shown
-    )
-    assert "at most 0.25: met | 0 bytes when all rows are gone |" in shown
-    row = {
-        "seconds": 1.0,
-        "tokens_s": 5.0,
-        "kv_bytes": 2**21,
-        "turns": 1,
-        "seconds_by_turn": [1.0],
-        "equal": "yes",
-    }
-    run = {
-        "facts": facts,
-        **{"model": "m", "prompts": 1, "new_tokens": 1},
-        "rows": [{"processes": 1, **row}],
-        "computed": parallel.scaling(),
-    }
-    shown = "".join(parallel.show([run, run]))
-    assert (
-        "| 1 | 2, 2 | 1 (1 to 1) | 5 | 2 | equal |" in shown
-        and "Computed from data sheets, not measured" in shown
-    )
+
+
+@pytest.mark.parametrize("module", [*readme.BEFORE, *readme.AFTER])
+def test_earlier_results_have_the_rows_of_today(module):
+    for names in module.BENCHMARK.results:
+        for group in earlier.groups(names):
+            for data in group:
+                assert data["rows"] and data["facts"]["revision"]
+                assert all(row["case"] and row["system"] for row in data["rows"])
+            assert "| case | system |" in "".join(module.BENCHMARK.shown(group))

@@ -19,7 +19,7 @@ from benchmarks.workloads import WORKLOADS
 ROOT = Path(peers.__file__).parent
 ECHO = """
 import json, sys
-print(json.dumps({"ready": True}), flush=True)
+print(json.dumps({"ready": True, "settings": "an echo"}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     copies = range(asked["rows_per_prompt"])
@@ -30,12 +30,13 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("name", peers.TITLES)
 def test_every_peer_has_exact_versions(name: str) -> None:
-    lines = [
-        line for line in (ROOT / f"{name}.txt").read_text().splitlines() if not line.startswith("#")
-    ]
+    worker = peers.ENGINES[name].worker
+    path = ROOT / f"{name}.txt"
+    path = path if path.exists() else ROOT / f"{worker}.txt"
+    lines = [line for line in path.read_text().splitlines() if line[0] not in "#-"]
     assert lines and all(line.count("==") == 1 for line in lines)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "worker.py"), name, "/nowhere", "1"],
+        [sys.executable, str(ROOT / "worker.py"), worker, "/nowhere", "1", "{}"],
         capture_output=True,
         text=True,
         input="",
@@ -62,14 +63,26 @@ def test_a_worker_answers_in_its_own_process(
     )
     system.free()
     assert isinstance(system, peers.Peer) and system._process is None and system._folder is None
-    with pytest.raises(NotAvailable, match="greedy and sampling only"):
-        system(model, shape, WORKLOADS["W5"], batch)
+    assert system.settings == "an echo"
+    with pytest.raises(NotAvailable, match="it has no beams"):
+        peers.Peer("llamacpp")(model, shape, WORKLOADS["W5"], batch)
+
+
+def test_an_engine_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"vendor_id": "GenuineIntel", "flags": "avx512f"}
+    monkeypatch.setattr(peers.machine, "told", told.__getitem__)
+    assert peers.Peer("vllm_zen").reason("cpu", 1) == "skipped: made for AMD's Zen with AVX512"
+    told["vendor_id"] = "AuthenticAMD"
+    assert not peers.Peer("vllm_zen").reason("cpu", 8)
+    assert peers.Peer("openvino").reason("cuda", 1) == "skipped: runs on the CPU"
+    monkeypatch.setenv("HF_PAGED_PEER_VLLM", "/opt/vllm/bin/python")
+    assert peers.environment("vllm") == Path("/opt/vllm/bin/python")
 
 
 def test_a_peer_makes_its_own_8_bit_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "worker.py").write_text(f"import sys\nassert sys.argv[4:] == ['int8']\n{ECHO}")
+    (tmp_path / "worker.py").write_text(f"import sys\nassert 'int8\": true' in sys.argv[4]\n{ECHO}")
     monkeypatch.setattr(peers, "_HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)

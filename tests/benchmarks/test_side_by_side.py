@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import side_by_side
+from benchmarks import runner, side_by_side
 
 
 @pytest.mark.slow
@@ -22,29 +22,26 @@ def test_quick_prints_and_writes_its_rows(
         ["--quick", "--only", "Bloom|Bamba tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)]
     )
     rows = json.loads(path.read_text())["runs"][0]["rows"]
-    found = [(row["model"], row["workload"]) for row in rows]
     even, stragglers = side_by_side.WORKLOADS
-    assert sorted(found) == sorted(
-        [("Bloom", even), ("Bloom", stragglers), ("Bamba", stragglers), ("Qwen2.5-VL", even)]
-        + [("Qwen2.5-VL", stragglers), ("Whisper", even)]
-    )
+    expected = [("Bloom", even), ("Bloom", stragglers), ("Bamba", stragglers)]
+    expected += [("Qwen2.5-VL", even), ("Qwen2.5-VL", stragglers), ("Whisper", even)]
+    names = {f"{model}, tiny, {workload}" for model, workload in expected}
+    assert {row["case"] for row in rows} == names and len(rows) == 3 * len(names)
     for row in rows:
-        assert row["size"] == "tiny" and row["generate"]["road"].startswith("engine")
-        assert row["generate"]["equal"] and row["engine"]["equal"]
-    assert "| Bloom | tiny |" in capsys.readouterr().out
+        assert row["equal"] == 1 and (
+            row["system"] == "plain" or row["figures"]["route"] == "engine"
+        )
+    assert "| Bloom, tiny, 16 new | engine |" in capsys.readouterr().out
 
 
-def test_rows_take_the_place_of_older_ones() -> None:
-    def row(model: str, ratio: float) -> dict[str, Any]:
-        return {"model": model, "size": "tiny", "workload": "16 new", "ratio": ratio}
+def test_cases_take_the_place_of_older_ones() -> None:
+    def row(case: str, seconds: float) -> dict[str, Any]:
+        return {"case": case, "seconds": [seconds]}
 
-    runs = side_by_side.added([], {"machine": 1, "rows": [row("a", 1.0), row("b", 1.0)]})
-    runs = side_by_side.added(runs, {"machine": 2, "rows": [row("b", 2.0)]})
-    assert runs == [
-        {"machine": 1, "rows": [row("a", 1.0)]},
-        {"machine": 2, "rows": [row("b", 2.0)]},
-    ]
-    assert side_by_side.added(runs, {"machine": 3, "rows": [row("a", 3.0)]})[0]["machine"] == 2
+    runs = runner.added([], {"facts": 1, "rows": [row("a", 1.0), row("b", 1.0)]})
+    runs = runner.added(runs, {"facts": 2, "rows": [row("b", 2.0)]})
+    assert runs == [{"facts": 1, "rows": [row("a", 1.0)]}, {"facts": 2, "rows": [row("b", 2.0)]}]
+    assert runner.added(runs, {"facts": 3, "rows": [row("a", 3.0)]})[0]["facts"] == 2
 
 
 def test_every_shape_of_100m_is_about_that_large() -> None:

@@ -16,7 +16,7 @@ def test_quick_prints_and_writes_its_rows(
 ) -> None:
     path = tmp_path / "rows.json"
     threads.main(["--quick", "--dtype", "float32", "--json", str(path)])
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["dtype"] == "float32" and row["paged"]["throughput"] == 1
-    assert all(row[system]["equal_tokens"] == 1 for system in threads.SYSTEMS)
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 5 and {row["case"] for row in rows} == {"llama-tiny, float32"}
+    assert all(row["equal"] == 1 and len(row["seconds"]) == 2 for row in rows)
     assert "paged in 8 threads" in capsys.readouterr().out

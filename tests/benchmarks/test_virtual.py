@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memo
 
 
 def test_pages_of_beams_and_samples_are_counted() -> None:
-    rows = virtual.physical("")
-    assert [row["bytes after"] for row in rows] == [0, 0]
-    assert all(row["target"].endswith(": met") for row in virtual.pooled([{"rows": rows}]))
+    for rows, limit in ((8, 0.25), (16, 0.20)):
+        share, after = virtual.pages_of(rows, 32)
+        assert 0 < share <= limit and after == 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ pytest.importorskip("httpx")
 
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from hf_paged.grammar import Grammars
+from hf_paged.grammar import GrammarCompiler
 from hf_paged.tools import served_request, serving
 
 from .served_app import App, save_text_model, served
@@ -105,7 +105,7 @@ def test_others_are_answered_while_a_schema_is_compiled(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(lambda *args: any_token, lambda self, options, *others: options.schema is not None)
-    monkeypatch.setattr(Grammars, "processor", held.method())
+    monkeypatch.setattr(GrammarCompiler, "processor", held.method())
     form = {"type": "json_object"}
     answer = held.check_others_are_answered(app, lambda: app.chat("x", response_format=form))
     assert answer["usage"]["completion_tokens"] == 6
@@ -116,7 +116,7 @@ def test_schemas_that_take_long_are_refused(app: App, monkeypatch: pytest.Monkey
     """... those of others, too, once they take all threads; then they are compiled again."""
     monkeypatch.setattr(serving, "COMPILE_SECONDS", 0.05)
     held = Held(lambda *args: any_token, lambda self, options, *others: options.schema is not None)
-    monkeypatch.setattr(Grammars, "processor", held.method())
+    monkeypatch.setattr(GrammarCompiler, "processor", held.method())
     body = {"messages": messages("x"), "max_tokens": 4, "response_format": {"type": "json_object"}}
     try:
         refusals = [app.post(**body, stream=stream) for stream in (False, True, False)]

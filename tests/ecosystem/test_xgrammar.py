@@ -20,7 +20,7 @@ pytest.importorskip("xgrammar")
 
 import hf_paged
 from hf_paged.batching.arguments import RequestOptions
-from hf_paged.grammar import Grammars
+from hf_paged.grammar import GrammarCompiler
 from tests.support import models
 from tests.support.models import BOS, EOS, PAD, get, token_ids
 
@@ -61,7 +61,7 @@ def _plain(
     model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str
 ) -> list[list[int]]:
     """Rows of plain `generate` with our processor, which is a transformers `LogitsProcessor`."""
-    processor = Grammars().processor(RequestOptions(**asked), tokenizer(), model)
+    processor = GrammarCompiler().processor(RequestOptions(**asked), tokenizer(), model)
     assert processor is not None
     processor.set_stop_tokens(torch.tensor([EOS]))
     torch.manual_seed(7)

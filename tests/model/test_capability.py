@@ -173,7 +173,7 @@ def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str
     assert reason(model) is None
     shift(model)  # then no longer packed
     layout = choose_layout(model, cache_for(model))
-    assert "standard deviations" in str(layout.unsupported_reason) and not layout.side_by_side
+    assert "standard deviations" in str(layout.unsupported_reason) and not layout.is_side_by_side
 
 
 @pytest.mark.parametrize("where", ["model", "lm_head", "model.layers.1"])

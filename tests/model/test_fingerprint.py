@@ -283,10 +283,10 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_cannot_be_seen_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Small()
-    assert ModelState(model).unseen is None
+    assert ModelState(model).undetectable is None
     model.activation.forward = CHANGING[name]
     assert fingerprint(model) is None and "its code reads" in caplog.text
-    assert "its code reads" in str(ModelState(model).unseen)
+    assert "its code reads" in str(ModelState(model).undetectable)
 
 
 # as transformers' and diffusers'
@@ -296,7 +296,7 @@ lazy = type("Lazy", (ModuleType,), {"__module__": "lazy_loader"})("other_package
 def test_user_code_may_name_a_lazy_module() -> None:
     model = Small()
     model.activation.forward = lambda x: x * lazy.factor
-    assert ModelState(model).unseen is None
+    assert ModelState(model).undetectable is None
 
 
 def test_an_engine_that_the_model_holds_does_not_count() -> None:

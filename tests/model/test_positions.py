@@ -11,7 +11,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_paged.model.positions import PositionReads, Table, num_positions, shorten
+from hf_paged.model.positions import PositionReads, PositionTable, num_positions, shorten
 from hf_paged.model.trial import Trial
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -199,10 +199,13 @@ def test_each_way_to_read_one_place() -> None:
         with PositionReads(3, model) as found:
             read()
         is_parameter = name in ("embedding", "index", "select")
-        assert Table(9, 2, is_parameter) in found.tables, name
+        assert PositionTable(9, 2, is_parameter) in found.tables, name
     for name in ("embedding", "index", "select", "gather"):
         place.fill_(9)
-        with pytest.raises(IndexError, match="place 9 is read of 9"), PositionReads(3, model):
+        with (
+            pytest.raises(IndexError, match="index 9 is read of an axis of 9"),
+            PositionReads(3, model),
+        ):
             reads[name]()
     with PositionReads(3, model) as found:
         torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)
@@ -211,7 +214,7 @@ def test_each_way_to_read_one_place() -> None:
     assert not found.tables
     with PositionReads(3, model) as found:
         computed[:, 9 - 6 :]
-    assert found.tables == {Table(9, 2, False)}
+    assert found.tables == {PositionTable(9, 2, False)}
 
 
 def test_buffers_are_cut_and_parameters_are_not() -> None:

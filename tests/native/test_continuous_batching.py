@@ -35,10 +35,10 @@ from transformers.generation.continuous_batching import (
 
 import hf_paged
 from hf_paged.native import manager_thread
-from hf_paged.native.manager_config import LEFT, MAPPED, paged_config
+from hf_paged.native.manager_config import IGNORED, MAPPED, paged_config
 from tests.batching.test_engine_faults import OUTSIDE, failing
 from tests.support import models
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 from tests.test_faults import OnPurpose
 
 GREEDY = GenerationConfig(max_new_tokens=8, do_sample=False)
@@ -1272,13 +1272,13 @@ def test_managers_of_several_threads_share_a_model() -> None:
 @pytest.mark.slow
 def test_every_field_of_the_config_is_mapped_or_left() -> None:
     known = {field.name for field in fields(ContinuousBatchingConfig)}
-    assert known <= {*MAPPED, *LEFT} and not set(MAPPED) & set(LEFT)
+    assert known <= {*MAPPED, *IGNORED} and not set(MAPPED) & set(IGNORED)
 
 
 @pytest.mark.slow
 def test_the_guide_has_the_tables() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "integrations.md").read_text()
-    for name, meaning in (MAPPED | LEFT).items():
+    for name, meaning in (MAPPED | IGNORED).items():
         assert f"| `{name}` | {meaning} |" in guide
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_paged.ranks import signals as rank_signals
-from hf_paged.ranks.signals import PatientLock, held
+from hf_paged.ranks.signals import PatientLock, deferring_signals
 
 pytestmark = pytest.mark.usefixtures("sigint")
 
@@ -95,9 +95,9 @@ def test_a_handler_that_raises_waits_for_the_end_of_bookkeeping(name: str) -> No
     reached: list[str] = []
     before = signal.signal(getattr(signal, name), handle)
     try:
-        with pytest.raises(Nowhere), held():
+        with pytest.raises(Nowhere), deferring_signals():
             signal.raise_signal(getattr(signal, name))
-            with held():
+            with deferring_signals():
                 reached.append("inner")
             reached.append("outer")
         assert reached == ["inner", "outer"]
@@ -126,7 +126,7 @@ def test_a_handler_that_raises_before_the_next_is_put_back_leaves_none_out(
     fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
     monkeypatch.setattr(rank_signals, "_signal", fake)
     try:
-        with pytest.raises(Nowhere), held():
+        with pytest.raises(Nowhere), deferring_signals():
             pass
         assert [signal.getsignal(number) for number in numbers] == [handle] * len(numbers)
     finally:

@@ -195,7 +195,7 @@ class Watch:
             for (row, target, _), draft in zip(wanted, found):
                 assert draft is not None
                 scores = draft.scores if isinstance(draft, DrawnDraft) else torch.stack(logits[row])
-                drawn = row.sequence.token_ids[row.num_followed :]
+                drawn = row.sequence.token_ids[row.num_target_tokens :]
                 self.ours[tuple(target.token_ids)] = drawn, scores
             return found
 

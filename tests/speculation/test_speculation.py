@@ -96,8 +96,8 @@ def with_oracles(engine: PagedEngine, texts: list[list[int]], seed: int = 0) -> 
 
 def drafted_rows(engine: PagedEngine) -> dict[Generation, Source]:
     loop = engine._core.loop
-    assert loop is not None and isinstance(loop.drafter.made, Speculator)
-    return loop.drafter.made.rows
+    assert loop is not None and isinstance(loop.drafter.instance, Speculator)
+    return loop.drafter.instance.rows
 
 
 # --------------------------------------------------------------------------------------- generate
@@ -797,7 +797,7 @@ def test_a_row_that_is_never_right_stops_proposing() -> None:
     assert 0 < proposed < 60 and length.choose(0.1, 16) == 16
     pauses = []
     for _ in range(8):
-        length.find_nothing()
+        length.observe_no_draft()
         pauses.append(length.pause)
     assert pauses == [0, 1, 3, 7, 15, 16, 16, 16]
 
@@ -826,7 +826,7 @@ def test_texts_of_others_are_bounded() -> None:
     for number in range(INDEX_SIZE + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert (
-        len(index._behind) == INDEX_SIZE
+        len(index._continuations) == INDEX_SIZE
         and not index.find([0, 0, 0])
         and index.find([INDEX_SIZE, 0, 0]) == [1]
     )
@@ -872,7 +872,7 @@ def test_speculative_sampling_keeps_the_distribution() -> None:
     seen = [0] * 16
     for token, level in zip(drawn, levels):
         draft = DrawnDraft([token], proposal)
-        draft.levels = level[None]
+        draft.uniforms = level[None]
         seen[int(draft.sample(probs, generator))] += 1
     expected = probs[0] * count
     statistic = float(((torch.tensor(seen) - expected) ** 2 / expected).sum())

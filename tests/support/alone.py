@@ -6,18 +6,16 @@ runs there. A test that asks for a missing room is skipped, with the room's name
 counts the tests; the exit code is pytest's, or 1 if fewer than N tests passed.
 """
 
-import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 from hf_paged.rooms import ROOMS
+from tests.support import tools
+from tests.support.tools import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("hf_paged", "tests", "examples", "docs", "benchmarks", ".ci", ".github")
 
 # Read at every start of Python, before the `sitecustomize` that it hides. Without it an editable
@@ -50,24 +48,8 @@ def take_away(root: Path, rooms: list[str]) -> None:
             (folder / f"{name}.py").unlink(missing_ok=True)
 
 
-def counts(report: Path) -> tuple[int, int, int]:
-    """Numbers of tests that passed, were skipped, and failed, in pytest's XML."""
-    passed, skipped, failed = 0, 0, 0
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        outcomes = {outcome.tag for outcome in case}
-        if outcomes & {"failure", "error"}:
-            failed += 1
-        elif "skipped" in outcomes:
-            skipped += 1
-        else:
-            passed += 1
-    return passed, skipped, failed
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__)
     parser.add_argument("--without", default=",".join(ROOMS), help="rooms, with commas")
     parser.add_argument("--least", type=int, default=0, help="tests that must pass")
     arguments, options = parser.parse_known_args()
@@ -78,20 +60,18 @@ def main() -> None:
         for source in ROOT.iterdir():
             target = Path(folder) / source.name
             if source.name in FOLDERS:
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, target, ignore=ignored)
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             elif source.is_file():
                 shutil.copy(source, target)
         take_away(Path(folder), rooms)
         (Path(folder) / "sitecustomize.py").write_text(NOT_INSTALLED)
-        report = Path(folder) / "tests.xml"
-        plugins = ["-p", "no:cacheprovider", "--junitxml", str(report)]
-        command = [sys.executable, "-m", "pytest", *plugins, "-rfEs", *options]
+        command = tools.module("pytest", "-p", "no:cacheprovider", "-rfEs", *options)
         variables = {**os.environ, "PYTHONPATH": folder}  # before the installed project
-        code = subprocess.run(command, cwd=folder, env=variables).returncode
-        passed, skipped, failed = counts(report) if report.exists() else (0, 0, 0)
-    print(f"without {', '.join(rooms)}: {passed} passed, {skipped} skipped, {failed} failed")
-    if not code and passed < arguments.least:
+        code, found = tools.run_counted(command, cwd=folder, env=variables)
+    found["failed"] += found["error"] + found["errors"]
+    told = ", ".join(f"{found[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
+    print(f"without {', '.join(rooms)}: {told}")
+    if not code and found["passed"] < arguments.least:
         print(f"at least {arguments.least} tests must pass", file=sys.stderr)
         code = 1
     sys.exit(code)

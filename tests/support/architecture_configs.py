@@ -8,6 +8,7 @@ value, keep the rest. `FIXUPS` holds exceptions to that rule, by config class.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -19,466 +20,280 @@ PAD, BOS, EOS = 0, 1, 2
 MAX_LAYERS = 6
 HEAD_DIM = 8
 
-# Attributes by their small value, set if the config class has them with an integer default.
-NAMES_BY_SIZE: dict[int, str] = {
-    500: (
-        """
-        encoder_hash_byte_group_vocab
-    """
-    ),
-    128: (
-        """
-        max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
-        max_encoder_position_embeddings max_text_positions max_decoder_position_embeddings
-        original_max_position_embeddings
-    """
-    ),
-    64: (
-        """
-        max_source_positions
-    """
-    ),
-    48: (
-        """
-        intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff dim_ff dff d_inner ffn_hidden_size
-        n_inner dense_intermediate_size intermediate_size_mlp
-    """
-    ),
-    32: (
-        """
-        hidden_size d_model n_embd embedding_size emb_dim dim embed_dim word_embed_proj_dim embedding_dim
-        lru_width backbone_hidden_size width input_embedding_size output_embedding_size attention_hidden_size
-        output_dim out_hidden_size text_hidden_size projection_dim adapter_in_dim adapter_out_dim
-        projector_hidden_dim vision_output_dim qformer_hidden_size adapter_input_size cross_hidden_size
-        decoder_hidden_size post_conv_out_channels encoder_hidden_size image_size
-    """
-    ),
-    24: (
-        """
-        moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size
-        moe_shared_expert_intermediate_size shared_experts_intermediate_size mlp_hidden_size
-        speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim feed_forward_size
-    """
-    ),
-    16: (
-        """
-        qk_head_dim q_lora_rank kv_lora_rank o_lora_rank num_mel_bins conv_channels codebook_dim
-        projector_hidden_size patch_size
-    """
-    ),
-    8: (
-        """
-        head_dim d_kv d_head dim_head swa_head_dim attention_head_size kv_channels global_head_dim
-        cross_head_dim attention_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim rotary_dim
-        linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim mamba_d_state state_size
-        ssm_state_size mamba_d_head mamba_head_dim mamba_headdim mamba_n_heads mamba_num_heads chunk_size
-        mamba_chunk_size laurel_rank adapter_rank mamba_dt_rank time_step_rank router_hidden_size
-        gated_norm_rank prompt_mid_dim hidden_size_per_layer_input d_rel sliding_window sliding_window_size
-        attention_window_size window_size attention_chunk_size keep_window_size local_attention
-    """
-    ),
-    4: (
-        """
-        num_attention_heads n_head num_heads n_heads attention_heads num_query_heads decoder_attention_heads
-        encoder_attention_heads swa_num_attention_heads num_encoder_attention_heads num_decoder_attention_heads
-        encoder_num_attention_heads decoder_num_attention_heads cross_num_attention_heads
-        speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads
-        linear_num_value_heads linear_num_heads num_experts n_routed_experts num_local_experts moe_num_experts
-        index_topk index_topk_blocks num_query_tokens vision_soft_tokens_per_image audio_soft_tokens_per_image
-        latent_query_num
-    """
-    ),
-    2: (
-        """
-        num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups encoder_num_key_value_heads
-        decoder_num_key_value_heads n_head_kv num_global_key_value_heads cross_num_key_value_heads index_n_heads
-        linear_num_key_heads num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
-        num_encoder_layers num_decoder_layers depth speech_encoder_layers encoder_num_hidden_layers
-        decoder_num_hidden_layers num_blocks t2u_encoder_layers t2u_decoder_layers num_layers_per_stack
-        num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts
-    """
-    ),
-    1: (
-        """
-        n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
-        num_nextn_predict_layers first_k_dense_replace num_dense_layers zero_expert_num n_groups mamba_n_groups
-        mamba_ngroups n_mamba_heads num_mem_blocks
-    """
-    ),
-}
+# Small values, and the attributes that get them if the config class has an integer default.
+SIZES = """
+500: encoder_hash_byte_group_vocab
+128: max_position_embeddings n_positions n_ctx max_seq_len context_length max_target_positions
+    max_encoder_position_embeddings max_text_positions max_decoder_position_embeddings
+    original_max_position_embeddings
+64: max_source_positions
+48: intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_ff dim_ff dff d_inner
+    ffn_hidden_size n_inner dense_intermediate_size intermediate_size_mlp
+32: hidden_size d_model n_embd embedding_size emb_dim dim embed_dim word_embed_proj_dim
+    embedding_dim lru_width backbone_hidden_size width input_embedding_size output_embedding_size
+    attention_hidden_size output_dim out_hidden_size text_hidden_size projection_dim adapter_in_dim
+    adapter_out_dim projector_hidden_dim vision_output_dim qformer_hidden_size adapter_input_size
+    cross_hidden_size decoder_hidden_size post_conv_out_channels encoder_hidden_size image_size
+24: moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size
+    shared_intermediate_size moe_shared_expert_intermediate_size shared_experts_intermediate_size
+    mlp_hidden_size speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim
+    feed_forward_size
+16: qk_head_dim q_lora_rank kv_lora_rank o_lora_rank num_mel_bins conv_channels codebook_dim
+    projector_hidden_size patch_size
+8: head_dim d_kv d_head dim_head swa_head_dim attention_head_size kv_channels global_head_dim
+    cross_head_dim attention_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim rotary_dim
+    linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim mamba_d_state
+    state_size ssm_state_size mamba_d_head mamba_head_dim mamba_headdim mamba_n_heads
+    mamba_num_heads chunk_size mamba_chunk_size laurel_rank adapter_rank mamba_dt_rank
+    time_step_rank router_hidden_size gated_norm_rank prompt_mid_dim hidden_size_per_layer_input
+    d_rel sliding_window sliding_window_size attention_window_size window_size
+    attention_chunk_size keep_window_size local_attention
+4: num_attention_heads n_head num_heads n_heads attention_heads num_query_heads
+    decoder_attention_heads encoder_attention_heads swa_num_attention_heads
+    num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads
+    decoder_num_attention_heads cross_num_attention_heads speech_encoder_attention_heads
+    t2u_encoder_attention_heads t2u_decoder_attention_heads linear_num_value_heads linear_num_heads
+    num_experts n_routed_experts num_local_experts moe_num_experts index_topk index_topk_blocks
+    num_query_tokens vision_soft_tokens_per_image audio_soft_tokens_per_image latent_query_num
+2: num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups
+    encoder_num_key_value_heads decoder_num_key_value_heads n_head_kv num_global_key_value_heads
+    cross_num_key_value_heads index_n_heads linear_num_key_heads num_hidden_layers n_layer n_layers
+    num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers depth
+    speech_encoder_layers encoder_num_hidden_layers decoder_num_hidden_layers num_blocks
+    t2u_encoder_layers t2u_decoder_layers num_layers_per_stack num_experts_per_tok
+    num_experts_per_token moe_topk moe_k top_k_experts
+1: n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
+    num_nextn_predict_layers first_k_dense_replace num_dense_layers zero_expert_num n_groups
+    mamba_n_groups mamba_ngroups n_mamba_heads num_mem_blocks
+"""
 SMALL: dict[str, int] = {
-    name: size for size, names in NAMES_BY_SIZE.items() for name in names.split()
+    name: int(size)
+    for size, names in re.findall(r"^(\d+): ([^:]+)$", SIZES, re.MULTILINE)
+    for name in names.split()
 }
 # Also set if their default is None.
 SET_WHEN_NONE = {"sliding_window", "num_key_value_heads", "attention_chunk_size"}
 
-LINEAR_AND_FULL = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-GEMMA4_TEXT = {
-    "num_hidden_layers": 4,
-    "layer_types": SLIDING_AND_FULL,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "num_key_value_heads": 2,
-    "per_layer_config": "__default__",
-}
-GEMMA4_VISION = {
-    **{
-        "model_type": "gemma4_vision",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    },
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "pooling_kernel_size": 2,
-        "position_embedding_size": 16,
-    },
-}
-GEMMA4_AUDIO = {
-    **{
-        "model_type": "gemma4_audio",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    **{"subsampling_conv_channels": [16, 8], "output_proj_dims": 32, "num_mel_bins": 16},
-}
-GEMMA4_UNIFIED_VISION = {
-    **{
-        "model_type": "gemma4_unified_vision",
-        "patch_size": 8,
-        "pooling_kernel_size": 2,
-        "mm_embed_dim": 32,
-    },
-    **{"mm_posemb_size": 16, "output_proj_dims": 32},
-}
-PARAKEET = {
-    **{
-        "model_type": "parakeet_encoder",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    **{
-        "intermediate_size": 48,
-        "subsampling_conv_channels": 8,
-        "num_mel_bins": 16,
-        "projection_hidden_size": 32,
-    },
-    "projection_bias": False,
-}
-MLA_HEADS = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "head_dim": 16,
-}
-MLA_HEADS |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-MROPE = {
-    "head_dim": 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-}
-MROPE_PARTIAL = {
-    "head_dim": 16,
-    "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5},
-}
-INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
-VQVAE = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "hidden_size": 32}
-GRANITE_SPEECH_ENCODER = {
-    "hidden_dim": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "dim_head": 8,
-    "output_dim": 42,
-}
-VIBEVOICE_ENCODER = {"num_filters": 2, "depths": [1] * 7}
-MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": 8}
+LINEAR_AND_FULL = ["linear_attention", "full_attention"] * 2
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+ZAMBA_LAYERS = ["linear_attention", "hybrid"] * 2 + ["linear_attention"]
+TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+MLA_HEADS = dict(
+    **dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16),
+    **dict(head_dim=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
+)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+MROPE = {**ROPE, "mrope_section": [2, 1, 1]}
+INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8)
+VQVAE = dict(base_channels=32, channel_multiplier=[1, 1], num_res_blocks=1, hidden_size=32)
+PINPOINTS = [[32, 64], [64, 32]]
+CROSS = {"decoder": {"is_decoder": True, "add_cross_attention": True}}
+PARAKEET = dict(
+    **dict(model_type="parakeet_encoder", **TINY, intermediate_size=48, num_mel_bins=16),
+    **dict(subsampling_conv_channels=8, projection_hidden_size=32, projection_bias=False),
+)
 
-# By config class name; "__default__" leaves the attribute to the class.
-FIXUPS: dict[str, dict[str, Any]] = {
-    "BambaConfig": {"attn_layer_indices": [1], "num_hidden_layers": 3, **MAMBA_HEADS},
-    "Blip2Config": {"image_token_index": 155},
-    "ChameleonConfig": {
-        "vocabulary_map": {
-            "<image>": 159,
-            **{f"IMGIMG{'ABCDEFGH'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 112 + i for i in range(32)},
-        },
+FIXUPS: dict[str, dict[str, Any]] = {}
+"""By config class name; "__default__" leaves the attribute to the class."""
+
+
+def fix(classes: str, **values: Any) -> None:
+    """Sets attributes of the configs of these classes, which are named without "Config"."""
+    for name in classes.split():
+        FIXUPS[f"{name}Config"] = values
+
+
+# attention: kinds of layers, heads, rope
+fix("Bamba", attn_layer_indices=[1], num_hidden_layers=3)
+fix(
+    "CohereCompassText",
+    num_hidden_layers=4,
+    layer_types=SLIDING_AND_FULL,
+    rope_parameters={kind: dict(ROPE) for kind in SLIDING_AND_FULL[:2]},
+)
+fix("DbrxAttention", kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0)
+fix(
+    "Dots3NoteText",
+    head_dim=16,
+    num_hidden_layers=4,
+    mlp_layer_types=["dense"] + ["sparse"] * 3,
+    layer_types=["indexed_attention", "sliding_attention"] * 2,
+    per_layer_config={i: {**MLA_HEADS, "sliding_window": 8} for i in (1, 3)},
+)
+fix("Dots3NoteVision", mlp_layer_types=["dense", "dense"], head_dim=8)
+fix("FalconH1", mamba_d_ssm=64)
+fix(
+    "Gemma3nText",
+    **dict(num_hidden_layers=4, layer_types=SLIDING_AND_FULL, num_kv_shared_layers=2),
+    **dict(intermediate_size=[48] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+)
+fix(
+    "Gemma4Text Gemma4UnifiedText DiffusionGemmaText",
+    num_hidden_layers=4,
+    layer_types=SLIDING_AND_FULL,
+    global_head_dim=16,
+)
+fix("Glm5NextText", index_topk=8, index_kpool=4)
+fix("GraniteMoeHybrid", num_hidden_layers=4, layer_types=LINEAR_AND_FULL)
+fix("HrmText", num_layers_per_stack="__default__")
+fix("HunYuanDenseV1 HunYuanMoEV1 Ministral", head_dim=8)
+fix("Jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1)
+fix("LED", attention_window=8)
+fix("Lfm2 Lfm2Moe", num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"])
+fix("Mamba2", num_heads=8)
+fix("Mistral4", head_dim="__default__")
+fix("MllamaText", num_hidden_layers=3, cross_attention_layers=[1])
+fix("Moonshine", encoder_num_key_value_heads=4, decoder_num_key_value_heads=4)
+fix("MoonshineStreaming MoonshineStreamingEncoder", num_key_value_heads=4)
+fix("Nemotron3DiarizationAudio Nemotron3_5TranscribeAsrAudio", num_key_value_heads=4)
+fix("Nemotron3_5TranscribeWordTimestamp", num_key_value_heads=4)
+fix(
+    "Glm4vText GlmOcrText HunYuanVLText PaddleOCRText Qwen2VLText Qwen2_5_VLText Qwen2_5OmniText",
+    head_dim=8,
+    rope_parameters=MROPE,
+)
+fix("Ernie4_5_VLMoeText", head_dim=8, rope_parameters={**MROPE, "mrope_section": [1, 1, 2]})
+fix("Glm4vMoeText", head_dim=16, rope_parameters={**MROPE, "partial_rotary_factor": 0.5})
+fix("Qwen4ExpText", indexer_compress_ratio=2, **INDEXER)
+fix("RecurrentGemma", num_hidden_layers=3)
+fix("Reformer", is_decoder=True, axial_pos_embds_dim=[16, 16], axial_pos_shape=[8, 16])
+fix("xLSTM", hidden_size=128, embedding_dim=128)
+fix(
+    "Zamba",
+    **dict(num_hidden_layers=5, layers_block_type=ZAMBA_LAYERS, num_key_value_heads=4),
+    **dict(attention_hidden_size=64, attention_head_dim=16),
+)
+fix(
+    "Zamba2",
+    **dict(num_hidden_layers=5, layers_block_type=ZAMBA_LAYERS, num_key_value_heads=4),
+    **dict(attention_hidden_size="__default__", attention_head_dim="__default__"),
+    **dict(num_query_groups="__default__", n_mamba_heads=8),
+)
+
+# experts
+fix("DbrxFFN", moe_top_k=2)
+fix(
+    "DeepseekOcr2Text",
+    mlp_layer_types=["dense", "sparse"],
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+)
+fix("DeepseekV2", num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
+fix(
+    "Dots1",
+    **dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1),
+    **dict(first_k_dense_replace=1, max_window_layers=1, layer_types=SLIDING_AND_FULL[:2]),
+)
+fix("Qwen3OmniMoeTalkerText", shared_expert_intermediate_size=24)
+
+# images: tokens, sizes, deep features
+fix("Aria", projector_patch_to_query_dict={4: 3})
+fix("Blip2 InstructBlip", image_token_index=155)
+fix("InstructBlipVideo", video_token_index=155)
+fix(
+    "Chameleon",
+    vocabulary_map={
+        "<image>": 159,
+        **{f"IMGIMG{'ABCDEFGH'[i // 10]}{'ABCDEFGHIJ'[i % 10]}Z": 112 + i for i in range(32)},
     },
-    "ChameleonVQVAEConfig": {
-        **VQVAE,
-        "num_embeddings": 32,
-        "embed_dim": 32,
-        "latent_channels": 32,
-        "resolution": 16,
+)
+fix("ChameleonVQVAE", **VQVAE, num_embeddings=32, latent_channels=32, resolution=16)
+fix("CohereCompassVision Qwen3VLVision Qwen3VLMoeVision", deepstack_visual_indexes=[0, 1])
+fix("Qwen3OmniMoeVisionEncoder", deepstack_visual_indexes=[0, 1])
+fix("DeepseekOcr2SamVision", downsample_channels=[32, 32], output_channels=32)
+fix("UnlimitedOcrSamVision", downsample_channels=[32, 32], output_channels=32, image_size=128)
+fix(
+    "Emu3",
+    vocabulary_map={
+        **{"<image>": 159, "<|extra_200|>": 158},
+        **{f"<|visual token {i:06}|>": 112 + i for i in range(32)},
     },
-    "CohereCompassTextConfig": {
-        "num_hidden_layers": 4,
-        "layer_types": SLIDING_AND_FULL,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in SLIDING_AND_FULL[:2]
-        },
-    },
-    "DbrxAttentionConfig": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-    "DbrxFFNConfig": {
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "moe_num_experts": 4,
-        "moe_top_k": 2,
-    },
-    "DeepseekOcr2TextConfig": {
-        **{
-            "mlp_layer_types": ["dense", "sparse"],
-            "num_hidden_layers": 2,
-            "num_experts_per_tok": 2,
-        },
-        **{"n_group": 1, "topk_group": 1},
-    },
-    "DeepseekV2Config": {
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "Dots3NoteTextConfig": {
-        **{
-            **MLA_HEADS,
-            "num_hidden_layers": 4,
-            "sliding_window": 8,
-            "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-        },
-        "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-        "per_layer_config": {i: {**MLA_HEADS, "sliding_window": 8} for i in (1, 3)},
-    },
-    "Dots3NoteVisionConfig": {
-        "mlp_layer_types": ["dense", "dense"],
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    },
-    "Emu3Config": {
-        "vocabulary_map": {
-            **{"<image>": 159, "<|extra_200|>": 158},
-            **{f"<|visual token {i:06}|>": 112 + i for i in range(32)},
-        },
-    },
-    "Emu3VQVAEConfig": {**VQVAE, "codebook_size": 32},
-    "Dots1Config": {
-        **{
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-        **{"max_window_layers": 1, "num_hidden_layers": 2, "layer_types": SLIDING_AND_FULL[:2]},
-    },
-    "FalconH1Config": {"mamba_d_ssm": 64, **MAMBA_HEADS},
-    "Ernie4_5_VLMoeTextConfig": {
-        **MROPE,
-        "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
-    },
-    "Florence2VisionConfig": {
-        **{
-            "depths": [1] * 4,
-            "embed_dim": [8, 16, 16, 32],
-            "num_heads": [2] * 4,
-            "num_groups": [2] * 4,
-        },
-        "projection_dim": 32,
-    },
-    "FunAsrNanoAdaptorConfig": {"intermediate_size": 8},
-    "Glm4vTextConfig": MROPE,
-    "Glm4vMoeTextConfig": MROPE_PARTIAL,
-    "Glm5NextTextConfig": {"index_topk": 8, "index_kpool": 4},
-    "GlmOcrTextConfig": MROPE,
-    "Granite4VisionConfig": {
-        **{
-            "deepstack_layer_map": [(0, 0), (1, 1)],
-            "spatial_target_layers": [0, 1, 0, 1],
-            "downsample_rate": "1/2",
-        },
-        **{"vision_config": {"hidden_size": 64}, "image_grid_pinpoints": [[32, 64], [64, 32]]},
-    },
-    "Gemma3nTextConfig": {
-        **{"num_hidden_layers": 4, "layer_types": SLIDING_AND_FULL, "num_kv_shared_layers": 2},
-        **{"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
-    },
-    "Gemma4TextConfig": GEMMA4_TEXT,
-    "Gemma4UnifiedTextConfig": GEMMA4_TEXT,
-    "DiffusionGemmaTextConfig": GEMMA4_TEXT,
-    "GraniteMoeHybridConfig": {
-        "num_hidden_layers": 4,
-        "layer_types": LINEAR_AND_FULL,
-        **MAMBA_HEADS,
-    },
-    "GraniteSpeechEncoderConfig": GRANITE_SPEECH_ENCODER,
-    "GraniteSpeechPlusEncoderConfig": GRANITE_SPEECH_ENCODER,
-    "HrmTextConfig": {"num_hidden_layers": 2, "num_layers_per_stack": "__default__"},
-    "HunYuanDenseV1Config": {"head_dim": 8},
-    "HunYuanMoEV1Config": {"head_dim": 8},
-    "HunYuanVLTextConfig": MROPE,
-    "InstructBlipConfig": {"image_token_index": 155},
-    "InstructBlipVideoConfig": {"video_token_index": 155},
-    "JambaConfig": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "JanusVQVAEConfig": {
-        **{
-            **VQVAE,
-            "num_embeddings": 32,
-            "projection_dim": 32,
-            "image_token_embed_dim": 32,
-            "latent_channels": 32,
-        },
-    },
-    "Lfm2Config": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "Lfm2MoeConfig": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "Llama4VisionConfig": {
-        "intermediate_size": 128,
-        "projector_input_dim": 32,
-        "projector_output_dim": 32,
-        "vision_output_dim": 32,
-    },
-    "Mamba2Config": {"num_heads": 8, "head_dim": 8},
-    "MinistralConfig": {"head_dim": 8},
-    "LEDConfig": {"attention_window": 8},
-    "MimiConfig": {
-        "upsample_groups": 32,
-        "codebook_size": 32,
-        "vector_quantization_hidden_dimension": 16,
-    },
-    "Mistral4Config": {"head_dim": "__default__"},
-    "MoonshineConfig": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
-    "MoonshineStreamingConfig": {"num_key_value_heads": 4},
-    "MoonshineStreamingEncoderConfig": {"num_key_value_heads": 4},
-    "NemotronH_Omni_Reasoning_V3_Config": {
-        **{
-            "vision_config": {"video_temporal_patch_size": 2},
-            "vision_hidden_size": 32,
-            "projector_hidden_size": 32,
-        },
-        **{
-            "image_token_id": 159,
-            "video_token_id": 158,
-            "audio_token_id": 157,
-            "audio_config": PARAKEET,
-        },
-    },
-    "Molmo2AdapterConfig": {"vision_feature_layer": [-1, -2]},
-    "PaddleOCRTextConfig": MROPE,
-    "Pop2PianoConfig": {"composer_vocab_size": 1},
-    "Qwen2VLTextConfig": MROPE,
-    "Qwen2_5_VLTextConfig": MROPE,
-    "Qwen2_5OmniTextConfig": MROPE,
-    "Qwen3OmniMoeConfig": {"enable_audio_output": False},
-    "Qwen2_5OmniThinkerConfig": {"vision_start_token_id": 150},
-    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 150},
-    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 24},
-    "Qwen4ExpTextConfig": {"indexer_compress_ratio": 2, **INDEXER},
-    "RecurrentGemmaConfig": {"num_hidden_layers": 3, "num_key_value_heads": 2},
-    "ReformerConfig": {
-        "is_decoder": True,
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [8, 16],
-    },
-    "VibeVoiceAcousticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
-    "VibeVoiceSemanticTokenizerEncoderConfig": VIBEVOICE_ENCODER,
-    "WhisperConfig": {"begin_suppress_tokens": [], "suppress_tokens": []},
-    "AriaConfig": {"projector_patch_to_query_dict": {4: 3}},
-    "Gemma3Config": {"mm_tokens_per_image": 4},
-    "Exaone4_5_VisionConfig": {"window_size": 56},
-    "Qwen2_5_VLVisionConfig": {"window_size": 56},
-    "Qwen2_5OmniVisionEncoderConfig": {"window_size": 56},
-    "LlavaNextConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
-    "LlavaNextVideoConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
-    "LlavaOnevisionConfig": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
-    "VipLlavaConfig": {"vision_feature_layer": [-2, -1]},
-    "MiniCPMOcrConfig": {"image_token_id": 159, "video_token_id": 158},
-    "MiniCPMV4_6Config": {"image_token_id": 159, "video_token_id": 158},
-    "MiniCPMV4_7Config": {"image_token_id": 159, "video_token_id": 158},
-    "InternVLVisionConfig": {"image_size": [56, 56]},
-    "QianfanOCRVisionConfig": {"image_size": [56, 56]},
-    "GotOcr2VisionConfig": {"image_size": 128},
-    "Step3p7VisionConfig": {"image_size": 112},
-    "Qwen3VLVisionConfig": {"deepstack_visual_indexes": [0, 1]},
-    "Qwen3VLMoeVisionConfig": {"deepstack_visual_indexes": [0, 1]},
-    "Qwen3OmniMoeVisionEncoderConfig": {"deepstack_visual_indexes": [0, 1]},
-    "CohereCompassVisionConfig": {"deepstack_visual_indexes": [0, 1]},
-    "GraniteDoclingVisionConfig": {"image_size": 128, "deepstack_visual_indexes": [0, 1]},
-    "Kimi_K25Config": {"projection_hidden_size": 32},
-    "MuseGlimmerConfig": {"out_hidden_size": 128},
-    "MuseSparkConfig": {"out_hidden_size": 128},
-    "DeepseekOcr2SamVisionConfig": {"downsample_channels": [32, 32], "output_channels": 32},
-    "UnlimitedOcrSamVisionConfig": {
-        "downsample_channels": [32, 32],
-        "output_channels": 32,
-        "image_size": 128,
-    },
-    "Molmo2Config": {"image_patch_id": 150},
-    "Molmo2VisionConfig": {"image_size": [56, 56]},
-    "MllamaVisionConfig": {
-        "intermediate_layers_indices": [0, 1],
-        "vision_output_dim": 96,
-        "num_global_layers": 1,
-    },
-    "MllamaTextConfig": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
-    "Phi4MultimodalVisionConfig": {"image_size": 56, "crop_size": 56, "image_token_id": 159},
-    "T5Gemma2EncoderConfig": {"mm_tokens_per_image": 4, "eoi_token_index": 157},
-    "VisionEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
-    "SpeechEncoderDecoderConfig": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
-    "Gemma4Config": {"vision_config": GEMMA4_VISION, "audio_config": GEMMA4_AUDIO},
-    "Gemma4UnifiedConfig": {
-        "vision_config": GEMMA4_UNIFIED_VISION,
-        "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 32},
-    },
-    "SamVisionConfig": {"global_attn_indexes": [0, 1]},
-    "Pix2StructTextConfig": {"hidden_size": 32},
-    "VoxtralEncoderConfig": {"intermediate_size": 128},
-    "VoxtralConfig": {"audio_token_id": 159},
-    "GlmAsrEncoderConfig": {"intermediate_size": 128},
-    "GraniteSpeechConfig": {"downsample_rate": 8},
-    "GraniteSpeechPlusConfig": {"downsample_rate": 8},
-    "Nemotron3DiarizationHeadConfig": {"audio_hidden_size": 32},
-    "Nemotron3DiarizationAudioConfig": {"num_key_value_heads": 4},
-    "Nemotron3_5TranscribeAsrAudioConfig": {"num_key_value_heads": 4},
-    "Nemotron3_5TranscribeWordTimestampConfig": {"num_key_value_heads": 4},
-    "Phi4MultimodalAudioConfig": {
-        "audio_token_id": 158,
-        "nemo_conv_channels": 16,
-        "ext_pw_out_channel": 32,
-        "depthwise_separable_out_channel": 32,
-    },
-    "xLSTMConfig": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4},
-    "ZambaConfig": {
-        **{
-            "num_hidden_layers": 5,
-            "attention_hidden_size": 64,
-            "attention_head_dim": 16,
-            "num_key_value_heads": 4,
-        },
-        "layers_block_type": [
-            "linear_attention",
-            "hybrid",
-            "linear_attention",
-            "hybrid",
-            "linear_attention",
-        ],
-    },
-    "Zamba2Config": {
-        **{"num_hidden_layers": 5, "n_mamba_heads": 8, "num_key_value_heads": 4},
-        **dict.fromkeys(
-            ("attention_hidden_size", "attention_head_dim", "kv_channels"), "__default__"
-        ),
-        **dict.fromkeys(("mamba_headdim", "num_query_groups"), "__default__"),
-        "layers_block_type": [
-            "linear_attention",
-            "hybrid",
-            "linear_attention",
-            "hybrid",
-            "linear_attention",
-        ],
-    },
-}
+)
+fix("Emu3VQVAE", **VQVAE, codebook_size=32)
+fix("Exaone4_5_Vision Qwen2_5_VLVision Qwen2_5OmniVisionEncoder", window_size=56)
+fix(
+    "Florence2Vision",
+    depths=[1] * 4,
+    embed_dim=[8, 16, 16, 32],
+    num_heads=[2] * 4,
+    num_groups=[2] * 4,
+)
+fix("Gemma3", mm_tokens_per_image=4)
+fix("T5Gemma2Encoder", mm_tokens_per_image=4, eoi_token_index=157)
+fix(
+    "Gemma4",
+    vision_config=dict(
+        **dict(model_type="gemma4_vision", **TINY, intermediate_size=48, head_dim=8),
+        **dict(num_key_value_heads=4, pooling_kernel_size=2, position_embedding_size=16),
+    ),
+    audio_config=dict(
+        **dict(model_type="gemma4_audio", **TINY, subsampling_conv_channels=[16, 8]),
+        **dict(output_proj_dims=32, num_mel_bins=16),
+    ),
+)
+fix(
+    "Gemma4Unified",
+    vision_config=dict(
+        **dict(model_type="gemma4_unified_vision", patch_size=8, pooling_kernel_size=2),
+        **dict(mm_embed_dim=32, mm_posemb_size=16, output_proj_dims=32),
+    ),
+    audio_config=dict(model_type="gemma4_unified_audio", audio_embed_dim=32),
+)
+fix("GotOcr2Vision", image_size=128)
+fix("GraniteDoclingVision", image_size=128, deepstack_visual_indexes=[0, 1])
+fix(
+    "Granite4Vision",
+    **dict(deepstack_layer_map=[(0, 0), (1, 1)], spatial_target_layers=[0, 1, 0, 1]),
+    **dict(downsample_rate="1/2", vision_config={"hidden_size": 64}),
+    image_grid_pinpoints=PINPOINTS,
+)
+fix("InternVLVision QianfanOCRVision Molmo2Vision", image_size=[56, 56])
+fix("JanusVQVAE", **VQVAE, num_embeddings=32, image_token_embed_dim=32, latent_channels=32)
+fix("Kimi_K25", projection_hidden_size=32)
+fix("Llama4Vision", intermediate_size=128, projector_input_dim=32, projector_output_dim=32)
+fix("LlavaNext LlavaNextVideo LlavaOnevision", image_grid_pinpoints=PINPOINTS)
+fix("MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", image_token_id=159, video_token_id=158)
+fix("MllamaVision", intermediate_layers_indices=[0, 1], vision_output_dim=96, num_global_layers=1)
+fix("Molmo2", image_patch_id=150)
+fix("Molmo2Adapter", vision_feature_layer=[-1, -2])
+fix("MuseGlimmer MuseSpark", out_hidden_size=128)
+fix(
+    "NemotronH_Omni_Reasoning_V3_",
+    **dict(vision_config={"video_temporal_patch_size": 2}, vision_hidden_size=32),
+    **dict(projector_hidden_size=32, audio_config=PARAKEET),
+    **dict(image_token_id=159, video_token_id=158, audio_token_id=157),
+)
+fix("Phi4MultimodalVision", image_size=56, crop_size=56)
+fix("Pix2StructText", hidden_size=32)
+fix("Qwen2_5OmniThinker Qwen3OmniMoeThinker", vision_start_token_id=150)
+fix("SamVision", global_attn_indexes=[0, 1])
+fix("Step3p7Vision", image_size=112)
+fix("VipLlava", vision_feature_layer=[-2, -1])
+fix("VisionEncoderDecoder SpeechEncoderDecoder", **CROSS)
+
+# sound
+fix("FunAsrNanoAdaptor", intermediate_size=8)
+fix(
+    "GraniteSpeechEncoder GraniteSpeechPlusEncoder",
+    hidden_dim=32,
+    output_dim=42,
+)
+fix("GraniteSpeech GraniteSpeechPlus", downsample_rate=8)
+fix("Mimi", upsample_groups=32, codebook_size=32, vector_quantization_hidden_dimension=16)
+fix("Nemotron3DiarizationHead", audio_hidden_size=32)
+fix(
+    "Phi4MultimodalAudio",
+    **dict(audio_token_id=158, nemo_conv_channels=16, ext_pw_out_channel=32),
+    depthwise_separable_out_channel=32,
+)
+fix("Pop2Piano", composer_vocab_size=1)
+fix("Qwen3OmniMoe", enable_audio_output=False)
+fix("VibeVoiceAcousticTokenizerEncoder", num_filters=2, depths=[1] * 7)
+fix("VibeVoiceSemanticTokenizerEncoder", num_filters=2, depths=[1] * 7)
+fix("Voxtral", audio_token_id=159)
+fix("VoxtralEncoder GlmAsrEncoder", intermediate_size=128)
+fix("Whisper", begin_suppress_tokens=[], suppress_tokens=[])
 
 
 def tiny_config(config_class: type[PretrainedConfig], **overrides: Any) -> PretrainedConfig:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 Tensors = dict[str, Any]  # a few classes take lists of numbers
+Row = Callable[[PretrainedConfig, int], Tensors]  # the media of a row, the first or the second
 MEDIA_TYPES = {"image": 1, "video": 2, "audio": 3}  # in `mm_token_type_ids`
 TEXT_AROUND = [(6, 4), (2, 3)]  # tokens before and after the medium of each row
 STARTS = {
@@ -40,10 +41,8 @@ FRAME_BY_FRAME = (
 IMAGES_AS_FRAMES = ("glm",)  # their videos have the placeholders of images
 NOT_FOR_FEATURES = ("image_num_crops", "video_second_per_grid")
 MEDIA_ARGUMENTS = set(
-    """
-    pixel_values pixel_values_videos image_pixel_values flattened_patches input_features input_values
-    audio_input_features protein_input_ids
-""".split()
+    "pixel_values pixel_values_videos image_pixel_values flattened_patches input_features"
+    " input_values audio_input_features protein_input_ids".split()
 )
 NOT_GIVEN = {  # arguments of `forward` that `media_inputs` does not give
     "Apertus1p5ForConditionalGeneration": (
@@ -66,46 +65,48 @@ def takes_media(model_class: type[PreTrainedModel]) -> bool:
 
 def media_inputs(model: PreTrainedModel) -> dict[str, Tensors]:
     """Inputs of `generate` for every medium of this model."""
-    name = type(model).__name__
-    if name in CALLS:
-        return CALLS[name](model.config)
+    if calls := _calls(model):
+        return {medium: build(model.config) for medium, build in calls.items()}
     if hasattr(model, "thinker"):
         return media_inputs(model.thinker)
-    found = {}
-    for medium in MEDIA_TYPES:
-        build = ROWS.get((name, medium)) or _general_row(model, medium)
-        if medium == "audio" and getattr(model.config, "audio_config", model.config) is None:
-            continue
-        if build is not None:
-            found[medium] = _prompts(model, medium, [build(model.config, row) for row in range(2)])
-    return found
+    return {
+        medium: _prompts(model, medium, [build(model.config, row) for row in range(2)])
+        for medium, build in _builders(model)
+    }
 
 
 def media_rows(model: PreTrainedModel) -> dict[str, list[Tensors]]:
     """Three prompts per medium, a row each; the last has a picture, clip or sound of the first
     one's size. Empty for classes whose inputs are made for a whole batch."""
-    name, found = type(model).__name__, {}
-    for medium in MEDIA_TYPES if name not in CALLS and not hasattr(model, "thinker") else ():
-        build = ROWS.get((name, medium)) or _general_row(model, medium)
-        if medium == "audio" and getattr(model.config, "audio_config", model.config) is None:
-            continue
-        if build is not None:
-            first, second = (build(model.config, row) for row in range(2))
-            is_float = {
-                key: isinstance(x, torch.Tensor) and x.is_floating_point()
-                for key, x in first.items()
-            }
-            third = {key: -x if is_float[key] else x for key, x in first.items()}
-            found[medium] = [
-                _prompts(model, medium, [media], [around])
-                for media, around in zip((first, second, third), (*TEXT_AROUND, TEXT_AROUND[1]))
-            ]
+    if _calls(model) or hasattr(model, "thinker"):
+        return {}
+    found, around = {}, (*TEXT_AROUND, TEXT_AROUND[1])
+    for medium, build in _builders(model):
+        first, second = (build(model.config, row) for row in range(2))
+        is_float = {
+            key: isinstance(x, torch.Tensor) and x.is_floating_point() for key, x in first.items()
+        }
+        third = {key: -x if is_float[key] else x for key, x in first.items()}
+        pairs = zip((first, second, third), around)
+        found[medium] = [_prompts(model, medium, [media], [texts]) for media, texts in pairs]
     return found
 
 
-def _general_row(
-    model: PreTrainedModel, medium: str
-) -> Callable[[PretrainedConfig, int], Tensors] | None:
+def _calls(model: PreTrainedModel) -> dict[str, Callable[[PretrainedConfig], Tensors]]:
+    name = type(model).__name__
+    return {medium: CALLS[name, medium] for medium in MEDIA_TYPES if (name, medium) in CALLS}
+
+
+def _builders(model: PreTrainedModel) -> Iterator[tuple[str, Row]]:
+    """The media that the model takes, each with what makes a row of it."""
+    for medium in MEDIA_TYPES:
+        build = ROWS.get((type(model).__name__, medium)) or _general_row(model, medium)
+        has_none = medium == "audio" and getattr(model.config, "audio_config", 0) is None
+        if build is not None and not has_none:
+            yield medium, build
+
+
+def _general_row(model: PreTrainedModel, medium: str) -> Row | None:
     method = _features_method(model, medium)
     if method is None:
         return None
@@ -227,19 +228,28 @@ def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> 
     return sum(x.numel() for x in features) // model.get_input_embeddings().weight.shape[1]
 
 
-def _side(size: Any) -> int:
-    return size if isinstance(size, int) else size[0]
+# What a row of a medium is, by the config and the number of the row. Where a class takes any size,
+# the second row's is half of the first one's.
+
+
+def picture(config: PretrainedConfig, *rows: int) -> torch.Tensor:
+    """Pictures `(*rows, 3, size, size)` of the size that a vision config names."""
+    size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+    return torch.randn(*rows, 3, size, size)
+
+
+def first_half(length: int, row: int) -> torch.Tensor:
+    """`(1, length)`: True up to the length of this row."""
+    return torch.arange(length)[None] < length // (row + 1)
 
 
 def square_picture(config: PretrainedConfig, row: int) -> Tensors:
-    size = _side(config.vision_config.image_size)
-    return {"pixel_values": torch.randn(1, 3, size, size)}
+    return {"pixel_values": picture(config.vision_config, 1)}
 
 
 def square_tiles(config: PretrainedConfig, row: int) -> Tensors:
     """Two tiles of the first picture, one of the second."""
-    size = _side(config.vision_config.image_size)
-    return {"pixel_values": torch.randn(2 - row, 3, size, size)}
+    return {"pixel_values": picture(config.vision_config, 2 - row)}
 
 
 def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> Tensors:
@@ -252,41 +262,33 @@ def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> T
 
 def picture_and_tiles(config: PretrainedConfig, row: int) -> Tensors:
     """The whole picture and its two tiles, stacked in the first row, side by side in the second."""
-    size = _side(config.vision_config.image_size)
+    pixels = picture(config.vision_config, 1, 3)
+    size = pixels.shape[-1]
     shape = (2 * size, size) if row == 0 else (size - 4, 2 * size)
-    return {"pixel_values": torch.randn(1, 3, 3, size, size), "image_sizes": torch.tensor([shape])}
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([shape])}
 
 
 def picture_and_crops(config: PretrainedConfig, row: int) -> Tensors:
     """The whole picture and two crops of the first, one of the second."""
-    vision = config.vision_config
-    size = _side(getattr(vision, "sam_config", vision).image_size)
-    pixels = {
-        "pixel_values": torch.randn(1, 3, size, size),
-        "pixel_values_local": torch.randn(2 - row, 3, size, size),
-    }
+    vision = getattr(config.vision_config, "sam_config", config.vision_config)
+    pixels = {"pixel_values": picture(vision, 1), "pixel_values_local": picture(vision, 2 - row)}
     return {**pixels, "num_local_patches": torch.tensor([2 - row])}
 
 
 def picture_and_grid_of_crops(config: PretrainedConfig, row: int) -> Tensors:
-    crops = 2 - row
-    return {
-        **picture_and_crops(config, row),
-        "num_local_patches": [crops],
-        "patches_grid": [[1, crops]],
-    }
+    grid = {"num_local_patches": [2 - row], "patches_grid": [[1, 2 - row]]}
+    return {**picture_and_crops(config, row), **grid}
 
 
 def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
     """Two tiles of the first picture; one partly padded tile and an empty one of the second."""
-    size = _side(config.vision_config.image_size)
-    pixels = torch.randn(1, 2, 3, size, size)
+    pixels = picture(config.vision_config, 1, 2)
+    size = pixels.shape[-1]
     mask = torch.ones(1, 2, size, size, dtype=torch.long)
     if row:
-        pixels[:, 1] = 0
-        mask[:, 1] = 0
-        pixels[:, 0, :, size // 2 :] = 0
-        mask[:, 0, size // 2 :] = 0
+        for x in (pixels.movedim(2, -1), mask):
+            x[:, 1] = 0
+            x[:, 0, size // 2 :] = 0
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
@@ -310,143 +312,42 @@ def _patches(config: PretrainedConfig, grid: tuple[int, ...]) -> torch.Tensor:
 
 def square_patches(config: PretrainedConfig, row: int) -> Tensors:
     """A grid of patches `(channels, height, width)`."""
-    inputs = grid_of_patches(config, row)
-    size = config.vision_config.patch_size
+    inputs, size = grid_of_patches(config, row), config.vision_config.patch_size
     return {**inputs, "pixel_values": inputs["pixel_values"].view(-1, 3, size, size)}
-
-
-def square_patches_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
-    """A video that the processor cut into clips of one frame."""
-    image = square_patches(config, row)
-    return {"pixel_values_videos": image["pixel_values"], "video_grid_thw": image["image_grid_thw"]}
 
 
 def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches in one sequence."""
-    grid = (8, 8 // (row + 1))
-    size = config.vision_config.patch_size
-    return {
-        "pixel_values": torch.randn(1, 3, size, math.prod(grid) * size),
-        "target_sizes": torch.tensor([grid]),
+    grid, size = (8, 8 // (row + 1)), config.vision_config.patch_size
+    pixels = torch.randn(1, 3, size, math.prod(grid) * size)
+    return {"pixel_values": pixels, "target_sizes": torch.tensor([grid])}
+
+
+def as_video(build: Row) -> Row:
+    """A clip of one frame."""
+    names = {"image_grid_thw": "video_grid_thw"}
+    return lambda config, row: {
+        names.get(name, f"{name}_videos"): x for name, x in build(config, row).items()
     }
-
-
-def strip_of_a_frame(config: PretrainedConfig, row: int) -> Tensors:
-    return {f"{name}_videos": x for name, x in strip_of_patches(config, row).items()}
 
 
 def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
     """Patches padded to the largest number in the batch."""
-    grid, most = (4, 4 // (row + 1)), 16
-    pixels, mask = (
-        torch.zeros(1, most, 3 * config.vision_config.patch_size**2),
-        torch.zeros(1, most, dtype=torch.long),
-    )
-    pixels[:, : math.prod(grid)] = torch.randn(1, math.prod(grid), pixels.shape[-1])
-    mask[:, : math.prod(grid)] = 1
-    return {
-        "pixel_values": pixels,
-        "spatial_shapes": torch.tensor([grid]),
-        "pixel_attention_mask": mask,
-    }
-
-
-def plain_patches(config: PretrainedConfig, row: int) -> Tensors:
-    return {"pixel_values": torch.randn(4 - 2 * row, 3 * config.patch_size**2)}
-
-
-def picture_and_question(config: PretrainedConfig, row: int) -> Tensors:
-    """A picture with the question for the Q-former."""
-    mask = torch.ones(1, 4, dtype=torch.long)
-    mask[:, 4 - row :] = 0
-    return {
-        **square_picture(config, row),
-        "qformer_input_ids": torch.randint(5, 100, (1, 4)),
-        "qformer_attention_mask": mask,
-    }
-
-
-def frames_and_question(config: PretrainedConfig, row: int) -> Tensors:
-    size = _side(config.vision_config.image_size)
-    return {**picture_and_question(config, row), "pixel_values": torch.randn(1, 2, 3, size, size)}
-
-
-def picture_and_finer_one(config: PretrainedConfig, row: int) -> Tensors:
-    size = _side(config.high_res_vision_config.image_size)
-    return {**square_picture(config, row), "high_res_pixel_values": torch.randn(1, 3, size, size)}
-
-
-def tiles_with_flags(config: PretrainedConfig, row: int) -> Tensors:
-    """Two tiles of the first picture, one of the second and an empty one."""
-    inputs = tiles_with_mask(config, 0)
-    return {**inputs, "pixel_attention_mask": torch.tensor([[True, row == 0]])}
+    grid, real = (4, 4 // (row + 1)), first_half(16, row)
+    pixels = torch.zeros(1, 16, 3 * config.vision_config.patch_size**2)
+    pixels[real] = torch.randn(1, math.prod(grid), pixels.shape[-1])
+    sizes = {"spatial_shapes": torch.tensor([grid]), "pixel_attention_mask": real.long()}
+    return {"pixel_values": pixels, **sizes}
 
 
 def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
     """Patches padded to the largest number in the batch, with the position of each."""
-    grid, most = (4, 4 // (row + 1)), 16
+    grid, real = (4, 4 // (row + 1)), first_half(16, row)
     size = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
-    pixels, places = torch.zeros(1, most, 3 * size**2), torch.full((1, most, 2), -1)
-    pixels[:, : math.prod(grid)] = torch.rand(1, math.prod(grid), pixels.shape[-1])
-    places[:, : math.prod(grid)] = torch.cartesian_prod(
-        torch.arange(grid[0]), torch.arange(grid[1])
-    ).flip(-1)
+    pixels, places = torch.zeros(1, 16, 3 * size**2), torch.full((1, 16, 2), -1)
+    pixels[real] = torch.rand(1, math.prod(grid), pixels.shape[-1])
+    places[real] = torch.cartesian_prod(*map(torch.arange, grid)).flip(-1)
     return {"pixel_values": pixels, "image_position_ids": places}
-
-
-def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
-    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged
-    into each token."""
-    vision = config.vision_config
-    side = vision.image_size[0] // vision.patch_size
-    places = (
-        torch.arange(2 * side**2)
-        .view(2, side // 2, 2, side // 2, 2)
-        .transpose(2, 3)
-        .reshape(2, side // 2, -1, 4)
-    )
-    rows = side // 2 // (row + 1)  # of the crop
-    return {
-        "pixel_values": torch.randn(2, side**2, 3 * vision.patch_size**2),
-        "image_token_pooling": torch.cat([places[0].flatten(0, 1), places[1, :rows].flatten(0, 1)]),
-        "image_grids": torch.tensor([[side // 2, side // 2, rows, side // 2]]),
-        "image_num_crops": torch.tensor([2]),
-    }
-
-
-def patches_with_merge_sizes(config: PretrainedConfig, row: int) -> Tensors:
-    return {**grid_of_patches(config, row), "image_merge_sizes": torch.tensor([2])}
-
-
-def frames_with_merge_sizes(config: PretrainedConfig, row: int) -> Tensors:
-    return {**grid_of_frames(config, row), "video_merge_sizes": torch.tensor([2])}
-
-
-def merged_patches(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches of the size that becomes one token, channels last."""
-    grid = (1, 4, 4 // (row + 1))
-    size = config.vision_config.patch_size * config.vision_config.spatial_merge_size
-    return {
-        "pixel_values": torch.randn(math.prod(grid), size, size, 3),
-        "image_grid_thw": torch.tensor([grid]),
-    }
-
-
-def patches_with_plane_grid(config: PretrainedConfig, row: int) -> Tensors:
-    inputs = grid_of_patches(config, row)
-    return {
-        "pixel_values": inputs["pixel_values"],
-        "image_grid_hw": inputs["image_grid_thw"][:, 1:],
-    }
-
-
-def square_frames(config: PretrainedConfig, row: int) -> Tensors:
-    size = _side(config.vision_config.image_size)
-    return {"pixel_values_videos": torch.randn(1, 2, 3, size, size)}
-
-
-def frames_with_seconds(config: PretrainedConfig, row: int) -> Tensors:
-    return {**grid_of_frames(config, row), "video_second_per_grid": torch.tensor([1.0])}
 
 
 def frames_with_positions(config: PretrainedConfig, row: int) -> Tensors:
@@ -458,21 +359,74 @@ def frames_with_positions(config: PretrainedConfig, row: int) -> Tensors:
     return {**inputs, "num_frames_per_video": torch.tensor([2])}
 
 
+def picture_and_question(config: PretrainedConfig, row: int) -> Tensors:
+    """A picture with the question for the Q-former."""
+    pixels = square_picture(config, row)
+    mask = torch.ones(1, 4, dtype=torch.long)
+    mask[:, 4 - row :] = 0
+    question = {"qformer_input_ids": torch.randint(5, 100, (1, 4)), "qformer_attention_mask": mask}
+    return {**pixels, **question}
+
+
+def frames_and_question(config: PretrainedConfig, row: int) -> Tensors:
+    question = picture_and_question(config, row)
+    return {**question, "pixel_values": picture(config.vision_config, 1, 2)}
+
+
+def picture_and_finer_one(config: PretrainedConfig, row: int) -> Tensors:
+    pixels = square_picture(config, row)
+    return {**pixels, "high_res_pixel_values": picture(config.high_res_vision_config, 1)}
+
+
+def tiles_with_flags(config: PretrainedConfig, row: int) -> Tensors:
+    """Two tiles of the first picture, one of the second and an empty one."""
+    inputs = tiles_with_mask(config, 0)
+    return {**inputs, "pixel_attention_mask": torch.tensor([[True, row == 0]])}
+
+
+def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
+    """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged
+    into each token."""
+    vision = config.vision_config
+    side = vision.image_size[0] // vision.patch_size
+    places = torch.arange(2 * side**2).view(2, side // 2, 2, side // 2, 2).transpose(2, 3)
+    places = places.reshape(2, side // 2, -1, 4)
+    rows = side // 2 // (row + 1)  # of the crop
+    return {
+        "pixel_values": torch.randn(2, side**2, 3 * vision.patch_size**2),
+        "image_token_pooling": torch.cat([places[0].flatten(0, 1), places[1, :rows].flatten(0, 1)]),
+        "image_grids": torch.tensor([[side // 2, side // 2, rows, side // 2]]),
+        "image_num_crops": torch.tensor([2]),
+    }
+
+
+def merged_patches(config: PretrainedConfig, row: int) -> Tensors:
+    """Patches of the size that becomes one token, channels last."""
+    grid = (1, 4, 4 // (row + 1))
+    size = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    pixels = torch.randn(math.prod(grid), size, size, 3)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}
+
+
+def patches_with_plane_grid(config: PretrainedConfig, row: int) -> Tensors:
+    inputs = grid_of_patches(config, row)
+    return {
+        "pixel_values": inputs["pixel_values"],
+        "image_grid_hw": inputs["image_grid_thw"][:, 1:],
+    }
+
+
 def sound(
     config: PretrainedConfig, row: int, frames: int = 128, mask: str = MASKS_OF_SOUND[0]
 ) -> Tensors:
-    """A spectrogram `(1, bins, frames)` with its mask: the second row is half as long."""
+    """A spectrogram `(1, bins, frames)` with its mask."""
     audio = getattr(config.audio_config, "asr_config", config.audio_config)
-    real = torch.arange(frames)[None] < frames // (row + 1)
+    real = first_half(frames, row)
     return {"input_features": torch.randn(1, audio.num_mel_bins, frames) * real, mask: real.long()}
 
 
 def sound_of_omni(config: PretrainedConfig, row: int) -> Tensors:
     return sound(config, row, mask=MASKS_OF_SOUND[1])
-
-
-def sound_without_mask(config: PretrainedConfig, row: int) -> Tensors:
-    return {"input_features": sound(config, 0)["input_features"]}
 
 
 def sound_with_frames_first(config: PretrainedConfig, row: int) -> Tensors:
@@ -481,107 +435,113 @@ def sound_with_frames_first(config: PretrainedConfig, row: int) -> Tensors:
 
 
 def stacked_frames(config: PretrainedConfig, row: int) -> Tensors:
-    """`(1, 12, features)`: the second row is half as long."""
-    audio = config.audio_config
+    """`(1, 12, features)`."""
+    audio, real = config.audio_config, first_half(12, row)
     size = getattr(audio, "input_size", None) or audio.audio_embed_dim
-    real = torch.arange(12)[None] < 12 // (row + 1)
-    return {
-        "input_features": torch.randn(1, 12, size) * real[..., None],
-        "input_features_mask": real,
-    }
+    features = torch.randn(1, 12, size) * real[..., None]
+    return {"input_features": features, "input_features_mask": real}
 
 
-def sound_of_samples(
-    config: PretrainedConfig, row: int, length: int = 9600, mask: str = "padding_mask"
-) -> Tensors:
-    real = torch.arange(length)[None] < length // (row + 1)
-    return {"input_values": torch.randn(1, length) * real, mask: real}
+def samples(config: PretrainedConfig, row: int, mask: str = "padding_mask") -> Tensors:
+    real = first_half(9600, row)
+    return {"input_values": torch.randn(1, 9600) * real, mask: real}
 
 
-def sound_of_vibevoice(config: PretrainedConfig, row: int) -> Tensors:
-    inputs = sound_of_samples(config, row)
+def samples_with_channel(config: PretrainedConfig, row: int) -> Tensors:
+    inputs = samples(config, row)
     return {**inputs, "input_values": inputs["input_values"][:, None]}
 
 
-def sound_of_moss(config: PretrainedConfig, row: int) -> Tensors:
-    return {**sound(config, row), "padding_mask": torch.arange(4000)[None] < 4000 // (row + 1)}
-
-
 def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
-    audio = config.audio_config
-    frames = 64
-    features = torch.randn(1, audio.feature_size, frames) * (
-        torch.arange(frames) < frames // (row + 1)
-    )
-    return {
-        "input_features": features,
-        "chunk_sample_lengths": torch.tensor([audio.hop_length * frames // (row + 1)]),
-    }
+    audio, real = config.audio_config, first_half(64, row)
+    features = torch.randn(1, audio.feature_size, 64) * real
+    lengths = torch.tensor([audio.hop_length * int(real.sum())])
+    return {"input_features": features, "chunk_sample_lengths": lengths}
 
 
-Row = Callable[[PretrainedConfig, int], Tensors]
-ROWS_BY_BUILDER: dict[tuple[str, Row], str] = {
-    ("image", square_tiles): "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR",
-    ("image", square_patches): "Kimi_K25 PaddleOCRVL",
-    ("image", strip_of_patches): "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7",
-    ("image", padded_patches): "Lfm2Vl",
-    ("image", patches_with_positions): "Gemma4 Gemma4Unified",
-    ("image", picture_and_question): "InstructBlip",
-    ("image", picture_and_finer_one): "DeepseekVLHybrid",
-    ("image", tiles_with_flags): "GraniteDocling",
-    ("image", crops_with_pooling): "Molmo2",
-    ("image", patches_with_merge_sizes): "VideoLlama3",
-    ("image", merged_patches): "Inkling2 Inkling2Loop",
-    ("video", strip_of_a_frame): "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7",
-    ("video", square_frames): "LlavaNextVideo LlavaOnevision VideoLlava",
-    ("video", square_patches_of_a_frame): "Kimi_K25",
-    ("video", frames_and_question): "InstructBlipVideo",
-    ("video", frames_with_merge_sizes): "VideoLlama3",
-    ("video", frames_with_seconds): "Qwen2_5OmniThinker Qwen3OmniMoeThinker",
-    ("video", frames_with_positions): "Gemma4 Gemma4Unified",
-    ("audio", stacked_frames): "FunAsrNano Gemma4Unified",
-    ("audio", sound_with_frames_first): "Gemma4 Nemotron3_5Transcribe",
-    ("audio", sound_without_mask): "Voxtral",
-    ("audio", sound_of_moss): "MossTranscribeDiarize",
-    ("audio", sound_of_dots): "Dots3Note",
-    ("audio", sound_of_vibevoice): "VibeVoice VibeVoiceAsr",
-}
-ROWS: dict[tuple[str, str], Row] = {
-    **{
-        (f"{name}ForConditionalGeneration", medium): build
-        for (medium, build), names in ROWS_BY_BUILDER.items()
-        for name in names.split()
-    },
-    ("ChameleonForConditionalGeneration", "image"): lambda c, row: {
-        "pixel_values": torch.randn(1, 3, 16, 16)
-    },
-    ("Emu3ForConditionalGeneration", "image"): lambda c, row: picture_of_any_size(c, row, side=8),
-    ("Florence2ForConditionalGeneration", "image"): lambda c, row: {
-        "pixel_values": torch.randn(1, 3, 64, 64)
-    },
-    ("FuyuForCausalLM", "image"): plain_patches,
-    ("UnlimitedOcrForConditionalGeneration", "image"): picture_and_grid_of_crops,
-    ("MuseSparkForConditionalGeneration", "audio"): lambda c, row: sound_of_samples(
-        c, row, mask="input_values_mask"
+def _class_name(name: str) -> str:
+    is_whole = name.endswith(("Model", "CausalLM", "Text2Text", "ForSpeechToText", "_V3"))
+    return name if is_whole else f"{name}ForConditionalGeneration"
+
+
+# By the classes' names, up to `ForConditionalGeneration` if they end so.
+ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
+    ("image", "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR", square_tiles),
+    ("image", "Kimi_K25 PaddleOCRVL", square_patches),
+    ("image", "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", strip_of_patches),
+    ("image", "Lfm2Vl", padded_patches),
+    ("image", "Gemma4 Gemma4Unified", patches_with_positions),
+    ("image", "InstructBlip", picture_and_question),
+    ("image", "DeepseekVLHybrid", picture_and_finer_one),
+    ("image", "GraniteDocling", tiles_with_flags),
+    ("image", "Molmo2", crops_with_pooling),
+    (
+        "image",
+        "VideoLlama3",
+        lambda c, row: {**grid_of_patches(c, row), "image_merge_sizes": torch.tensor([2])},
     ),
-    ("NemotronH_Omni_Reasoning_V3", "image"): patches_with_plane_grid,
-    ("NemotronH_Omni_Reasoning_V3", "audio"): sound_with_frames_first,
-    ("Qwen3ASRForConditionalGeneration", "audio"): lambda c, row: sound(c, row, frames=200),
-    ("T5Gemma2ForConditionalGeneration", "image"): lambda c, row: square_picture(c.encoder, row),
+    ("image", "Inkling2 Inkling2Loop", merged_patches),
+    ("image", "Chameleon", lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)}),
+    ("image", "Emu3", lambda c, row: picture_of_any_size(c, row, side=8)),
+    ("image", "Florence2", lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)}),
+    ("image", "UnlimitedOcr", picture_and_grid_of_crops),
+    ("image", "T5Gemma2", lambda c, row: square_picture(c.encoder, row)),
+    (
+        "image",
+        "FuyuForCausalLM",
+        lambda c, row: {"pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)},
+    ),
+    ("image", "NemotronH_Omni_Reasoning_V3", patches_with_plane_grid),
+    ("video", "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", as_video(strip_of_patches)),
+    (
+        "video",
+        "LlavaNextVideo LlavaOnevision VideoLlava",
+        lambda c, row: {"pixel_values_videos": picture(c.vision_config, 1, 2)},
+    ),
+    ("video", "Kimi_K25", as_video(square_patches)),
+    ("video", "InstructBlipVideo", frames_and_question),
+    (
+        "video",
+        "VideoLlama3",
+        lambda c, row: {**grid_of_frames(c, row), "video_merge_sizes": torch.tensor([2])},
+    ),
+    (
+        "video",
+        "Qwen2_5OmniThinker Qwen3OmniMoeThinker",
+        lambda c, row: {**grid_of_frames(c, row), "video_second_per_grid": torch.tensor([1.0])},
+    ),
+    ("video", "Gemma4 Gemma4Unified", frames_with_positions),
+    ("audio", "FunAsrNano Gemma4Unified", stacked_frames),
+    ("audio", "Gemma4 Nemotron3_5Transcribe", sound_with_frames_first),
+    ("audio", "NemotronH_Omni_Reasoning_V3", sound_with_frames_first),
+    ("audio", "Voxtral", lambda c, row: {"input_features": sound(c, 0)["input_features"]}),
+    (
+        "audio",
+        "MossTranscribeDiarize",
+        lambda c, row: {**sound(c, row), "padding_mask": first_half(4000, row)},
+    ),
+    ("audio", "Dots3Note", sound_of_dots),
+    ("audio", "VibeVoice VibeVoiceAsr", samples_with_channel),
+    ("audio", "MuseSpark", lambda c, row: samples(c, row, mask="input_values_mask")),
+    ("audio", "Qwen3ASR", lambda c, row: sound(c, row, frames=200)),
+]
+ROWS: dict[tuple[str, str], Row] = {
+    (_class_name(name), medium): build
+    for medium, names, build in ROWS_BY_BUILDER
+    for name in names.split()
 }
 
 
-def waveform(config: PretrainedConfig, samples: int = 4000) -> dict[str, Tensors]:
-    return {
-        "audio": {"input_values": torch.randn(2, samples), "attention_mask": _lengths_mask(samples)}
-    }
+# Inputs of classes that take no text around placeholders: encoders, pictures in cross-attention.
 
 
-def spectrogram(
-    config: PretrainedConfig, bins: int, frames: int, bins_first: bool = False
-) -> dict[str, Tensors]:
+def waveform(config: PretrainedConfig) -> Tensors:
+    return {"input_values": torch.randn(2, 4000), "attention_mask": _lengths_mask(4000)}
+
+
+def spectrogram(bins: int, frames: int, bins_first: bool = False) -> Tensors:
     features = torch.randn(2, bins, frames) if bins_first else torch.randn(2, frames, bins)
-    return {"audio": {"input_features": features, "attention_mask": _lengths_mask(frames)}}
+    return {"input_features": features, "attention_mask": _lengths_mask(frames)}
 
 
 def _lengths_mask(length: int) -> torch.Tensor:
@@ -591,29 +551,28 @@ def _lengths_mask(length: int) -> torch.Tensor:
     return mask
 
 
-def pictures(config: PretrainedConfig, size: int = 32) -> Tensors:
+def pictures(size: int = 32) -> Tensors:
     return {"pixel_values": torch.randn(2, 3, size, size)}
 
 
-def words(lengths: tuple[int, int] = (11, 6)) -> Tensors:
-    return pad([_words(length) for length in lengths])
+def words() -> Tensors:
+    return pad([_words(length) for length in (11, 6)])
 
 
-def _idefics(config: PretrainedConfig) -> dict[str, Tensors]:
+def _idefics(config: PretrainedConfig) -> Tensors:
     inputs = {**words(), "pixel_values": torch.randn(2, 1, 3, 32, 32)}
-    return {"image": {**inputs, "image_attention_mask": torch.ones(2, 11, 1, dtype=torch.long)}}
+    return {**inputs, "image_attention_mask": torch.ones(2, 11, 1, dtype=torch.long)}
 
 
-def _kosmos2(config: PretrainedConfig) -> dict[str, Tensors]:
-    mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)  # 4 placeholders
-    return {"image": {**words(), **pictures(config), "image_embeds_position_mask": mask}}
-
-
-def _kosmos2_5(config: PretrainedConfig) -> dict[str, Tensors]:
+def _kosmos(media: Tensors) -> Tensors:
+    """With four placeholders in each row."""
     mask = torch.arange(11).expand(2, -1).sub(5).clamp(0, 5).remainder(5).gt(0)
-    return {
-        "image": {**words(), **_flat_patches(config), "image_embeds_position_mask": mask.long()}
-    }
+    return {**media, "image_embeds_position_mask": mask}
+
+
+def _kosmos2_5(config: PretrainedConfig) -> Tensors:
+    inputs = _kosmos({**words(), **_flat_patches(config)})
+    return {**inputs, "image_embeds_position_mask": inputs["image_embeds_position_mask"].long()}
 
 
 def _flat_patches(config: PretrainedConfig) -> Tensors:
@@ -623,135 +582,121 @@ def _flat_patches(config: PretrainedConfig) -> Tensors:
     return {"flattened_patches": torch.cat([places, pixels], -1)}
 
 
-def _mllama(config: PretrainedConfig) -> dict[str, Tensors]:
+def _mllama(config: PretrainedConfig) -> Tensors:
     """The first picture has two tiles, the second one; tokens after the image token see the
     tiles."""
-    vision, tiles = config.vision_config, torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+    tiles = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     inputs = prompts(config, "image", config.image_token_index, [[1], [1]])
     seen = (inputs["input_ids"] == config.image_token_index).cumsum(-1)
-    pixels = (
-        torch.randn(2, 1, 4, 3, vision.image_size, vision.image_size)
-        * tiles[:, None, :, None, None, None]
-    )
+    pixels = picture(config.vision_config, 2, 1, 4)
     return {
-        "image": {
-            **inputs,
-            "pixel_values": pixels,
-            "aspect_ratio_ids": torch.tensor([[2], [1]]),
-            "aspect_ratio_mask": tiles[:, None],
-            "cross_attention_mask": seen[:, :, None, None] * tiles[:, None, None],
-        }
+        **inputs,
+        "pixel_values": pixels * tiles[:, None, :, None, None, None],
+        "aspect_ratio_ids": torch.tensor([[2], [1]]),
+        "aspect_ratio_mask": tiles[:, None],
+        "cross_attention_mask": seen[:, :, None, None] * tiles[:, None, None],
     }
 
 
-def _phi4(config: PretrainedConfig) -> dict[str, Tensors]:
+def _phi4_image(config: PretrainedConfig) -> Tensors:
     """The whole picture and a crop, half of which is padding in the second row."""
     vision = config.vision_config
-    side = vision.crop_size // vision.patch_size
+    size = vision.crop_size
+    side = size // vision.patch_size
     mask = torch.ones(2, 2, side, side, dtype=torch.long)
     mask[1, 1, side // 2 :] = 0
     row = side // 2 * (side // 2 + 1)  # tokens of a whole picture, with its line ends
     counts = [[2 * row + 1], [row * 3 // 2 + 1]]
-    image = {
+    return {
         **prompts(config, "image", vision.image_token_id, counts),
-        "image_pixel_values": torch.randn(2, 2, 3, vision.crop_size, vision.crop_size),
-        "image_sizes": torch.tensor([[vision.crop_size, vision.crop_size]] * 2),
+        "image_pixel_values": torch.randn(2, 2, 3, size, size),
+        "image_sizes": torch.tensor([[size, size]] * 2),
         "image_attention_mask": mask,
     }
-    # eight frames become one token
+
+
+def _phi4_audio(config: PretrainedConfig) -> Tensors:
+    """Eight frames become one token."""
     real = torch.arange(64).expand(2, -1) < torch.tensor([[64], [32]])
-    audio = {
-        **prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]]),
-        "audio_input_features": torch.randn(2, 64, config.audio_config.input_size)
-        * real[..., None],
-        "audio_embed_sizes": torch.tensor([8, 4]),
-        "audio_attention_mask": real,
-    }
-    return {"image": image, "audio": audio}
+    inputs = prompts(config, "audio", config.audio_config.audio_token_id, [[8], [4]])
+    features = torch.randn(2, 64, config.audio_config.input_size) * real[..., None]
+    sizes = {"audio_embed_sizes": torch.tensor([8, 4]), "audio_attention_mask": real}
+    return {**inputs, "audio_input_features": features, **sizes}
 
 
-def _whisper_like(config: PretrainedConfig) -> dict[str, Tensors]:
+def _whisper_like(config: PretrainedConfig) -> Tensors:
     """Sound of which four frames become one placeholder."""
-    frames = 128
     mask = MASKS_OF_SOUND["qwen2" in config.model_type]
     media = join([sound(config, row, mask=mask) for row in range(2)])
-    counts = [[frames // 4], [frames // 8]]
-    return {"audio": {**prompts(config, "audio", config.audio_token_id, counts), **media}}
+    return {**prompts(config, "audio", config.audio_token_id, [[32], [16]]), **media}
 
 
-def _granite_speech(config: PretrainedConfig) -> dict[str, Tensors]:
+def _granite_speech(config: PretrainedConfig) -> Tensors:
     """One placeholder per window of frames; the mask covers placeholders."""
-    windows = 6
-    features = torch.randn(2, windows * config.window_size, config.encoder_config.input_dim)
-    mask = torch.arange(windows).expand(2, -1) < torch.tensor([[windows], [windows // 2]])
-    inputs = prompts(config, "audio", config.audio_token_id, [[windows], [windows // 2]])
-    return {"audio": {**inputs, "input_features": features, "input_features_mask": mask}}
+    features = torch.randn(2, 6 * config.window_size, config.encoder_config.input_dim)
+    mask = torch.arange(6).expand(2, -1) < torch.tensor([[6], [3]])
+    inputs = prompts(config, "audio", config.audio_token_id, [[6], [3]])
+    return {**inputs, "input_features": features, "input_features_mask": mask}
 
 
-def _voxtral_realtime(config: PretrainedConfig) -> dict[str, Tensors]:
+def _voxtral_realtime(config: PretrainedConfig) -> Tensors:
     """Text and sound in parallel: eight frames of the spectrogram per token, future tokens
     included."""
     features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
-    return {"audio": {**words(), "input_features": features, "num_delay_tokens": 2}}
+    return {**words(), "input_features": features, "num_delay_tokens": 2}
 
 
-def _omniasr(config: PretrainedConfig) -> dict[str, Tensors]:
+def _omniasr(config: PretrainedConfig) -> Tensors:
     """One placeholder for each frame that the convolutions make of the samples."""
-    samples = frames = 4000
+    frames = 4000
     for kernel, stride in zip(config.audio_config.conv_kernel, config.audio_config.conv_stride):
         frames = (frames - kernel) // stride + 1
     inputs = prompts(config, "audio", config.audio_token_id, [[frames], [frames]])
-    mask = torch.ones(2, samples, dtype=torch.long)
-    return {"audio": {**inputs, "input_values": torch.randn(2, 1, samples), "padding_mask": mask}}
+    mask = torch.ones(2, 4000, dtype=torch.long)
+    return {**inputs, "input_values": torch.randn(2, 1, 4000), "padding_mask": mask}
 
 
-def _kyutai(config: PretrainedConfig) -> dict[str, Tensors]:
-    samples = 24 * config.codec_config.frame_size
-    return {
-        "audio": {
-            "input_values": torch.randn(2, 1, samples),
-            "padding_mask": torch.ones(2, 1, samples).long(),
-        }
-    }
+def _kyutai(config: PretrainedConfig) -> Tensors:
+    shape = 2, 1, 24 * config.codec_config.frame_size
+    return {"input_values": torch.randn(shape), "padding_mask": torch.ones(shape).long()}
 
 
-# Classes whose inputs are not text around placeholders: encoders, pictures read by cross-attention.
-CALLS: dict[str, Callable[[PretrainedConfig], dict[str, Tensors]]] = {
-    "BlipForConditionalGeneration": lambda c: {
-        "image": {**pictures(c, c.vision_config.image_size), **words()}
-    },
-    "CanaryForConditionalGeneration": lambda c: spectrogram(c, c.encoder_config.num_mel_bins, 64),
-    "CohereAsrForConditionalGeneration": lambda c: spectrogram(
-        c, c.encoder_config.num_mel_bins, 64
+# As `ROWS_BY_BUILDER`, here by whole names if they end otherwise.
+CALLS_BY_BUILDER: list[tuple[str, str, Callable[[PretrainedConfig], Tensors]]] = [
+    ("image", "Blip", lambda c: {**pictures(c.vision_config.image_size), **words()}),
+    ("image", "GitForCausalLM", lambda c: {**pictures(), **words()}),
+    ("image", "IdeficsForVisionText2Text", _idefics),
+    ("image", "Kosmos2", lambda c: _kosmos({**words(), **pictures()})),
+    ("image", "Kosmos2_5", _kosmos2_5),
+    ("image", "Mllama", _mllama),
+    ("image", "PPFormulaNet VisionEncoderDecoderModel", lambda c: pictures()),
+    ("image", "Phi4MultimodalForCausalLM", _phi4_image),
+    ("audio", "Phi4MultimodalForCausalLM", _phi4_audio),
+    ("image", "Pix2Struct", _flat_patches),
+    ("image", "Udop", lambda c: {**words(), "bbox": torch.rand(2, 11, 4), **pictures()}),
+    ("audio", "Canary CohereAsr", lambda c: spectrogram(c.encoder_config.num_mel_bins, 64)),
+    ("audio", "GraniteSpeech GraniteSpeechPlus", _granite_speech),
+    ("audio", "Moonshine MoonshineStreaming SpeechEncoderDecoderModel", waveform),
+    ("audio", "SpeechT5ForSpeechToText", waveform),
+    ("audio", "MusicFlamingo Qwen2Audio", _whisper_like),
+    ("audio", "OmniASR", _omniasr),
+    ("audio", "Pop2Piano", lambda c: spectrogram(c.d_model, 20)),
+    (
+        "audio",
+        "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText",
+        lambda c: spectrogram(160, 40),
     ),
-    "GitForCausalLM": lambda c: {"image": {**pictures(c), **words()}},
-    "GraniteSpeechForConditionalGeneration": _granite_speech,
-    "GraniteSpeechPlusForConditionalGeneration": _granite_speech,
-    "IdeficsForVisionText2Text": _idefics,
-    "Kosmos2ForConditionalGeneration": _kosmos2,
-    "Kosmos2_5ForConditionalGeneration": _kosmos2_5,
-    "MllamaForConditionalGeneration": _mllama,
-    "MoonshineForConditionalGeneration": waveform,
-    "MoonshineStreamingForConditionalGeneration": waveform,
-    "MusicFlamingoForConditionalGeneration": _whisper_like,
-    "OmniASRForConditionalGeneration": _omniasr,
-    "PPFormulaNetForConditionalGeneration": lambda c: {"image": pictures(c)},
-    "Phi4MultimodalForCausalLM": _phi4,
-    "Pix2StructForConditionalGeneration": lambda c: {"image": _flat_patches(c)},
-    "Pop2PianoForConditionalGeneration": lambda c: spectrogram(c, c.d_model, 20),
-    "Qwen2AudioForConditionalGeneration": _whisper_like,
-    "SeamlessM4TForSpeechToText": lambda c: spectrogram(c, 160, 40),
-    "SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(c, 160, 40),
-    "Speech2TextForConditionalGeneration": lambda c: spectrogram(c, c.input_feat_per_channel, 40),
-    "SpeechEncoderDecoderModel": waveform,
-    "SpeechT5ForSpeechToText": waveform,
-    "UdopForConditionalGeneration": lambda c: {
-        "image": {**words(), "bbox": torch.rand(2, 11, 4), **pictures(c)}
-    },
-    "VisionEncoderDecoderModel": lambda c: {"image": pictures(c)},
-    "VoxtralRealtimeForConditionalGeneration": _voxtral_realtime,
-    "KyutaiSpeechToTextForConditionalGeneration": _kyutai,
-    "WhisperForConditionalGeneration": lambda c: spectrogram(
-        c, c.num_mel_bins, 2 * c.max_source_positions, True
+    ("audio", "Speech2Text", lambda c: spectrogram(c.input_feat_per_channel, 40)),
+    ("audio", "VoxtralRealtime", _voxtral_realtime),
+    ("audio", "KyutaiSpeechToText", _kyutai),
+    (
+        "audio",
+        "Whisper",
+        lambda c: spectrogram(c.num_mel_bins, 2 * c.max_source_positions, bins_first=True),
     ),
+]
+CALLS = {
+    (_class_name(name), medium): build
+    for medium, names, build in CALLS_BY_BUILDER
+    for name in names.split()
 }

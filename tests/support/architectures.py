@@ -9,20 +9,14 @@ does not serve, is listed with the reason and does not count as a failure of the
 
 from __future__ import annotations
 
-import argparse
-import collections
-import contextlib
 import dataclasses
 import gc
-import io
-import json
 import re
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,11 +24,16 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from benchmarks import machine
-from benchmarks.workers import Lost, in_workers
+import hf_paged
+from benchmarks import machine, report
+from benchmarks.sections import architectures as sections
+from benchmarks.workers import Lost
+from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import NOT_GIVEN, media_rows
+from tests.support.checks import attention_of
+from tests.support.tools import describe
 
 # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
 FAMILIES = {
@@ -52,23 +51,19 @@ TEXT = ("input_ids", "attention_mask")
 # in standard deviations of the logits; another summation order in float32 stays far below
 LOGITS_TOLERANCE = 1e-3
 
+_GREEDY = {"do_sample": False, "num_beams": 1}
+_ENDING = {"eos_token_id": END_TOKENS, "max_new_tokens": 14, "num_return_sequences": 2}
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "num_beams": 1, "max_new_tokens": 18, "min_new_tokens": 18},
+    "greedy": {**_GREEDY, "max_new_tokens": 18, "min_new_tokens": 18},
     "logits": {
-        **{"do_sample": False, "num_beams": 1, "max_new_tokens": 12, "min_new_tokens": 12},
+        **{**_GREEDY, "max_new_tokens": 12, "min_new_tokens": 12},
         **{"output_logits": True, "return_dict_in_generate": True},
     },
-    "beams": {
-        **{"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 14},
-        "eos_token_id": END_TOKENS,
-    },
-    "sample": {
-        **{"do_sample": True, "num_beams": 1, "num_return_sequences": 2, "max_new_tokens": 14},
-        "eos_token_id": END_TOKENS,
-    },
+    "beams": {"do_sample": False, "num_beams": 3, **_ENDING},
+    "sample": {"do_sample": True, "num_beams": 1, **_ENDING},
 }
 # enough steps to record
-LONG = {"do_sample": False, "num_beams": 1, "max_new_tokens": 80, "min_new_tokens": 80}
+LONG = {**_GREEDY, "max_new_tokens": 80, "min_new_tokens": 80}
 OTHER_INPUTS = ("text", "video", "audio")  # more modes: greedy with the media not used above
 # three requests of an engine, greedy
 REQUESTS = tuple(f"{medium} requests" for medium in ("image", "video", "audio"))
@@ -82,6 +77,9 @@ class ModeResult:
     status: str
     detail: str = ""
     road: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status}, {self.road}" if self.road else self.status
 
 
 @dataclasses.dataclass
@@ -141,28 +139,26 @@ def _check(result: Result, device: str, modes: Collection[str], changes: dict[st
     except Exception as error:
         result.status, result.detail = "cannot build", describe(error)
         return
-    result.inputs = sorted(
-        k for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in TEXT
-    )
-    other = (
-        _on(device, make_inputs(model, seed=2))[result.medium] if result.medium != "text" else {}
-    )
-    requests = _on(device, media_rows(model)) if len(modes) == len(MODES) else {}
+    has_all = len(modes) == len(MODES)
+    media = {name: x for name, x in inputs.items() if name not in TEXT}
+    result.inputs = sorted(name for name, x in media.items() if isinstance(x, torch.Tensor))
+    other_media = {}
+    if result.medium != "text":
+        other_media = _on(device, make_inputs(model, seed=2))[result.medium]
+        other_media = {name: x for name, x in other_media.items() if name not in TEXT}
+    requests = _on(device, media_rows(model)) if has_all else {}
     model.to(device)
-    problem = _problem_of_plain(
-        model, inputs, {name: x for name, x in other.items() if name not in TEXT}, result.medium
-    )
-    if problem:
+    if problem := _problem_of_plain(model, inputs, other_media, result.medium):
         result.status, result.detail = "plain fails", problem
         return
     for mode in modes:
         result.modes[mode] = _check_mode(model, inputs, mode, result)
-    if len(modes) == len(MODES):
+    if has_all:
         for medium, given in others:
             result.modes[medium] = _check_mode(model, given, medium, result)
         if result.road == "engine":
             result.modes["long"] = _check_mode(model, inputs, "long", result)
-            result.replayed = _route(model)["num_captured_steps"] or 0
+            result.replayed = _route(model).num_captured_steps or 0
         for medium, rows in requests.items():
             result.modes[f"{medium} requests"] = _check_requests(model, rows)
     statuses = {mode.status for mode in result.modes.values()}
@@ -181,9 +177,9 @@ def _problem_of_plain(
     """Why plain `generate` cannot serve as a reference; empty if it can. `others`: another picture,
     clip or sound."""
     try:
-        if not _same(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
+        if difference(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
             return "not deterministic"
-        if others and _same(
+        if others and not difference(
             *(_generate(model, x, "logits", paged=False) for x in (inputs, {**inputs, **others}))
         ):
             return f"another {medium} gives the same logits"
@@ -199,28 +195,37 @@ def _check_mode(
         expected = _generate(model, inputs, mode, paged=False)
     except Exception as error:
         return ModeResult("not served", describe(error))
-    before = _attention_implementations(model)
+    before = attention_of(model)
     try:
         found = _generate(model, inputs, mode, paged=True)
     except Exception as error:
-        return ModeResult("error", describe(error), _route(model)["road"])
+        return ModeResult("error", describe(error), _route(model).road)
     route = _route(model)
     if mode == "greedy":
-        result.road, result.reason = route["road"], route["reason"]
-        result.in_place, result.latent = route["in_place"], route["latent"]
+        result.road, result.reason = route.road, route.reason
+        result.in_place, result.latent = route.in_place, route.latent
     if gap := difference(expected, found):
-        if not _same(expected, _generate(model, inputs, mode, paged=False)):
-            return ModeResult("not deterministic", "plain differs from itself", route["road"])
-        return ModeResult("different", gap, route["road"])
-    if problem := _left_behind(model, before):
-        return ModeResult("error", problem, route["road"])
-    return ModeResult("equal", "", route["road"])
+        if difference(expected, _generate(model, inputs, mode, paged=False)):
+            return ModeResult("not deterministic", "plain differs from itself", route.road)
+        return ModeResult("different", gap, route.road)
+    problem = ""
+    if (after := attention_of(model)) != before:
+        problem = f"attention left as {after}, was {before}"
+    try:
+        hf_paged.check_integrity(model)
+    except Exception as error:
+        problem = f"check_integrity: {describe(error)}"
+    return ModeResult("error" if problem else "equal", problem, route.road)
+
+
+def _route(model: PreTrainedModel) -> Any:
+    """Of the last call; without one where the class has a `generate` of its own."""
+    nothing = dict(road="", reason="", in_place=None, latent=None, num_captured_steps=0)
+    return hf_paged.last_route(model) or SimpleNamespace(**nothing)
 
 
 def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeResult:
     """Compares rows, added to an engine before its first step, with each row alone."""
-    import hf_paged
-
     rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
     try:
         outputs = [_generate(model, row, "greedy", paged=False) for row in rows]
@@ -251,8 +256,6 @@ def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: 
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     arguments |= LONG if mode == "long" else MODES["greedy" if mode in OTHER_INPUTS else mode]
     if paged:
-        import hf_paged
-
         hf_paged.install()
         arguments |= {"cache_implementation": "paged", "cache_config": {"block_size": BLOCK_SIZE}}
     torch.manual_seed(7)
@@ -264,10 +267,6 @@ def _tokens(output: Any) -> torch.Tensor:
         return output
     sequences = getattr(output, "sequences", None)
     return _tokens(sequences if sequences is not None else output[0])
-
-
-def _same(expected: Any, found: Any) -> bool:
-    return not difference(expected, found)
 
 
 def difference(expected: Any, found: Any) -> str:
@@ -284,10 +283,8 @@ def difference(expected: Any, found: Any) -> str:
     if isinstance(logits, tuple) and isinstance(other, tuple):
         gaps = [_gap(x, y) for x, y in zip(logits, other, strict=True)]
         if max(gaps) > LOGITS_TOLERANCE:
-            return (
-                f"logits {max(gaps):.1e} standard deviations apart, first at step"
-                f" {_first_above(gaps)}"
-            )
+            first = next(step for step, gap in enumerate(gaps) if gap > LOGITS_TOLERANCE)
+            return f"logits {max(gaps):.1e} standard deviations apart, first at step {first}"
     return ""
 
 
@@ -300,287 +297,58 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / a.std().clamp_min(1e-6)) if a.numel() > 1 else 0.0
 
 
-def _first_above(gaps: list[float]) -> int:
-    return next(step for step, gap in enumerate(gaps) if gap > LOGITS_TOLERANCE)
-
-
-def _attention_implementations(model: PreTrainedModel) -> dict[str, str | None]:
-    return {
-        name: getattr(module.config, "_attn_implementation", None)
-        for name, module in model.named_modules()
-        if getattr(module, "config", None) is not None
-    }
-
-
-def _left_behind(model: PreTrainedModel, before: dict[str, str | None]) -> str:
-    """Describes what a paged call left changed in the model, or a failed integrity check; empty if
-    neither."""
-    import hf_paged
-
-    after = _attention_implementations(model)
-    changed = [name for name in before if after.get(name) != before[name]]
-    if changed:
-        return (
-            f"attention of {changed[0] or 'the model'} left as {after.get(changed[0])}, was"
-            f" {before[changed[0]]}"
-        )
-    verify = getattr(hf_paged, "check_integrity", None)
-    if verify is not None:
-        try:
-            verify(model)
-        except Exception as error:
-            return f"check_integrity: {describe(error)}"
-    return ""
-
-
-def _route(model: PreTrainedModel) -> dict[str, Any]:
-    import hf_paged
-
-    last_route = getattr(hf_paged, "last_route", None)
-    route = last_route(model) if last_route is not None else None
-    fields = {"road": "", "reason": "", "in_place": None, "latent": None, "num_captured_steps": 0}
-    return {name: getattr(route, name, default) for name, default in fields.items()}
-
-
-def describe(error: BaseException) -> str:
-    """One line: type, message, and the place where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}{where}"
-
-
 def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
     """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only
     its current result."""
-    results: dict[str, Result] = {}
-    for name, result in in_workers(_check_quietly, names, jobs, seconds):
-        lost = isinstance(result, Lost)
-        results[name] = Result(name, _families()[name], "error", result.reason) if lost else result
-        print(f"\r{len(results)}/{len(names)} {name:60.60}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return [results[name] for name in names]
+    families = _families()
+    return [
+        Result(name, families[name], "error", result.reason) if isinstance(result, Lost) else result
+        for name, result in tools.swept(_check_quietly, names, jobs, seconds).items()
+    ]
 
 
 def _check_quietly(name: str) -> Result:
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # some models print
+    with tools.quietly():
         return check(name)
 
 
 def table(results: list[Result]) -> str:
     """The results in Markdown, one row per architecture."""
-    header = [
-        "architecture",
-        "family",
-        "medium",
-        "status",
-        *MODES,
-        "road",
-        *OTHER_INPUTS,
-        *REQUESTS,
-    ]
-    header += ["in place", "latent", "s", "detail"]
-    lines = [" | ".join(header), " | ".join("---" for _ in header)]
-    for result in results:
-        modes = [result.modes[mode].status if mode in result.modes else "" for mode in MODES]
-        others = [
-            _status_and_road(result.modes[mode]) if mode in result.modes else ""
-            for mode in (*OTHER_INPUTS, *REQUESTS)
-        ]
-        flags = [
-            "" if flag is None else "yes" if flag else "no"
-            for flag in (result.in_place, result.latent)
-        ]
-        detail = "; ".join(filter(None, (result.detail, result.reason))).replace("|", "/")
-        cells = [
-            result.name,
-            result.family,
-            result.medium,
-            result.status,
-            *modes,
-            result.road,
-            *others,
-            *flags,
-        ]
-        cells.append(f"{result.seconds:.1f}")
-        lines.append(" | ".join([*cells, detail]))
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _status_and_road(result: ModeResult) -> str:
-    return f"{result.status}, {result.road}" if result.road else result.status
-
-
-def summary(results: list[Result]) -> str:
-    """Number of architectures by status and by road."""
-    statuses = collections.Counter(result.status for result in results)
-    roads = collections.Counter(result.road or "not reported" for result in results if result.modes)
-    served = [result for result in results if result.modes]
-    lines = [
-        (
-            f"transformers {transformers.__version__}: {len(results)} classes, {len(served)} served"
-            f" by plain generate, {statuses['equal']} equal"
-        ),
-        "status: " + ", ".join(f"{status} {count}" for status, count in statuses.most_common()),
-        "road: " + ", ".join(f"{road} {count}" for road, count in roads.most_common()),
-        (
-            f"read in place: {sum(bool(result.in_place) for result in served)}, "
-            f"of them latent: {sum(bool(result.latent) for result in served)}"
-        ),
-    ]
-    lines.append(f"decode steps replayed: {sum(result.replayed > 0 for result in served)} classes")
-    for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
-        counts = collections.Counter(
-            result.modes[mode].status for result in served if mode in result.modes
-        )
-        lines.append(
-            f"{mode}: " + ", ".join(f"{status} {count}" for status, count in counts.most_common())
-        )
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def overview(results: list[Result]) -> str:
-    """Counts by family, for the table in docs/guide/compatibility.md."""
-    header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
-    header += ["blocks read in place", "of them MLA latents", "given images, video or sound"]
-    header += ["on the engine with these", "on the engine with text alone"]
-    lines = [header, ["---"] * len(header)]
-    families = [*dict.fromkeys(result.family for result in results), "all"]
-    for family in families:
-        members = [result for result in results if family in (result.family, "all")]
-        served = [result for result in members if result.modes]
-        counts = [len(members), len(served), sum(result.status == "equal" for result in members)]
-        counts.append(sum(result.road == "engine" for result in served))
-        counts += [
-            sum(bool(result.in_place) for result in served),
-            sum(bool(result.latent) for result in served),
-        ]
-        given = [result for result in served if result.medium != "text"]
-        counts += [len(given), sum(result.road == "engine" for result in given)]
-        counts.append(
-            sum(
-                "text" in result.modes and result.modes["text"].road == "engine" for result in given
-            )
-        )
-        lines.append([family, *map(str, counts)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def class_lists(results: list[Result]) -> str:
-    """The classes by road of the call, and why some do not run on the engine."""
-    served = [result for result in results if result.modes]
-    others = [result for result in served if result.road != "engine"]
-    groups = {
-        "on the engine": [result for result in served if result.road == "engine"],
-        "not built tiny, or not served by plain `generate`": [
-            result for result in results if not result.modes
-        ],
-    }
-    lists = [
-        f"**{title}**: {', '.join(result.name for result in group)}."
-        for title, group in groups.items()
-        if group
-    ]
-    reasons = [f"- {result.name}: {_reason(result)}" for result in others]
-    return "\n\n".join(
-        [*lists, f"**not on the engine**, {len(others)} classes:", "\n".join(reasons)]
-    )
-
-
-def _reason(result: Result) -> str:
-    """Why a class does not run on the engine."""
-    reason = result.reason.removeprefix(
-        "paged cache under the model's own decoding loop; not on the engine: "
-    )
-    return reason or "its `generate` is its own"
-
-
-def _media(result: Result) -> list[str]:
-    """Media of the class's inputs; empty if plain `generate` does not serve it."""
-    others = (*MODES, "long", *REQUESTS, "text")
-    return [
-        medium for medium in (result.medium, *result.modes) if result.modes and medium not in others
-    ]
-
-
-def section(data: dict[str, Any]) -> str:
-    """The section between the marks of docs/guide/compatibility.md, rendered from the content of
-    `--json`."""
-    results = [
-        Result(
-            **{**row, "modes": {name: ModeResult(**mode) for name, mode in row["modes"].items()}}
-        )
-        for row in data["results"]
-    ]
-    facts = data["facts"]
-    given = [f"{result.name} ({', '.join(_media(result))})" for result in results if _media(result)]
-    different = [
-        f"{result.name} ({result.status})"
+    first, last = ("name", "family", "medium", "status"), ("in_place", "latent", "seconds")
+    rows = [
+        {
+            **{field: getattr(result, field) for field in first},
+            **{mode: found.status for mode, found in result.modes.items() if mode in MODES},
+            **{"road": result.road},
+            **{mode: str(found) for mode, found in result.modes.items() if mode not in MODES},
+            **{field: getattr(result, field) for field in last},
+            **{"detail": "; ".join(filter(None, (result.detail, result.reason)))},
+        }
         for result in results
-        if result.status in ("different", "error")
     ]
-    others = ["", f"Not equal: {', '.join(different)}."] if different else []
-    modes = (mode for result in results for name, mode in result.modes.items() if name in REQUESTS)
-    counts = collections.Counter(mode.status for mode in modes)
-    requests = ", ".join(f"{status} {count}" for status, count in counts.most_common())
-    lines = [
-        (
-            f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']},"
-            f" `{data['command']}`"
-        ),
-        "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
-        "",
-        overview(results),
-        *others,
-        "",
-        (
-            "Where a class takes images, video or sound, the two prompts have different ones, with"
-            " text before and behind,"
-        ),
-        (
-            "and the columns count its first medium; each other one, and text alone, is checked"
-            " with a greedy call."
-        ),
-        f"As three requests of a `PagedEngine`: {requests}.",
-        (
-            "Decode steps are recorded and replayed for"
-            f" {sum(result.replayed > 0 for result in results)} classes."
-        ),
-        "",
-        "<details><summary>The classes</summary>",
-        "",
-        f"**given images, video or sound**: {', '.join(given)}.",
-        "",
-        (
-            "**not given what they take**:"
-            f" {'; '.join(f'{name}: {reason}' for name, reason in NOT_GIVEN.items())}."
-        ),
-        "",
-        class_lists(results),
-        "",
-        "</details>",
-    ]
-    return "\n".join(lines)
+    return report.markdown(
+        rows, [*first, *MODES, "road", *OTHER_INPUTS, *REQUESTS, *last, "detail"]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", default="", help="regular expression on the class name, case ignored"
-    )
+    parser = tools.parser(__doc__, jobs=2)
+    parser.add_argument("--only", default="", help="regular expression on the class name, any case")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
-    facts = machine.facts()
+    head = {"command": "python -m tests.support.architectures", "facts": machine.facts()}
     results = sweep(names, options.jobs)
-    print(table(results), summary(results), overview(results), class_lists(results), sep="\n\n")
+    rows = [dataclasses.asdict(result) for result in results]
+    print(table(results), sections.architectures({**head, "results": rows}, NOT_GIVEN), sep="\n\n")
+    for mode in (*MODES, "long", *OTHER_INPUTS, *REQUESTS):
+        found = (result.modes[mode].status for result in results if mode in result.modes)
+        print(f"- {mode}: {sections.counted(found)}")
+    statuses = [result.status for result in results]
+    print(f"{len(results)} classes, {statuses.count('equal')} equal: {sections.counted(statuses)}")
     if options.json:
-        head = {"command": "python -m tests.support.architectures", "facts": facts}
-        rows = ",\n".join(json.dumps(dataclasses.asdict(result)) for result in results)
-        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
-    return int(any(result.status in ("different", "error") for result in results))
+        tools.write_results(options.json, head, results)
+    return int(any(status in ("different", "error") for status in statuses))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +10,22 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import hf_paged
+
+
+def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
+    """The attention implementation of each module with a config."""
+    return {
+        name: module.config._attn_implementation
+        for name, module in model.named_modules()
+        if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+    }
+
 
 def model_state(model: PreTrainedModel) -> dict[str, Any]:
     """State of a model that a call must not change."""
     return {
-        "attention": {
-            name: module.config._attn_implementation
-            for name, module in model.named_modules()
-            if hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
-        },
+        "attention": attention_of(model),
         "training": [module.training for module in model.modules()],
         "attributes": [sorted(vars(module)) for module in model.modules()],
         "hooks": [
@@ -29,10 +37,21 @@ def model_state(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def assert_pool_empty(model: PreTrainedModel, where: str = "the call") -> None:
+    """Asserts that the model's pools are intact, and that no call holds a block."""
+    hf_paged.check_integrity(model)
+    if hf_paged.memory_stats(model).used_blocks:
+        gc.collect()  # a returned cache may be in a reference cycle
+    used = hf_paged.memory_stats(model).used_blocks
+    assert used == 0, f"{used} blocks are still in use after {where}"
+
+
+def assert_equal(expected: Any, actual: Any, what: str) -> None:
+    assert expected == actual, f"{what}: {expected} became {actual}"
+
+
 def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str = "tokens") -> None:
-    assert expected.shape == actual.shape, (
-        f"{what}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
-    )
+    assert_equal(expected.shape, actual.shape, f"{what}: shape")
     if not torch.equal(expected, actual):
         first = (expected != actual).nonzero()[0].tolist()
         raise AssertionError(

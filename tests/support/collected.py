@@ -7,7 +7,6 @@ for lack of a package.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import tools
 
 
 class Collected(NamedTuple):
@@ -44,49 +43,40 @@ class Observer:
 def collect(python: str) -> Collected:
     """Collects with this interpreter. Raises `RuntimeError` if pytest reports errors."""
     with tempfile.NamedTemporaryFile() as file:
-        command = [python, "-m", "tests.support.collected", "--write", file.name]
-        run = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command = tools.module(".collected", "--write", file.name, python=python)
+        run = subprocess.run(command, cwd=tools.ROOT, capture_output=True, text=True)
         if run.returncode:
-            raise RuntimeError(f"{python} does not collect all tests:\n{run.stdout[-8000:]}")
+            raise RuntimeError(
+                f"{python} does not collect all tests:\n{(run.stdout + run.stderr)[-8000:]}"
+            )
         return Collected(**json.loads(Path(file.name).read_text()))
 
 
 def lost(here: Collected, there: Collected) -> list[str]:
     """The tests that only this environment collects, without those of modules that the other one
     skips."""
-    return [
-        name
-        for name in here.tests
-        if name not in {*there.tests} and name.partition("::")[0] not in there.skipped
-    ]
+    known = {*there.tests}
+    missing = [name for name in here.tests if name not in known]
+    return [name for name in missing if name.partition("::")[0] not in there.skipped]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.support.collected", description=__doc__)
-    parser.add_argument(
-        "python", nargs="?", default=sys.executable, help="interpreter of the other environment"
-    )
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="only collect here, and write the result"
-    )
+    parser = tools.parser(__doc__)
+    parser.add_argument("python", nargs="?", default=sys.executable, help="the other interpreter")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="only collect here, into a file")
     options = parser.parse_args(argv)
     if options.write is not None:
         observer = Observer()
-        code = pytest.main(
-            ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"], [observer]
-        )
+        arguments = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+        code = pytest.main(arguments, [observer])
         options.write.write_text(json.dumps(observer.collected._asdict()))
         return int(code)
     here, there = collect(sys.executable), collect(options.python)
     missing = lost(here, there)
     for path, reason in sorted(there.skipped.items()):
         print(f"{path} is skipped there: {reason}")
-    print(
-        f"{len(here.tests)} tests for a GPU here, {len(there.tests)} there, {len(missing)} of them"
-        " lost"
-    )
+    counts = f"{len(here.tests)} tests for a GPU here, {len(there.tests)} there"
+    print(f"{counts}, {len(missing)} of them lost")
     print(*missing, sep="\n")
     return int(bool(missing) or not there.tests)
 

@@ -3,17 +3,12 @@ the end."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GenerationConfig,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.rooms import RoomMissingError
@@ -22,55 +17,29 @@ from tests.support import models
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
 
 # Options of one request. Each is also an argument of plain `generate`.
+_GREEDY = {"do_sample": False}
+_SAMPLE = {"do_sample": True}
+_ENDING = {"eos_token_id": MANY_ENDS}
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": 20},
-    "greedy_eos": {"do_sample": False, "max_new_tokens": 30, "eos_token_id": MANY_ENDS},
-    "max_length": {"do_sample": False, "max_length": 40},
+    "greedy": {**_GREEDY, "max_new_tokens": 20},
+    "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 30},
+    "max_length": {**_GREEDY, "max_length": 40},
     "penalties": {
-        **{
-            "do_sample": False,
-            "max_new_tokens": 18,
-            "repetition_penalty": 1.4,
-            "no_repeat_ngram_size": 2,
-        },
-        **{
-            "bad_words_ids": [[7], [9, 11]],
-            "suppress_tokens": [5, 6],
-            "forced_eos_token_id": 2,
-            "eos_token_id": 2,
-        },
+        **dict(**_GREEDY, max_new_tokens=18, repetition_penalty=1.4, no_repeat_ngram_size=2),
+        **dict(suppress_tokens=[5, 6], bad_words_ids=[[7], [9, 11]]),
+        **dict(forced_eos_token_id=2, eos_token_id=2),
     },
-    "min_new_tokens": {
-        "do_sample": False,
-        "max_new_tokens": 16,
-        "min_new_tokens": 9,
-        "eos_token_id": MANY_ENDS,
-    },
-    "sample": {"do_sample": True, "max_new_tokens": 20},
-    "sample_warped": {
-        "do_sample": True,
-        "max_new_tokens": 20,
-        "temperature": 1.3,
-        "top_k": 20,
-        "top_p": 0.9,
-    },
-    "samples": {
-        "do_sample": True,
-        "max_new_tokens": 14,
-        "num_return_sequences": 3,
-        "eos_token_id": MANY_ENDS,
-    },
-    "beams": {"do_sample": False, "max_new_tokens": 14, "num_beams": 3},
+    "min_new_tokens": {**_GREEDY, **_ENDING, "max_new_tokens": 16, "min_new_tokens": 9},
+    "sample": {**_SAMPLE, "max_new_tokens": 20},
+    "sample_warped": dict(**_SAMPLE, max_new_tokens=20, temperature=1.3, top_k=20, top_p=0.9),
+    "samples": {**_SAMPLE, **_ENDING, "max_new_tokens": 14, "num_return_sequences": 3},
+    "beams": {**_GREEDY, "max_new_tokens": 14, "num_beams": 3},
     "beams_eos": {
-        **{"do_sample": False, "max_new_tokens": 20, "num_beams": 4, "num_return_sequences": 2},
-        **{"eos_token_id": MANY_ENDS, "length_penalty": 0.7, "early_stopping": True},
+        **dict(**_GREEDY, max_new_tokens=20, num_beams=4, num_return_sequences=2),
+        **dict(**_ENDING, length_penalty=0.7, early_stopping=True),
     },
     "beam_sample": {
-        "do_sample": True,
-        "max_new_tokens": 12,
-        "num_beams": 3,
-        "num_return_sequences": 3,
-        "top_k": 30,
+        **dict(**_SAMPLE, max_new_tokens=12, num_beams=3, num_return_sequences=3, top_k=30),
     },
 }
 
@@ -104,18 +73,23 @@ def assert_same_as_lone(
     ends = ends if isinstance(ends, list) else [ends]
     for row, sequence in zip(expected, result.sequences):
         count = len(sequence.token_ids)
-        assert sequence.token_ids == row[:count], (
-            f"{what}\nplain  {row}\nengine {sequence.token_ids}"
-        )
+        shown = f"{what}, {sequence.finish_reason}\nplain  {row}\nengine {sequence.token_ids}"
+        assert sequence.token_ids == row[:count], shown
         # beam search pads with the first EOS id where padding is token 0
-        assert set(row[count:]) <= {models.PAD, *ends[:1]}, (
-            f"{what}: ended after {count} tokens\nplain  {row}"
-        )
-        assert count == len(row) or sequence.finish_reason != "length", (
-            f"{what}: {sequence.finish_reason}"
-        )
+        assert set(row[count:]) <= {models.PAD, *ends[:1]}, shown
+        assert count == len(row) or sequence.finish_reason != "length", shown
         if sequence.finish_reason == "eos":
             assert sequence.token_ids[-1] in ends, what
+
+
+def tokens_of(results: Iterable[RequestResult]) -> list[list[list[int]]]:
+    """New tokens of the results' sequences. Raises the first error of a request."""
+    found = []
+    for result in results:
+        if result.error is not None:
+            raise result.error
+        found.append([sequence.token_ids for sequence in result.sequences])
+    return found
 
 
 def assert_drained(engine: PagedEngine) -> None:
@@ -123,12 +97,8 @@ def assert_drained(engine: PagedEngine) -> None:
     engine.check_integrity()
     stats = engine.stats()
     assert not engine.has_unfinished
-    assert (stats.num_running, stats.num_waiting, stats.used_blocks, stats.shared_blocks) == (
-        0,
-        0,
-        0,
-        0,
-    ), stats
+    left = (stats.num_running, stats.num_waiting, stats.used_blocks, stats.shared_blocks)
+    assert not any(left), stats
     assert all(state <= 0 for states in engine.block_map().values() for state in states)
 
 
@@ -161,35 +131,17 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     ]
 
 
-def build_diff_llama() -> PreTrainedModel:
-    """A model whose code splits the cached values of a batch in two: no packed batch."""
-    sizes = {
-        "vocab_size": models.VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-    }
-    config = DiffLlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    return _finished(DiffLlamaForCausalLM(config), 1)
+# A model whose code splits the cached values of a batch in two: no packed batch.
+build_diff_llama = functools.partial(models.build, "diff_llama")
 
 
 def build_mamba() -> PreTrainedModel:
     """A model whose state is not K/V."""
-    config = MambaConfig(
-        vocab_size=models.VOCAB_SIZE, hidden_size=32, state_size=8, num_hidden_layers=2
-    )
-    return _finished(MambaForCausalLM(config), None)
-
-
-def _finished(model: Any, seed: int | None) -> PreTrainedModel:
-    if seed is not None:
-        models.init_weights(model, seed)
-    else:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():  # spread logits, so that rounding decides no choice
-            for name, parameter in model.named_parameters():
-                if "embed" in name or "lm_head" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    sizes = dict(hidden_size=32, state_size=8, num_hidden_layers=2)
+    model: Any = MambaForCausalLM(MambaConfig(vocab_size=models.VOCAB_SIZE, **sizes))
+    with torch.no_grad():  # spread logits, so that rounding decides no choice
+        weight = model.get_input_embeddings().weight
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     model.generation_config = GenerationConfig(
         pad_token_id=models.PAD, bos_token_id=models.BOS, use_cache=True
     )

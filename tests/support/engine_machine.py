@@ -11,19 +11,17 @@ block. A finished request has all of plain's tokens.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import copy
 import functools
-import logging
 import os
 import sys
 import tempfile
 import threading
 import time
-import warnings
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -43,41 +41,29 @@ from hypothesis.stateful import (
 )
 
 import hf_paged
-from hf_paged import (
-    OutOfBlocksError,
-    PagedConfig,
-    PagedEngine,
-    PrefixTiers,
-    RequestOutput,
-    RequestResult,
-)
-from tests.support import load_cases, models
-from tests.support.checks import model_state
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, PrefixTiers
+from tests.support import load_cases, models, tools
+from tests.support.checks import assert_pool_empty, model_state
 from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, prompts
-from tests.support.load_cases import KINDS, Wanted
+from tests.support.load_cases import KINDS, User, Wanted
 from tests.support.peft_models import ADAPTERS, peft_state
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose, failing_allocation
 
 # name, lora
 MODELS = [("llama", False), ("llama", True), ("gemma3", False), ("gemma3", True), ("hybrid", False)]
 STEPS = 25  # rules of an example
-MAX_STEPS_TO_DRAIN = 2000
 
+_GREEDY, _ENDING = {"do_sample": False}, {"eos_token_id": MANY_ENDS}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": 12},
-    "greedy_eos": {"do_sample": False, "max_new_tokens": 12, "eos_token_id": MANY_ENDS},
+    "greedy": {**_GREEDY, "max_new_tokens": 12},
+    "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 12},
     "sample": {"do_sample": True, "max_new_tokens": 9},
-    "samples": {
-        "do_sample": True,
-        "max_new_tokens": 7,
-        "num_return_sequences": 3,
-        "eos_token_id": MANY_ENDS,
-    },
-    "beams": {"do_sample": False, "max_new_tokens": 8, "num_beams": 3},
+    "samples": {"do_sample": True, "max_new_tokens": 7, "num_return_sequences": 3, **_ENDING},
+    "beams": {**_GREEDY, "max_new_tokens": 8, "num_beams": 3},
     "beams_eos": {
-        **{"do_sample": False, "max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2},
-        **{"eos_token_id": MANY_ENDS, "early_stopping": True},
+        **dict(**_GREEDY, max_new_tokens=9, num_beams=3, num_return_sequences=2),
+        **dict(**_ENDING, early_stopping=True),
     },
 }
 _FRONT, _TAIL = prompts(16, 9, seed=7)
@@ -90,10 +76,34 @@ PROMPTS = [
     prompts(27, seed=8)[0],
 ]
 
-NAMES = st.sampled_from(sorted(OPTIONS))
-TEXTS = st.integers(0, len(PROMPTS) - 1)
-SEEDS = st.integers(0, 1)
-ADAPTER = st.sampled_from([None, *ADAPTERS])
+
+class Ask(NamedTuple):
+    """A request, by its parts."""
+
+    text: int
+    name: str  # in `OPTIONS`
+    seed: int
+    adapter: str | None
+    is_turn: bool  # its prompt goes on after an answer
+
+
+ASKS = st.builds(
+    Ask,
+    st.integers(0, len(PROMPTS) - 1),
+    st.sampled_from(sorted(OPTIONS)),
+    st.integers(0, 1),
+    st.sampled_from([None, *ADAPTERS]),
+    st.booleans(),
+)
+CONFIGS = st.fixed_dictionaries(
+    dict(
+        max_num_batched_tokens=st.sampled_from([11, 40, 2048]),
+        max_chunk_tokens=st.sampled_from([None, 4]),
+        preemption=st.sampled_from(["recompute", "swap"]),
+        speculation=st.sampled_from([None, "ngram"]),
+        capture=st.booleans(),
+    )
+)
 
 get_twin = functools.cache(load_cases.build)  # models for plain `generate`, which examples share
 _rows: dict[Any, list[list[int]]] = {}  # plain's new tokens, by request and changes of the weights
@@ -119,157 +129,89 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(MODELS),
         size=st.sampled_from([None, 0, 1]),
-        batched=st.sampled_from([11, 40, 2048]),
-        chunk=st.sampled_from([None, 4]),
-        preemption=st.sampled_from(["recompute", "swap"]),
-        speculation=st.sampled_from([None, "ngram"]),
         has_tier=st.booleans(),
-        capture=st.booleans(),
+        config=CONFIGS,
     )
     def start(
-        self,
-        kind: tuple[str, bool],
-        size: int | None,
-        batched: int,
-        chunk: int | None,
-        preemption: str,
-        speculation: str | None,
-        has_tier: bool,
-        capture: bool,
+        self, kind: tuple[str, bool], size: int | None, has_tier: bool, config: dict[str, Any]
     ) -> None:
         self.name, self.has_lora = kind
         self.twin = get_twin(*kind)
         self.model = copy.deepcopy(self.twin)
         self.state = self.get_state()
-        folder = self.folder.enter_context(tempfile.TemporaryDirectory()) if has_tier else None
-        self.engine = PagedEngine(
-            self.model,
-            PagedConfig(
-                block_size=models.BLOCK_SIZE,
-                num_blocks=None if size is None else KINDS[self.name].budget[size],
-                max_num_batched_tokens=batched,
-                max_chunk_tokens=chunk,
-                preemption=preemption,
-                speculation=speculation,
-                capture=capture,
-                prefix_tiers=PrefixTiers(folder) if has_tier else None,
-            ),
-        )
+        if has_tier:
+            folder = self.folder.enter_context(tempfile.TemporaryDirectory())
+            config = {**config, "prefix_tiers": PrefixTiers(folder)}
+        num_blocks = None if size is None else KINDS[self.name].budget[size]
+        config = {**config, "block_size": models.BLOCK_SIZE, "num_blocks": num_blocks}
+        self.engine = PagedEngine(self.model, PagedConfig(**config))
+        self.user = User(self.name, self.engine, self.seen)
 
     def __init__(self) -> None:
         super().__init__()
         self.engine: Any = None  # `PagedEngine` once an example has started
         self.folder = contextlib.ExitStack()
         self.changes: set[str] = set()
-        self.open: dict[str, Wanted] = {}  # unfinished requests
-        self.streamed: dict[str, dict[int, list[int]]] = {}
-        self.cancelled: set[str] = set()
-        self.faulty: set[str] = set()  # requests with a processor that may raise
-        self.num_requests = 0
-        self.last: tuple[Any, ...] | None = None  # arguments of the last `add`
+        self.last: Ask | None = None  # of the last `add`
         self.seen["examples"] += 1
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def wanted(self, text: int, name: str, seed: int, adapter: str | None, is_turn: bool) -> Wanted:
-        """A request with plain's tokens for the current weights; `is_turn`: its prompt goes on
-        after an answer."""
-        prompt, adapter = PROMPTS[text], adapter if self.has_lora else None
-        if is_turn:
-            (row,) = self.plain_rows(prompt, "greedy", seed, adapter)
-            prompt = [*prompt, *row[:10], 5, 6]
-        return Wanted(
-            prompt,
-            OPTIONS[name],
-            adapter,
-            seed,
-            False,
-            self.plain_rows(prompt, name, seed, adapter),
-        )
+    def wanted(self, ask: Ask, **changes: Any) -> Wanted:
+        """A request with plain's tokens for the current weights."""
+        adapter = ask.adapter if self.has_lora else None
+        prompt, wanted = PROMPTS[ask.text], Wanted([], {}, adapter, ask.seed, False, [])
+        if ask.is_turn:
+            wanted = replace(wanted, prompt=prompt, options=OPTIONS["greedy"])
+            prompt = [*prompt, *self.plain_rows(wanted)[0][:10], 5, 6]
+        wanted = replace(wanted, prompt=prompt, options=OPTIONS[ask.name])
+        return replace(wanted, rows=self.plain_rows(wanted), **changes)
 
-    def plain_rows(
-        self, prompt: list[int], name: str, seed: int, adapter: str | None
-    ) -> list[list[int]]:
-        key = (self.name, self.has_lora, frozenset(self.changes), tuple(prompt), name, adapter)
-        key = (*key, seed if OPTIONS[name]["do_sample"] else None)
+    def plain_rows(self, wanted: Wanted) -> list[list[int]]:
+        seed = wanted.seed if wanted.options["do_sample"] else None
+        key = (self.name, self.has_lora, frozenset(self.changes), seed, wanted.adapter)
+        key = (*key, str(wanted.prompt), str(wanted.options))
         if key not in _rows:
-            _rows[key] = load_cases.plain(
-                self.twin, Wanted(prompt, OPTIONS[name], adapter, seed, False, [])
-            )
+            _rows[key] = load_cases.plain(self.twin, wanted)
         return _rows[key]
 
-    def add_request(
-        self, wanted: Wanted, priority: int = 0, countdown: Countdown | None = None
-    ) -> None:
-        request_id = f"r{self.num_requests}"
-        try:
-            self.engine.add_request(
-                wanted.prompt,
-                wanted.options,
-                request_id=request_id,
-                seed=wanted.seed,
-                adapter=wanted.adapter,
-                priority=priority,
-                logits_processor=None if countdown is None else [FailingProcessor(countdown)],
-            )
-        except OutOfBlocksError:
-            assert self.engine.config.num_blocks is not None
-            self.seen["too large"] += 1
-            return
-        self.num_requests += 1
-        self.open[request_id] = wanted
-        self.streamed[request_id] = {}
-        if countdown is not None:
-            self.faulty.add(request_id)
-
-    @rule(
-        text=TEXTS,
-        name=NAMES,
-        seed=SEEDS,
-        adapter=ADAPTER,
-        is_turn=st.booleans(),
-        priority=st.sampled_from([0, 0, -1]),
-    )
-    def add(
-        self, text: int, name: str, seed: int, adapter: str | None, is_turn: bool, priority: int
-    ) -> None:
-        self.last = text, name, seed, adapter, is_turn
-        self.add_request(self.wanted(*self.last), priority)
+    @rule(ask=ASKS, priority=st.sampled_from([0, 0, -1]))
+    def add(self, ask: Ask, priority: int) -> None:
+        self.last = ask
+        self.user.add(self.wanted(ask), priority=priority)
 
     @precondition(lambda self: self.last is not None)
     @rule()
     def add_again(self) -> None:
         """The last request again, whose prefix and tokens may be known."""
-        self.add_request(self.wanted(*self.last))
+        self.user.add(self.wanted(self.last))
 
-    @rule(text=TEXTS, name=NAMES, adapter=ADAPTER, call=st.integers(1, 6))
-    def add_faulty(self, text: int, name: str, adapter: str | None, call: int) -> None:
+    @rule(ask=ASKS, call=st.integers(1, 6))
+    def add_faulty(self, ask: Ask, call: int) -> None:
         """A request whose processor raises at one of its calls."""
-        self.add_request(
-            self.wanted(text, name, 0, adapter, False), countdown=Countdown(call, OnPurpose)
-        )
+        processor = FailingProcessor(Countdown(call, OnPurpose))
+        self.user.add(self.wanted(ask, fault=OnPurpose), logits_processor=[processor])
 
-    @precondition(lambda self: set(self.open) - self.cancelled)
+    @property
+    def running(self) -> list[str]:
+        return sorted(set(self.user.open) - self.user.cancelled)
+
+    @precondition(lambda self: self.running)
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
-        request_id = data.draw(st.sampled_from(sorted(set(self.open) - self.cancelled)))
+        request_id = data.draw(st.sampled_from(self.running))
         try:
-            self.engine.cancel(request_id)
+            self.user.cancel(request_id)
         except ValueError:  # it ended in a step of `engine.generate`
-            self.step_once()
-            assert request_id not in self.open, f"{request_id} cannot be cancelled"
-            return
-        self.cancelled.add(request_id)
-        self.seen["cancelled"] += 1
+            self.user.step()
+            assert request_id not in self.user.open, f"{request_id} cannot be cancelled"
 
-    @rule(text=TEXTS, name=NAMES, adapter=ADAPTER, is_turn=st.booleans())
-    def generate_with_engine(
-        self, text: int, name: str, adapter: str | None, is_turn: bool
-    ) -> None:
+    @rule(ask=ASKS)
+    def generate_with_engine(self, ask: Ask) -> None:
         """`engine.generate`, whose steps also run the other requests."""
-        wanted = self.wanted(text, name, 0, adapter, is_turn)
+        wanted = self.wanted(ask)
         (result,) = self.engine.generate(
-            [wanted.prompt], wanted.options, seed=0, adapter=wanted.adapter
+            [wanted.prompt], wanted.options, seed=wanted.seed, adapter=wanted.adapter
         )
         if isinstance(result.error, OutOfBlocksError) and "at most" in str(result.error):
             self.seen["too large"] += 1
@@ -277,68 +219,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert_same_as_lone(wanted.rows, result, wanted.options, "`engine.generate`")
         self.seen["calls of the engine"] += 1
 
-    @rule(text=TEXTS, name=NAMES, seed=SEEDS, adapter=ADAPTER, is_turn=st.booleans())
-    def generate(self, text: int, name: str, seed: int, adapter: str | None, is_turn: bool) -> None:
+    @rule(ask=ASKS)
+    def generate(self, ask: Ask) -> None:
         """`model.generate` with the model's own pool."""
-        wanted = self.wanted(text, name, seed, adapter, is_turn)
-        rows = load_cases.plain(self.model, wanted, **load_cases.paged(self.name))
-        assert rows == wanted.rows, "`generate` gives other tokens than plain"
-        self.seen["calls"] += 1
+        self.user.generate(self.model, self.wanted(ask))
 
     # -- steps ------------------------------------------------------------------------------------
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.step_once()
-
-    def step_once(self) -> None:
-        for output in self.engine.step():
-            self.read(output)
-        self.seen["steps"] += 1
+            self.user.step()
 
     @rule()
     def drain(self) -> None:
-        for _ in range(MAX_STEPS_TO_DRAIN):
-            if not self.engine.has_unfinished:
-                break
-            self.step_once()
-        assert not self.open, f"no result of {sorted(self.open)}"
-
-    def read(self, output: RequestOutput) -> None:
-        """Compares new tokens with plain's."""
-        request_id, result = output.request_id, output.result
-        wanted, streamed = self.open[request_id], self.streamed[request_id]
-        for row, token in output.new_tokens.items():
-            streamed.setdefault(row, []).append(token)
-        for row, tokens in streamed.items():
-            assert tokens == wanted.rows[row][: len(tokens)], (
-                f"{request_id}: streamed {tokens} of {wanted}"
-            )
-        if result is not None:
-            del self.open[request_id], self.streamed[request_id]
-            self.check_result(request_id, wanted, streamed, result)
-
-    def check_result(
-        self, request_id: str, wanted: Wanted, streamed: dict[int, list[int]], result: RequestResult
-    ) -> None:
-        self.seen["results"] += 1
-        self.seen["preemptions"] += result.num_preemptions
-        self.seen["prefix-hit tokens"] += result.num_prefix_hit_tokens
-        self.seen["accepted tokens"] += result.num_accepted_tokens
-        if not wanted.is_beams:
-            tokens = {
-                row: sequence.token_ids
-                for row, sequence in enumerate(result.sequences)
-                if sequence.token_ids
-            }
-            assert streamed == tokens, f"{request_id}: streamed {streamed}, result {tokens}"
-        if request_id in self.faulty and isinstance(result.error, OnPurpose):
-            self.seen["own code raised"] += 1
-        elif request_id in self.cancelled:
-            assert result.error is None, f"{request_id}: {result.error!r}"
-        else:
-            assert_same_as_lone(wanted.rows, result, wanted.options, request_id)
+        self.user.drain()
 
     @rule(call=st.integers(1, 4), count=st.integers(1, 5))
     def step_with_fault(self, call: int, count: int) -> None:
@@ -349,19 +244,17 @@ class EngineMachine(RuleBasedStateMachine):
         except MemoryError:
             self.seen["failed steps"] += 1
             self.check()
-            self.step_once()
+            self.user.step()
 
-    @rule(text=TEXTS, name=NAMES, call=st.integers(1, 6))
-    def generate_with_fault(self, text: int, name: str, call: int) -> None:
+    @rule(ask=ASKS, call=st.integers(1, 6))
+    def generate_with_fault(self, ask: Ask, call: int) -> None:
         """An allocation of a `generate` call raises."""
-        wanted = self.wanted(text, name, 0, None, False)
+        wanted = self.wanted(ask._replace(adapter=None))
         try:
             with failing_allocation(Countdown(call, MemoryError)):
-                rows = load_cases.plain(self.model, wanted, **load_cases.paged(self.name))
+                self.user.generate(self.model, wanted)
         except MemoryError:
             self.seen["failed calls"] += 1
-        else:
-            assert rows == wanted.rows, "`generate` gives other tokens than plain"
 
     # -- what changes between steps ---------------------------------------------------------------
 
@@ -382,15 +275,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         policy=st.sampled_from(["recompute", "keep"]),
         which=st.sampled_from(["all", "few"]),
-        text=TEXTS,
-        name=NAMES,
+        ask=ASKS,
     )
-    def update_and_undo(self, policy: str, which: str, text: int, name: str) -> None:
+    def update_and_undo(self, policy: str, which: str, ask: Ask) -> None:
         """A call within `weights_update` gets the new weights' tokens; unfinished requests the old
         ones'."""
         with self.engine.weights_update(policy):
             self.change_both(which)
-            self.generate(text, name, 0, None, False)
+            self.generate(ask._replace(adapter=None))
             self.change_both(which)
 
     @rule(mode=st.booleans())
@@ -398,12 +290,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.train(mode)
         self.state = self.state | {"training": self.get_state()["training"]}
 
-    @rule(text=TEXTS, name=NAMES)
-    def pause(self, text: int, name: str) -> None:
+    @rule(ask=ASKS)
+    def pause(self, ask: Ask) -> None:
         with self.engine.pause():
             with pytest.raises(RuntimeError, match="paused by this thread"):
                 self.engine.step()
-            self.add_request(self.wanted(text, name, 0, None, False))
+            self.user.add(self.wanted(ask._replace(adapter=None)))
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -413,13 +305,11 @@ class EngineMachine(RuleBasedStateMachine):
     def free_model(self) -> None:
         hf_paged.free(self.model)
 
-    @precondition(lambda self: self.num_requests > 2)
+    @precondition(lambda self: self.user.num_requests > 2)
     @rule()
     def free_engine(self) -> None:
         self.note_tier()
-        self.engine.free()
-        self.cancelled |= set(self.open)
-        self.seen["engines freed"] += 1
+        self.user.free()
 
     # -- invariants -------------------------------------------------------------------------------
 
@@ -428,9 +318,9 @@ class EngineMachine(RuleBasedStateMachine):
         if self.engine is None:  # before `start`
             return
         self.engine.check_integrity()
-        hf_paged.check_integrity(self.model)
-        assert hf_paged.memory_stats(self.model).used_blocks == 0, "a call left blocks in use"
-        assert self.engine.has_unfinished or not self.open, f"{sorted(self.open)} are lost"
+        assert_pool_empty(self.model)
+        left = sorted(self.user.open)
+        assert self.engine.has_unfinished or not left, f"{left} are lost"
         state = self.get_state()
         changed = [name for name in state if state[name] != self.state[name]]
         assert not changed, f"the model is not as it was: {changed}"
@@ -486,24 +376,17 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0)
     parser.add_argument("--examples", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    tools.quieten()
     fix_prices()
     start = time.perf_counter()
     seen = run(args.examples, seed=args.seed)
     for name, count in sorted(seen.items()):
         print(f"{name:30}{count:>12,}")
-    print(
-        f"{seen['examples']:,} cases, {seen['steps']:,} steps, 0 failed,"
-        f" {time.perf_counter() - start:.0f} s"
-    )
+    seconds = time.perf_counter() - start
+    print(f"{seen['examples']:,} cases, {seen['steps']:,} steps, 0 failed, {seconds:.0f} s")
     return 0
 
 

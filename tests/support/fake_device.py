@@ -27,7 +27,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.inputs import StaticInputs
-from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
+from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay
 
 DEVICE = torch.device("meta")
 
@@ -60,18 +60,18 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
 
     moved = copy.copy(runner)
     moved.model, moved.device = _moved(runner.model, move), DEVICE
-    first = NothingUnrecorded()
+    first = CaptureGuard()
 
     def run() -> None:
         steps = [move_step(step) for step in inputs.steps()]
-        kept = None if inputs.kept is None else move(inputs.kept)
+        kept = None if inputs.logit_indices is None else move(inputs.logit_indices)
         moved._forward(move(inputs.token_ids), move(inputs.positions), steps, kept, None)
 
     with torch.no_grad(), _without_kernels(runner, move):
         # earlier eager steps may have moved cached tensors to the device
         with contextlib.suppress(Exception), fake:
             run()
-        for mode in (first, KnownAgain(first.known)):
+        for mode in (first, HostResultReplay(first.host_results)):
             with fake, HostFirst(), mode:
                 run()
 

@@ -11,19 +11,13 @@ After each call the pool is intact and empty, and the model is unchanged.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import concurrent.futures
 import dataclasses
-import gc
-import logging
-import multiprocessing
+import functools
 import os
 import sys
-import threading
 import time
 import traceback
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,13 +26,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 import hf_paged
+from benchmarks.workers import Lost
 from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.rooms import RoomMissingError
-from tests.support import fuzz_cases, models
-from tests.support.checks import model_state
+from tests.support import fuzz_cases, models, tools
+from tests.support.checks import assert_equal, assert_pool_empty, model_state
 from tests.support.fuzz_cases import GREEDY_STEPS, Case
 from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor
 
@@ -92,8 +86,9 @@ def greedy_text(model: PreTrainedModel, inputs: dict[str, Any]) -> list[list[int
 
 def num_blocks(case: Case, model: PreTrainedModel, width: int) -> int:
     """The budget in blocks, for all layer groups that the model may have."""
+    options = case.options
     rows = len(case.lengths) * max(
-        case.options.get("num_beams", 1), case.options.get("num_return_sequences", 1)
+        options.get("num_beams", 1), options.get("num_return_sequences", 1)
     )
     groups = len(set(getattr(model.config, "layer_types", None) or [0]))
     longest = -(-(width + 24) // case.cache_config["block_size"])
@@ -131,13 +126,12 @@ def _calls(case: Case, model: PreTrainedModel) -> Any:
         shown = plain.seen(), paged.seen()
         route = hf_paged.last_route(model)
         road = route.road if route else "none"
-        how = compare(
-            case, road, 0 if case.mask == "embeds" else width, expected, actual, shown, where
-        )
+        returned = 0 if case.mask == "embeds" else width  # prompt tokens of the sequences
+        how = compare(case, road, returned, expected, actual, shown, where)
         assert model_state(model) == before, f"{where}: the model is not as it was"
-        sequences = _sequences(expected)
+        sequences = None if isinstance(expected, Refusal) else sequences_of(expected[0])
         del expected, actual
-        assert_pool_whole(model, where)
+        assert_pool_empty(model, where)
         yield Outcome(case.number, case.mode, road, how)
         if sequences is None or case.mask == "embeds":
             return
@@ -145,19 +139,9 @@ def _calls(case: Case, model: PreTrainedModel) -> Any:
             rows = fuzz_cases.turn(rows, sequences, seed=case.number + index)
 
 
-def _sequences(outcome: Any) -> torch.Tensor | None:
-    """The returned tokens, prompts included, if any."""
-    if isinstance(outcome, Refusal):
-        return None
-    return outcome[0] if isinstance(outcome[0], torch.Tensor) else outcome[0]["sequences"]
-
-
-def assert_pool_whole(model: PreTrainedModel, where: str) -> None:
-    hf_paged.check_integrity(model)
-    if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may be in a reference cycle
-    used = hf_paged.memory_stats(model).used_blocks
-    assert used == 0, f"{where}: {used} blocks are still in use after the call"
+def sequences_of(output: Any) -> torch.Tensor:
+    """The returned tokens, prompts included."""
+    return output if isinstance(output, torch.Tensor) else output["sequences"]
 
 
 # ------------------------------------------------------------------------------------- comparison
@@ -172,14 +156,9 @@ def compare(
     shown: tuple[list[Any], list[Any]],
     where: str,
 ) -> str:
-    """
-    Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
-
-    Args:
-        road (`str`): Road of the paged call.
-        width (`int`): Prompt tokens of the returned sequences.
-        shown: Values passed to user code, by plain and by paged.
-    """
+    """Classifies the call for `Outcome`. Raises `AssertionError` where paged differs from plain.
+    `road`: of the paged call; `width`: prompt tokens of the returned sequences; `shown`: values
+    passed to user code, by plain and by paged."""
     if isinstance(actual, Refusal) and issubclass(actual.error, OutOfBlocksError):
         assert case.budget is not None, f"{where}: out of blocks without a budget: {actual.message}"
         return "out of blocks"
@@ -190,10 +169,7 @@ def compare(
     open_rows = OpenRows(case, output, width)
     if case.options["do_sample"] and (case.budget or 1.0) < 1.0 and road == "engine":
         # a seed gives plain's samples only if the whole batch is in flight, which may not hold here
-        sequences, others = (
-            out if isinstance(out, torch.Tensor) else out["sequences"]
-            for out in (output, output_paged)
-        )
+        sequences, others = sequences_of(output), sequences_of(output_paged)
         if sequences.shape != others.shape or not torch.equal(sequences, others):
             assert_same(sequences[:, :width], others[:, :width], f"{where}, prompts")
             return "other draws"
@@ -209,17 +185,15 @@ def compare(
 def compare_output(case: Case, expected: Any, actual: Any, open_rows: OpenRows, where: str) -> None:
     if isinstance(expected, torch.Tensor):
         return assert_same(expected, actual, where)
-    assert type(expected) is type(actual), (
-        f"{where}: {type(expected).__name__} became {type(actual).__name__}"
-    )
-    assert list(expected) == list(actual), f"{where}: fields {list(expected)} became {list(actual)}"
+    assert_equal(type(expected), type(actual), where)
+    assert_equal(list(expected), list(actual), f"{where}: fields")
     assert_same(expected["sequences"], actual["sequences"], f"{where}.sequences")
     for field in expected:
         left, right, place = expected[field], actual[field], f"{where}.{field}"
         if field not in ("scores", "logits", "hidden_states"):
             assert_same(left, right, place)
             continue
-        assert len(left) == len(right), f"{place}: {len(left)} steps became {len(right)}"
+        assert_equal(f"{len(left)} steps", f"{len(right)} steps", place)
         for step, (one, other) in enumerate(zip(left, right)):
             compare_step(one, other, open_rows.at(step), f"{place}[{step}]", case, first=step == 0)
     return None
@@ -231,13 +205,11 @@ def compare_step(
     """Compares a step's tensor, or its tensors by layer, in the open rows; for a prompt only at its
     last position."""
     if isinstance(expected, tuple):
-        assert len(expected) == len(actual), f"{where}: {len(expected)} layers became {len(actual)}"
+        assert_equal(f"{len(expected)} layers", f"{len(actual)} layers", where)
         for layer, (one, other) in enumerate(zip(expected, actual)):
             compare_step(one, other, rows, f"{where}[{layer}]", case, first)
         return
-    assert expected.shape == actual.shape, (
-        f"{where}: shape {tuple(expected.shape)} became {tuple(actual.shape)}"
-    )
+    assert_equal(expected.shape, actual.shape, f"{where}: shape")
     if expected.ndim == 3 and first:
         # padding positions are not compared; the shorter positions of a prompt follow from the last
         # one
@@ -305,31 +277,16 @@ class OpenRows:
 # ------------------------------------------------------------------------------------ the command
 
 
-def attempt(seed: int, number: int, model: str | None) -> tuple[list[Outcome], str]:
+def attempt(seed: int, model: str | None, number: int) -> tuple[list[Outcome], str]:
     """Outcomes of a case, and an error with the command that repeats it; run in a separate
     process."""
-    torch.set_num_threads(1)  # makes sums reproducible
-    logging.disable(logging.WARNING)
-    disable_progress_bar()
-    warnings.simplefilter("ignore")
+    tools.quieten()
     case = fuzz_cases.draw(seed, number, model)
-    repro = f"python -m tests.support.fuzz --seed {seed} --only {number}" + (
-        f" --model {model}" if model else ""
-    )
-
-    def hung() -> None:
-        print(f"case {number} hangs: {repro}\n  {case}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    clock = threading.Timer(HANG_SECONDS, hung)
-    clock.start()
     try:
         return run_case(case), ""
     except Exception as error:
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        return [], f"case {number} FAILED: {repro}\n  {case}\n  {kind}{error}"
-    finally:
-        clock.cancel()
+        return [], f"{case}\n  {kind}{error}"
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -337,49 +294,34 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     counts = collections.Counter((o.road, o.mode, o.how) for o in outcomes)
     lines = [f"{'road':10} {'mode':12}" + "".join(f"{kind:>15}" for kind in KINDS)]
     for road, mode in sorted({(o.road, o.mode) for o in outcomes}):
-        lines.append(
-            f"{road:10} {mode:12}" + "".join(f"{counts[road, mode, kind]:15}" for kind in KINDS)
-        )
+        numbers = "".join(f"{counts[road, mode, kind]:15}" for kind in KINDS)
+        lines.append(f"{road:10} {mode:12}{numbers}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0, jobs=2, only=None)
     parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--model", choices=models.DECODER_ONLY, help="this model in every case")
-    parser.add_argument("--only", type=int, metavar="CASE", help="this case alone, in this process")
     args = parser.parse_args()
     start = time.monotonic()
     numbers = range(args.cases) if args.only is None else [args.only]
-    outcomes: list[Outcome] = []
-    failures: list[str] = []
-
-    def note(result: tuple[list[Outcome], str]) -> None:
-        outcomes.extend(result[0])
-        if result[1]:
-            failures.append(result[1])
-            print(result[1], flush=True)
-
     if args.only is not None:
         print(fuzz_cases.draw(args.seed, args.only, args.model))
-        note(attempt(args.seed, args.only, args.model))
-    else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            for future in [
-                pool.submit(attempt, args.seed, number, args.model) for number in numbers
-            ]:
-                note(future.result())
+    outcomes: list[Outcome] = []
+    num_failed = 0
+    work = functools.partial(attempt, args.seed, args.model)
+    for number, result in tools.attempts(work, numbers, args.jobs, HANG_SECONDS):
+        found, error = ([], result.reason) if isinstance(result, Lost) else result
+        outcomes += found
+        if error:
+            num_failed += 1
+            repeat = tools.repeat("fuzz", seed=args.seed, only=number, model=args.model or "")
+            print(f"case {number} FAILED: {repeat}\n  {error}", flush=True)
     print(summary(outcomes))
-    print(
-        f"{len(numbers)} cases, {len(outcomes)} calls, {len(failures)} failed,"
-        f" {time.monotonic() - start:.0f} s"
-    )
-    return bool(failures)
+    counts = f"{len(numbers)} cases, {len(outcomes)} calls, {num_failed} failed"
+    print(f"{counts}, {time.monotonic() - start:.0f} s")
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
 
 from tests.support import models
+from tests.support.user_code import Criterion, Processor
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
 GREEDY_STEPS = 12  # length of the plain text that end tokens and stop strings come from
@@ -35,111 +36,44 @@ LENGTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 33, 40)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """
-    One or more calls of one model with one set of options.
+    """One or more calls of one model with one set of options."""
 
-    Args:
-        number (`int`): Number that, with `seed`, determines the case.
-        mode (`str`): "greedy", "sample", "beams" or "beam_sample".
-        lengths (`tuple[int, ...]`): Tokens of each prompt; shorter ones are left-padded.
-        prompts (`str`): "words", "few_words" (n-grams repeat), "shared" (a common prefix) or
-            "equal".
-        mask (`str`): "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds`
-            for the ids).
-        calls (`tuple[str, ...]`): "first", then "same" (again) or "turn" (the answer so far plus
-            new words).
-        options: Arguments of `generate`, passed as they are.
-        late: Arguments built for each call: names of extras, steps of the greedy text, a limit in
-            tokens.
-        cache_config: Config of the paged side.
-        budget (`float`, *optional*): `num_blocks` as a share of the blocks that all rows need at
-            their longest.
-        by_config (`bool`): Whether `options` travel in a `GenerationConfig`.
-        train (`bool`): Whether the model is in train mode.
-    """
-
-    seed: int
+    seed: int  # determines the case, with the number
     number: int
     model: str
-    mode: str
-    lengths: tuple[int, ...]
+    mode: str  # "greedy", "sample", "beams" or "beam_sample"
+    lengths: tuple[int, ...]  # tokens of each prompt; shorter ones are left-padded
+    # "words", "few_words" (n-grams repeat), "shared" (a common prefix) or "equal"
     prompts: str
+    # "given", "absent", "hole" (zero inside a prompt) or "embeds" (`inputs_embeds` for the ids)
     mask: str
+    # "first", then "same" (again) or "turn" (the answer so far plus new words)
     calls: tuple[str, ...]
-    options: dict[str, Any]
+    options: dict[str, Any]  # arguments of `generate`, passed as they are
+    # arguments built for each call: names of extras, steps of the greedy text, a limit in tokens
     late: dict[str, Any]
-    cache_config: dict[str, Any]
+    cache_config: dict[str, Any]  # of the paged side
+    # `num_blocks` as a share of the blocks that all rows need at their longest
     budget: float | None
-    by_config: bool
-    train: bool
+    by_config: bool  # `options` travel in a `GenerationConfig`
+    train: bool  # the model is in train mode
 
     def __str__(self) -> str:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(
-            f"{name}={value!r}" for name, value in fields.items() if name not in ("seed", "number")
-        )
+        fields = vars(self).items()
+        return ", ".join(f"{name}={x!r}" for name, x in fields if name not in ("seed", "number"))
 
 
-# -------------------------------------------------------------------------------------- user code
-
-
-class LastChoiceBanned(LogitsProcessor):
-    """Stateful: bans the token that was the row's likeliest at the previous call."""
-
-    def __init__(self) -> None:
-        self.last: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        last, self.last = self.last, scores.argmax(-1, keepdim=True)
-        return (
-            scores if last is None else scores.scatter(1, last, scores.min(-1, keepdim=True).values)
-        )
-
-
-class OddFavoured(LogitsProcessor):
-    """Stateless."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 0.5 * (torch.arange(scores.shape[1]) % 2 == input_ids[:, -1:] % 2)
-
-
-class ProcessorFailed(RuntimeError):
-    """The error of a user's broken processor."""
-
-
-class Breaks(LogitsProcessor):
-    """Raises at the third call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 3:
-            raise ProcessorFailed("third call")
-        return scores
-
-
-class EveryEleventh(StoppingCriteria):
-    """Stateless: a row ends at a multiple of 11."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] % 11 == 0
-
-
-class AllAfterSeven(StoppingCriteria):
-    """One bool for all rows, after seven tokens, as older user code returns."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.calls >= 7
-
-
-PROCESSORS = {"bias": RowBias, "banned": LastChoiceBanned, "odd": OddFavoured, "breaks": Breaks}
-CRITERIA = {"budgets": RowBudgets, "eleventh": EveryEleventh, "all": AllAfterSeven}
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "bias": RowBias,
+    "banned": functools.partial(Processor, "banned"),
+    "odd": functools.partial(Processor, "odd"),
+    "breaks": functools.partial(Processor, "raises", 2),
+}
+CRITERIA: dict[str, Callable[[], Any]] = {
+    "budgets": RowBudgets,
+    "eleventh": functools.partial(Criterion, "eleventh"),
+    "all": functools.partial(Criterion, "all", 6),
+}
 
 # ---------------------------------------------------------------------------------------- the draw
 
@@ -205,9 +139,8 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     options: dict[str, Any] = {"do_sample": "sample" in mode}
     if "beam" in mode:
         options["num_beams"] = rng.randint(2, 4)
-        options |= _some(
-            rng, 0.5, early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0)
-        )
+        ends = dict(early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0))
+        options |= _some(rng, 0.5, **ends)
         options |= _some(rng, 0.4, num_return_sequences=(2, options["num_beams"]))
     elif mode == "sample":
         options |= _some(rng, 0.4, num_return_sequences=(2, 3, 4))
@@ -215,9 +148,8 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     for option in rng.sample(list(pool), rng.choice((0, 0, 1, 1, 2, 3, 4))):
         options[option] = rng.choice(pool[option])
     options |= _returned(rng)
-    options |= _some(rng, 0.04, use_cache=(False,)) | _some(
-        rng, 0.08, prefill_chunk_size=(1, 4, 5, 16)
-    )
+    options |= _some(rng, 0.04, use_cache=(False,))
+    options |= _some(rng, 0.08, prefill_chunk_size=(1, 4, 5, 16))
     rows = rng.choice((1, 1, 2, 3, 3, 4, 5))
     lengths = [rng.choice(LENGTHS) for _ in range(rows)]
     late = _late(rng, mode, rows)
@@ -254,37 +186,27 @@ def _returned(rng: random.Random) -> dict[str, Any]:
     if rng.random() > 0.35:
         return {}
     flags = {"output_scores": 0.7, "output_logits": 0.5, "output_hidden_states": 0.25}
-    return {
-        "return_dict_in_generate": True,
-        **{flag: True for flag, share in flags.items() if rng.random() < share},
-    }
+    given = [flag for flag, share in flags.items() if rng.random() < share]
+    return dict.fromkeys(["return_dict_in_generate", *given], True)
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
     """Arguments built for every call."""
-    late: dict[str, Any] = {
-        rng.choice(("max_new_tokens", "max_new_tokens", "max_length")): rng.randint(1, 24)
-    }
+    limit = rng.choice(("max_new_tokens", "max_new_tokens", "max_length"))
+    late: dict[str, Any] = {limit: rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":
         late["ends"] = "frequent"
     elif kind != "none":
         steps = 1 if kind == "one" else 3
         late["ends"] = [(rng.randrange(rows), rng.randrange(1, GREEDY_STEPS)) for _ in range(steps)]
-    if rng.random() < 0.2:
-        late["processors"] = rng.choices(
-            ("bias", "banned", "odd", "breaks"), (5, 4, 4, 1), k=rng.choice((1, 1, 2))
-        )
-    if rng.random() < 0.2:
-        late["criteria"] = rng.choices(
-            ("budgets", "eleventh", "all"), (5, 3, 1), k=rng.choice((1, 1, 2))
-        )
+    kinds = {"processors": (PROCESSORS, (5, 4, 4, 1)), "criteria": (CRITERIA, (5, 3, 1))}
+    for name, (classes, weights) in kinds.items():
+        if rng.random() < 0.2:
+            late[name] = rng.choices(list(classes), weights, k=rng.choice((1, 1, 2)))
     if rng.random() < 0.08:
-        late["stop_strings"] = (
-            rng.randrange(rows),
-            rng.randrange(2, GREEDY_STEPS - 2),
-            rng.random() < 0.5,
-        )
+        step = rng.randrange(rows), rng.randrange(2, GREEDY_STEPS - 2)
+        late["stop_strings"] = *step, rng.random() < 0.5
     if rng.random() < 0.07:
         late["prefix_allowed"] = True
     if rng.random() < (0.25 if rows == 1 else 0.04) and ("beam" not in mode or rng.random() < 0.1):
@@ -312,16 +234,15 @@ def prompts(case: Case) -> list[list[int]]:
 
 def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`rows` left-padded, as keyword arguments of `generate`."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[models.PAD] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    inputs = models.left_padded(rows)
     if case.mask == "absent":
-        return {"input_ids": ids}
-    if case.mask == "hole" and len(rows[0]) > 2:
-        mask[0, -2] = 0
-    if case.mask == "embeds":
-        return {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
-    return {"input_ids": ids, "attention_mask": mask}
+        del inputs["attention_mask"]
+    elif case.mask == "hole" and len(rows[0]) > 2:
+        inputs["attention_mask"][0, -2] = 0
+    elif case.mask == "embeds":
+        embeddings = model.get_input_embeddings()
+        inputs["inputs_embeds"] = embeddings(inputs.pop("input_ids")).detach()
+    return inputs
 
 
 def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list[int]]:
@@ -342,24 +263,15 @@ class Extras:
 
     def seen(self) -> list[Any]:
         given = self.arguments
-        objects = [
-            *given.get("logits_processor", ()),
-            *given.get("stopping_criteria", ()),
-            given.get("streamer"),
-        ]
-        objects.append(given.get("prefix_allowed_tokens_fn"))
+        objects = [*given.get("logits_processor", ()), *given.get("stopping_criteria", ())]
+        objects += [given.get("streamer"), given.get("prefix_allowed_tokens_fn")]
         kinds = {RowBias: "batches", RowBudgets: "seen", Recorder: "calls", Allowed: "calls"}
         return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
 
 
 def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
-    """
-    Keyword arguments of one call, with new user objects.
-
-    Args:
-        width (`int`): Width of the padded prompts.
-        greedy (`list[list[int]]`): Plain greedy text of each row, `GREEDY_STEPS` tokens.
-    """
+    """Keyword arguments of one call, with new user objects, for prompts padded to `width` tokens;
+    `greedy`: plain greedy text of each row, `GREEDY_STEPS` tokens."""
     late, given = case.late, copy.deepcopy(case.options)
     if "max_new_tokens" in late:
         given.setdefault("max_new_tokens", late["max_new_tokens"])
@@ -374,25 +286,19 @@ def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
     if "prompt_lookup" in late:
         given["prompt_lookup_num_tokens"] = late["prompt_lookup"]
     if case.by_config:
-        unknown = (
-            {"no_such_option": given.pop("no_such_option")} if "no_such_option" in given else {}
-        )
+        unknown = {name: given.pop(name) for name in ["no_such_option"] if name in given}
         given = {"generation_config": GenerationConfig(pad_token_id=models.PAD, **given), **unknown}
     if "processors" in late:
-        given["logits_processor"] = LogitsProcessorList(
-            [PROCESSORS[name]() for name in late["processors"]]
-        )
+        processors = [PROCESSORS[name]() for name in late["processors"]]
+        given["logits_processor"] = LogitsProcessorList(processors)
     if "criteria" in late:
-        given["stopping_criteria"] = StoppingCriteriaList(
-            [CRITERIA[name]() for name in late["criteria"]]
-        )
+        criteria = [CRITERIA[name]() for name in late["criteria"]]
+        given["stopping_criteria"] = StoppingCriteriaList(criteria)
     if "stop_strings" in late:
         row, step, inside = late["stop_strings"]
         text = models.tokenizer().decode(greedy[row][step : step + 2])
-        given |= {
-            "stop_strings": [text[1:] if inside and len(text) > 1 else text or "x"],
-            "tokenizer": models.tokenizer(),
-        }
+        text = text[1:] if inside and len(text) > 1 else text or "x"
+        given |= {"stop_strings": [text], "tokenizer": models.tokenizer()}
     if "prefix_allowed" in late:
         given["prefix_allowed_tokens_fn"] = Allowed()
     if "streamer" in late:

@@ -13,7 +13,7 @@ from hf_paged import PagedEngine, RequestResult
 from hf_paged.model.state import read_state
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded
+from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row
 from tests.support.fake_device import record_on_a_device
 
@@ -38,44 +38,34 @@ class FakeGraph:
         owner = self.run.args[0]()
         model = owner._model()
         layers = [blocks for group in owner._groups for blocks in group.storage.layers.values()]
-        tensors = [
-            *model.parameters(),
-            *model.buffers(),
-            *(tensor for layer in layers for tensor in layer.data),
-        ]
-        return [tensor.data_ptr() for tensor in tensors]
+        blocks = (tensor for layer in layers for tensor in layer.data)
+        return [x.data_ptr() for x in (*model.parameters(), *model.buffers(), *blocks)]
 
     def replay(self) -> None:
         """Replays as a device graph would; raises where that would read freed or moved memory."""
-        assert self.addresses == self._addresses(), (
-            "replayed on other addresses than it was recorded with"
-        )
+        is_same = self.addresses == self._addresses()
+        assert is_same, "replayed on other addresses than it was recorded with"
         self.num_replays += 1
         self.run()
 
 
 class FakeGraphs:
-    """
-    Attributes:
-        graphs (`list[FakeGraph]`): All captured graphs.
-        fail (`Callable`, *optional*): Called in each capture after the dry run.
-        has_device (`bool`): Whether a capture also fails where it would fail with the model on a
-            device.
-    """
+    """Records functions as `FakeGraph`s."""
 
     on_device = True
 
     def __init__(self, device: Any = None) -> None:
-        self.graphs: list[FakeGraph] = []
-        self.fail: Callable[[], None] | None = None
+        self.graphs: list[FakeGraph] = []  # all captured ones
+        self.fail: Callable[[], None] | None = None  # called in each capture after the dry run
+        # whether a capture also fails where it would fail with the model on a device
         self.has_device = False
 
-    def capture(self, run: Any, kept: Any = None) -> FakeGraph:
+    def capture(self, run: Any, persistent_storages: Any = None) -> FakeGraph:
         """As in `CudaGraphs`."""
-        first = NothingUnrecorded()
+        first = CaptureGuard()
         with HostFirst(), first:
             run()
-        with HostFirst(), KnownAgain(first.known):
+        with HostFirst(), HostResultReplay(first.host_results):
             run()
         if self.has_device:
             owner, inputs, *_ = run.args
@@ -129,17 +119,15 @@ def results(
     """Results of the requests; the last `later` requests arrive a few steps after the others."""
     found: dict[str, RequestResult] = {}
     waiting = list(enumerate(jobs))
-    for number, (prompt, options) in waiting[: len(jobs) - later]:
-        engine.add_request(prompt, request_id=str(number), **options)
-    waiting = waiting[len(jobs) - later :]
-    steps = 0
+    num_steps = 0
     while engine.has_unfinished or waiting:
-        if waiting and steps % 4 == 3:
-            number, (prompt, options) = waiting.pop(0)
+        ready = len(waiting) - later if num_steps == 0 else int(num_steps % 4 == 3)
+        for number, (prompt, options) in waiting[:ready]:
             engine.add_request(prompt, request_id=str(number), **options)
+        del waiting[:ready]
         for output in engine.step():
             if output.result is not None:
                 found[output.request_id] = output.result
         engine.check_integrity()
-        steps += 1
+        num_steps += 1
     return [found[str(number)] for number in range(len(jobs))]

@@ -6,10 +6,8 @@ conditionals that ask about a feature. Docstrings and comments are free. Complex
 (C901); the rest is read from the syntax trees here.
 """
 
-import argparse
 import ast
 import collections
-import fnmatch
 import io
 import json
 import re
@@ -21,7 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from hf_paged.rooms import ROOMS
+from tests.support import tools
+from tests.support.tools import ROOT
+
 PACKAGE = ROOT / "hf_paged"
 BASELINE = Path(__file__).with_name("house.json")
 MAX_COMPLEXITY = 12  # of a function, as McCabe counts it
@@ -42,21 +43,6 @@ FEATURES = {
     "grammars": r"grammar|schema",
 }
 
-# A room beside the core, and its files. What stands in none of them is the core.
-ROOMS = {
-    "speculation": ["speculation/*"],
-    "adapters": ["adapters/*"],
-    "ranks": ["ranks/*"],
-    "tiers": ["tiers/*"],
-    "virtual": ["virtual/*"],
-    "tape": ["tape/*"],
-    "grammar": ["grammar.py"],
-    "native": ["native/*"],
-    "tools": ["tools/*", "inspect.py", "__main__.py"],
-    "ray": ["ray.py"],
-    "kernels": ["kernels/*"],
-}
-
 
 def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
@@ -64,15 +50,10 @@ def sources() -> list[Path]:
 
 def room_of(path: Path) -> str:
     """The room of a file of the package, `core` if it stands in none."""
-    name = path.relative_to(PACKAGE).as_posix()
-    return next(
-        (
-            room
-            for room, globs in ROOMS.items()
-            if any(fnmatch.fnmatch(name, glob) for glob in globs)
-        ),
-        "core",
-    )
+    name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if name in ("inspect", "__main__"):
+        return "tools"
+    return name if name in (*ROOMS, "kernels") else "core"
 
 
 def tokens_of(source: str) -> list[tokenize.TokenInfo]:
@@ -102,11 +83,9 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 
 def features_of(tree: ast.AST) -> set[str]:
-    names = {name.lower() for name in identifiers(tree)}
+    names = "\n".join({name.lower() for name in identifiers(tree)})
     return {
-        feature
-        for feature, pattern in FEATURES.items()
-        if any(re.search(pattern, name) for name in names)
+        feature for feature, pattern in FEATURES.items() if re.search(pattern, names, re.MULTILINE)
     }
 
 
@@ -143,13 +122,8 @@ def read_source(counts: dict[str, Any]) -> None:
         for feature in features_of(tree):
             touched[feature].add(path.relative_to(PACKAGE).as_posix())
         if room == "core":
-            core_imports += len(
-                {
-                    target
-                    for target in imported_paths(path, tree)
-                    if room_of(target) not in ("core", "kernels")
-                }
-            )
+            rooms = map(room_of, set(imported_paths(path, tree)))
+            core_imports += sum(room not in ("core", "kernels") for room in rooms)
         words["Any"] += sum(item.string == "Any" for item in counted)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
@@ -162,27 +136,16 @@ def read_source(counts: dict[str, Any]) -> None:
                 words["locks made"] += name.endswith(("Lock", "Condition", "Semaphore"))
             elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                outside = [
-                    t
-                    for t in targets
-                    if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name)
-                ]
-                attributes_set += sum(
-                    t.value.id not in ("self", "cls")
-                    for t in outside
-                    if isinstance(t.value, ast.Name)
-                )
+                owners = [t.value for t in targets if isinstance(t, ast.Attribute)]
+                names = [owner.id for owner in owners if isinstance(owner, ast.Name)]
+                attributes_set += sum(name not in ("self", "cls") for name in names)
     counts["tokens"] = sum(tokens.values())
     counts["tokens a line"] = round(sum(tokens.values()) / sum(lines.values()), 2)
-    counts |= {f"tokens of {room}": tokens[room] for room in ["core", *ROOMS]}
+    counts |= {f"tokens of {room}": tokens[room] for room in ["core", *ROOMS, "kernels"]}
     counts |= {f"files that name {feature}": len(files) for feature, files in touched.items()}
-    in_core = {
-        feature: sum(room_of(PACKAGE / name) == "core" for name in files)
-        for feature, files in touched.items()
-    }
-    counts |= {
-        f"files of the core that name {feature}": number for feature, number in in_core.items()
-    }
+    for feature, files in touched.items():
+        in_core = sum(room_of(PACKAGE / name) == "core" for name in files)
+        counts[f"files of the core that name {feature}"] = in_core
     counts["imports from the core into a room"] = core_imports
     counts["attributes set from outside"] = attributes_set
     counts |= dict(sorted(words.items()))
@@ -192,26 +155,13 @@ def read_source(counts: dict[str, Any]) -> None:
 
 
 def read_complexity(counts: dict[str, Any]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--select",
-        "C901",
-        "--output-format",
-        "json",
-        "--exit-zero",
-    ]
-    options = ["--config", f"lint.mccabe.max-complexity={MAX_COMPLEXITY}", str(PACKAGE)]
-    answer = subprocess.run(
-        [*command, *options], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    values = [
-        int(match[1])
-        for item in json.loads(answer.stdout)
-        if (match := re.search(r"\((\d+) >", item["message"]))
-    ]
+    limit = f"lint.mccabe.max-complexity={MAX_COMPLEXITY}"
+    form = ("--output-format", "json", "--exit-zero", "--config", limit)
+    command = tools.module("ruff", "check", "--select", "C901", *form, PACKAGE)
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    messages = [item["message"] for item in json.loads(answer.stdout)]
+    found = [re.search(r"\((\d+) >", message) for message in messages]
+    values = [int(match[1]) for match in found if match]
     counts[f"functions of a complexity above {MAX_COMPLEXITY}"] = len(values)
     counts["highest complexity"] = max(values, default=MAX_COMPLEXITY)
 
@@ -248,24 +198,14 @@ class Profile:
 def read_calls(counts: dict[str, Any]) -> None:
     """Calls of a warm engine and a warm `generate` on a tiny Llama, whose steps are recorded."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import hf_paged
+    from tests.support import models
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    model: Any = models.build("llama").to(torch.bfloat16)
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for rows in (1, 64):
-        prompts = [torch.randint(3, 300, (20 + number % 7,)).tolist() for number in range(rows)]
+        prompts = [models.token_ids(1, 20 + n % 7, seed=n)[0].tolist() for n in range(rows)]
         with hf_paged.PagedEngine(model) as engine:
             engine.generate(prompts, options)
             with Profile() as added:
@@ -281,11 +221,8 @@ def read_calls(counts: dict[str, Any]) -> None:
     hot = collections.Counter[str]()
     for (file, _), _count in steps.functions.items():
         hot[file] += PACKAGE.as_posix() in file
-    asked = [
-        condition
-        for file, _ in hot.most_common(NUM_HOT_FILES)
-        for condition in conditions(ast.parse(Path(file).read_text()))
-    ]
+    files = [Path(file).read_text() for file, _ in hot.most_common(NUM_HOT_FILES)]
+    asked = [condition for source in files for condition in conditions(ast.parse(source))]
     counts[f"conditionals of the {NUM_HOT_FILES} hot files"] = len(asked)
     counts["of them about a feature"] = sum(bool(features_of(condition)) for condition in asked)
     inputs = torch.tensor([prompts[0]])
@@ -296,11 +233,9 @@ def read_calls(counts: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = tools.parser(__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument(
-        "--against", type=Path, default=BASELINE, help="figures to print beside today's"
-    )
+    parser.add_argument("--against", type=Path, default=BASELINE, help="figures to compare with")
     args = parser.parse_args()
     counts: dict[str, Any] = {}
     read_source(counts)

@@ -9,11 +9,11 @@ sanitizer (`tests.support.sanitize`) sees each access beside it.
 
 from __future__ import annotations
 
-import argparse
+import concurrent.futures
 import contextlib
+import dataclasses
 import random
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -34,6 +34,7 @@ from hf_paged.kernels.cpp.build import NAMES, best_path, kernel
 from hf_paged.kernels.cpp.linear import linear
 from hf_paged.rooms import RoomMissingError, is_installed, room
 from hf_paged.step import StepMetadata
+from tests.support import tools
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-3}
@@ -63,12 +64,9 @@ class Draws:
 
     def other(self, x: Tensor) -> Tensor:
         """A tensor of another dtype, shape or layout."""
+        others = [dtype for dtype in (*FLOATS, torch.float64) if dtype is not x.dtype]
         kinds: list[Callable[[], Tensor]] = [
-            lambda: x.to(
-                self.choose.choice(
-                    [dtype for dtype in (*FLOATS, torch.float64) if dtype is not x.dtype]
-                )
-            ),
+            lambda: x.to(self.choose.choice(others)),
             lambda: x.new_zeros([size + 1 for size in x.shape]),
             lambda: x[:-1] if len(x) else x.new_zeros(1, *x.shape[1:]),
             lambda: x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + 2)[..., : 2 * x.shape[-1] : 2],
@@ -158,16 +156,11 @@ def attention(draws: Draws) -> None:
     bias = None
     if counts and choose.random() < 0.3:
         sizes = [choose.choice((1, size)) for size in (len(counts), heads, step.query_len or 1)]
-        bias = draws.tensor(
-            *sizes, max(lengths) + choose.choice((1, 4)), dtype=choose.choice(FLOATS)
-        )
-    softcap = choose.choice((None, None, 20.0))
-    call = AttentionCall(
-        query, blocks, step, scale=dims[0] ** -0.5, softcap=softcap, sinks=sinks, bias=bias
-    )
-    made = Attention(
-        query, blocks.keys, blocks.values, scale=call.scale, softcap=softcap, sinks=sinks
-    )
+        columns = max(lengths) + choose.choice((1, 4))
+        bias = draws.tensor(*sizes, columns, dtype=choose.choice(FLOATS))
+    features = dict(scale=dims[0] ** -0.5, softcap=choose.choice((None, None, 20.0)), sinks=sinks)
+    call = AttentionCall(query, blocks, step, bias=bias, **features)
+    made = Attention(query, blocks.keys, blocks.values, **features)
     is_ordered = choose.random() < 0.2 and is_installed("tape")
     with room("tape", "a fixed order").in_fixed_order() if is_ordered else contextlib.nullcontext():
         found = made(query, step, sinks, bias)
@@ -178,19 +171,14 @@ def attention(draws: Draws) -> None:
         row = counts.index(max(counts))
         wrong = list(lengths)
         wrong[row] = width * block_size + max(counts) + 1
-        long = StepMetadata(
-            tables, step.query_start, tuple(wrong), starts, block_size, causal=causal
-        )
+        long = dataclasses.replace(step, seq_lens=tuple(wrong), window=None)
         refuses(lambda: made(query, long, sinks))
 
 
 def store(draws: Draws) -> None:
     choose = draws.choose
-    dtype, block_size, num_blocks = (
-        choose.choice(FLOATS),
-        choose.choice((1, 3, 8, 16)),
-        choose.choice((1, 2, 7)),
-    )
+    dtype, block_size = choose.choice(FLOATS), choose.choice((1, 3, 8, 16))
+    num_blocks = choose.choice((1, 2, 7))
     heads, dims = choose.choice((1, 2, 3)), (choose.choice(DIMS), choose.choice(DIMS))
     blocks = blocks_of(draws, num_blocks, heads, block_size, dims, dtype)
     batch = choose.choice((0, 1, 1, 2, 3))
@@ -201,9 +189,8 @@ def store(draws: Draws) -> None:
     )
     slots = draws.order(num_blocks * block_size)[: batch * tokens].view(batch, tokens).clone()
     slots[torch.rand(slots.shape) < 0.2] = -1
-    expected = KVBlocks(
-        data := tuple(x.clone() for x in blocks.data), *_views(blocks, data), blocks.dtypes
-    )
+    data = tuple(x.clone() for x in blocks.data)
+    expected = KVBlocks(data, *_views(blocks, data), blocks.dtypes)
     store_portable(keys, values, expected.keys, expected.values, slots)
     made = Store(keys, values, blocks.keys, blocks.values, slots)
     made(keys, values, slots)
@@ -220,9 +207,8 @@ def store(draws: Draws) -> None:
 def _views(blocks: KVBlocks, data: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Keys and values of these blocks in copies of their data."""
     if blocks.quantized_dtype is not None:
-        keys, values = (
-            quantized.codes(x, blocks.keys.shape[2], blocks.quantized_dtype) for x in data
-        )
+        size, codes = blocks.keys.shape[2], blocks.quantized_dtype
+        keys, values = (quantized.codes(x, size, codes) for x in data)
         return keys, values
     if len(data) == 2:
         return data[0], data[1]
@@ -232,47 +218,36 @@ def _views(blocks: KVBlocks, data: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 def gathers(draws: Draws) -> None:
     choose = draws.choose
-    size, rows, heads = (
-        choose.choice((1, 3, 8, 16)),
-        choose.choice((0, 1, 2, 4)),
-        choose.choice((0, 1, 3)),
-    )
+    size, rows = choose.choice((1, 3, 8, 16)), choose.choice((0, 1, 2, 4))
+    heads = choose.choice((0, 1, 3))
     begin = choose.choice((0, 0, 5))
     columns = range(begin, begin + choose.choice((0, 1, 17, 40, 40, 90)))
     origins = tuple(choose.choice((0, 3, columns.stop, -2)) for _ in range(rows))
     width = max([1, *(-(-(columns.stop - origin) // size) for origin in origins)])
     tables = draws.order(rows * width).int().view(rows, width)
-    blocks = draws.strided(
-        max(1, rows * width), heads, size, choose.choice((*DIMS, 300)), dtype=choose.choice(FLOATS)
-    )
+    shape = max(1, rows * width), heads, size, choose.choice((*DIMS, 300))
+    blocks = draws.strided(*shape, dtype=choose.choice(FLOATS))
     lengths = [max(0, columns.stop - origin) for origin in origins]
     step = StepMetadata.rectangle(tables, lengths, size, columns=columns, origins=origins)
     found = gather(step, blocks)
     for row, origin in enumerate(origins):
         for place, column in enumerate(columns):
-            token = column - origin
-            expected = (
-                blocks[tables[row, token // size], :, token % size]
-                if token >= 0
-                else torch.zeros(())
-            )
+            token, expected = column - origin, torch.zeros(())
+            if token >= 0:
+                expected = blocks[tables[row, token // size], :, token % size]
             assert (found[row, :, place] == expected).all()
     refuses(lambda: gather(step, blocks.new_zeros(*blocks.shape[:2], size + 1, blocks.shape[3])))
     refuses(lambda: gather(step, blocks.new_zeros(*blocks.shape[:3], 4)[..., ::2]))
     refuses(lambda: gather(step, blocks.to("meta")))
     if rows and len(columns) and min(origins) < columns.stop and heads:
-        wrong = StepMetadata.rectangle(
-            tables + len(blocks), lengths, size, columns=columns, origins=origins
-        )
+        wrong = dataclasses.replace(step, block_tables=tables + len(blocks))
         refuses(lambda: gather(wrong, blocks))
 
 
 def hashes(draws: Draws) -> None:
     choose = draws.choose
-    sizes = [
-        choose.choice((0, 1, 7, 4095, 4096, 4097, 70000, choose.randrange(900000)))
-        for _ in range(3)
-    ]
+    usual = (0, 1, 7, 4095, 4096, 4097, 70000)
+    sizes = [choose.choice((*usual, choose.randrange(900000))) for _ in range(3)]
     skips = [choose.randrange(4) for _ in sizes]
     memory = [torch.zeros(size + skip, dtype=torch.uint8) for size, skip in zip(sizes, skips)]
     starts = [x.data_ptr() + skip if size else 0 for x, skip, size in zip(memory, skips, sizes)]
@@ -299,9 +274,8 @@ def draw(draws: Draws) -> None:
             assert found.equal(torch.multinomial(probs, 1, generator=its).squeeze(1))
     bad = probs.clone()
     if rows:
-        bad[choose.randrange(rows), choose.randrange(size)] = choose.choice(
-            (float("nan"), float("inf"), -1.0)
-        )
+        wrong = choose.choice((float("nan"), float("inf"), -1.0))
+        bad[choose.randrange(rows), choose.randrange(size)] = wrong
         with contextlib.suppress(RuntimeError):
             cpp.multinomial(bad, ours)
             raise AssertionError("probabilities that torch refuses were drawn from")
@@ -311,10 +285,8 @@ def linears(draws: Draws) -> None:
     choose, dtype = draws.choose, draws.choose.choice(FLOATS)
     rows, depth = choose.choice((0, 1, 2, 5, 17, 33)), choose.choice((0, *DIMS, 100))
     width = choose.choice((0, *DIMS, 70, 700))
-    x, weight = (
-        draws.tensor(rows, depth + 3, dtype=dtype)[:, 1 : 1 + depth],
-        draws.tensor(width, depth, dtype=dtype),
-    )
+    x = draws.tensor(rows, depth + 3, dtype=dtype)[:, 1 : 1 + depth]
+    weight = draws.tensor(width, depth, dtype=dtype)
     if choose.random() < 0.5:
         x = x.contiguous()
     if choose.random() < 0.3 and depth > 1 and width > 1:
@@ -329,29 +301,11 @@ def linears(draws: Draws) -> None:
 
 
 OPERATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
-    *(
-        torch.neg,
-        torch.abs,
-        F.relu,
-        torch.exp,
-        torch.tanh,
-        torch.sigmoid,
-        F.silu,
-        F.gelu,
-        torch.sin,
-        torch.cos,
-    ),
-    *(
-        F.softplus,
-        lambda x: x.softmax(-1),
-        lambda x: (x * x + 1).rsqrt(),
-        lambda x: x - x.amax(-1, keepdim=True),
-    ),
-    *(
-        lambda x: x / (1 + x.abs().sum(-1, keepdim=True)),
-        lambda x: x.clamp(-1, 1),
-        lambda x: x * x.mean(-1, True),
-    ),
+    *(torch.neg, torch.abs, F.relu, torch.exp, torch.tanh, torch.sigmoid, F.silu, F.gelu),
+    *(torch.sin, torch.cos, F.softplus, lambda x: x.softmax(-1), lambda x: (x * x + 1).rsqrt()),
+    lambda x: x - x.amax(-1, keepdim=True),
+    lambda x: x / (1 + x.abs().sum(-1, keepdim=True)),
+    *(lambda x: x.clamp(-1, 1), lambda x: x * x.mean(-1, True)),
     *(lambda x: F.gelu(x, approximate="tanh"), lambda x: x * -0.5 + 1, lambda x: x.square().sqrt()),
 )
 
@@ -361,9 +315,8 @@ def rows(draws: Draws) -> None:
     choose, dtype = draws.choose, draws.choose.choice(FLOATS)
     sizes = [choose.choice((1, 2, 3, 7)) for _ in range(choose.randrange(3))]
     x = draws.strided(*sizes, choose.choice((*DIMS[1:], 300, 2100)), dtype=dtype)
-    y = draws.tensor(
-        *x.shape[choose.randrange(x.dim()) :], dtype=choose.choice((dtype, torch.float32))
-    )
+    shape = x.shape[choose.randrange(x.dim()) :]
+    y = draws.tensor(*shape, dtype=choose.choice((dtype, torch.float32)))
     first, second = choose.sample(OPERATIONS, 2)
     expected = [first(x), second(x), x + y]
     tape_room = room("tape", "rows")
@@ -420,11 +373,7 @@ def pick(draws: Draws) -> None:
 def tape(draws: Draws) -> None:
     """Products, lookups and lists in one recording."""
     choose, dtype = draws.choose, draws.choose.choice(FLOATS)
-    rows, depth, width = (
-        choose.choice((1, 2, 5, 17)),
-        choose.choice(DIMS[3:]),
-        choose.choice(DIMS[3:]),
-    )
+    rows, depth, width = (choose.choice(sizes) for sizes in ((1, 2, 5, 17), DIMS[3:], DIMS[3:]))
     gate, up = nn.Linear(depth, width).to(dtype), nn.Linear(depth, width, bias=False).to(dtype)
     x, y = draws.tensor(1, rows, depth, dtype=dtype), draws.tensor(width, dtype=dtype)
     operation = choose.choice(OPERATIONS)
@@ -438,22 +387,15 @@ def tape(draws: Draws) -> None:
     play(function, function, change)
 
 
+def path(draws: Draws) -> None:
+    assert kernel("linear_path")(b"") in range(3)
+
+
 ENTRIES: dict[str, Callable[[Draws], None]] = {
-    **{
-        "attention": attention,
-        "store": store,
-        "gather": gathers,
-        "hash": hashes,
-        "draw": draw,
-        "linear": linears,
-    },
-    **{"linear_path": lambda draws: _path(), "rows": rows, "pick": pick, "tape": tape},
+    **dict(attention=attention, store=store, gather=gathers, hash=hashes, draw=draw),
+    **dict(linear=linears, linear_path=path, rows=rows, pick=pick, tape=tape),
 }
 assert set(ENTRIES) == set(NAMES)
-
-
-def _path() -> None:
-    assert kernel("linear_path")(b"") in range(3)
 
 
 def run(calls: int, seed: int, entries: Sequence[str] = NAMES) -> list[str]:
@@ -473,11 +415,8 @@ def run(calls: int, seed: int, entries: Sequence[str] = NAMES) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0)
     parser.add_argument("--calls", type=int, default=1000, help="through each entry point")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="threads that call at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch and the library")
     parser.add_argument("--entries", nargs="+", default=list(NAMES), choices=NAMES)
@@ -492,21 +431,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         share = options.calls * (job + 1) // options.jobs - options.calls * job // options.jobs
         wrong.extend(run(share, options.seed + job, options.entries))
 
-    workers = [threading.Thread(target=work, args=(job,)) for job in range(options.jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(work, range(options.jobs)))
     for name, count in Counter(error.split()[0] for error in wrong).items():
-        print(
-            f"{name}: {count} failed; the first:"
-            f" {next(x for x in wrong if x.startswith(name + ' '))}"
-        )
-    calls = options.calls * len(options.entries)
-    print(
-        f"{calls:,} calls, {len(wrong)} failed, seed {options.seed},"
-        f" {time.monotonic() - start:.0f} s"
-    )
+        first = next(error for error in wrong if error.startswith(f"{name} "))
+        print(f"{name}: {count} failed; the first: {first}")
+    calls, seconds = options.calls * len(options.entries), time.monotonic() - start
+    print(f"{calls:,} calls, {len(wrong)} failed, seed {options.seed}, {seconds:.0f} s")
     return int(bool(wrong))
 
 

@@ -29,45 +29,40 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers
 from tests.support import models
+from tests.support.engine_helpers import lone_run, run_all, tokens_of
+from tests.support.scenarios import GREEDY
 
 SECONDS = 60
 USER = 54321  # root has no limit of threads
-NEW_TOKENS = 4
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 PROMPTS = [models.token_ids(1, n, seed=n)[0].tolist() for n in (40, 33)]
 
 
 def generate(model: Any, folder: Path) -> list[list[int]]:
     paged = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0.1}}
-    return [
-        model.generate(torch.tensor([p]), **GREEDY, **paged)[0].tolist()[len(p) :] for p in PROMPTS
-    ]
+    return [lone_run(model, prompt, GREEDY, **paged)[0] for prompt in PROMPTS]
+
+
+def run_engine(engine: PagedEngine) -> list[list[int]]:
+    return [rows[0] for rows in tokens_of(engine.generate(PROMPTS, GREEDY))]
 
 
 def engine_generate(model: Any, folder: Path) -> list[list[int]]:
-    results = PagedEngine(model, PagedConfig(block_size=8)).generate(PROMPTS, GREEDY)
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return [result.token_ids for result in results]
+    return run_engine(PagedEngine(model, PagedConfig(block_size=8)))
 
 
 def steps_with_tiers(model: Any, folder: Path) -> list[list[int]]:
     """Evicts all cached blocks to the tiers between two runs of the requests."""
     tiers = PrefixTiers(host_bytes=1 << 20, disk_path=folder / "tier")
     engine = PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True, prefix_tiers=tiers))
-    tokens: dict[str, list[int]] = {}
-    for turn in range(2):
+    runs = []
+    for _ in range(2):
         for number, prompt in enumerate(PROMPTS):
-            engine.add_request(prompt, GREEDY, request_id=f"{turn} {number}")
-        while engine.has_unfinished:
-            for output in engine.step():
-                if output.result is not None and output.result.error is not None:
-                    raise output.result.error
-                tokens.setdefault(output.request_id, []).extend(output.new_tokens.values())
+            engine.add_request(prompt, GREEDY, request_id=str(number))
+        results = run_all(engine)
+        runs.append([rows[0] for rows in tokens_of(results[name] for name in sorted(results))])
         engine.free()
-    assert tokens["0 0"] == tokens["1 0"] and tokens["0 1"] == tokens["1 1"]
-    return [tokens["1 0"], tokens["1 1"]]
+    assert runs[0] == runs[1]
+    return runs[1]
 
 
 def generate_batch(model: Any, folder: Path) -> list[list[int]]:
@@ -80,17 +75,18 @@ def generate_batch(model: Any, folder: Path) -> list[list[int]]:
 
 
 def saved_prefix(model: Any, folder: Path) -> list[list[int]]:
-    with PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True)) as engine:
+    config = PagedConfig(block_size=8, prefix_caching=True)
+    with PagedEngine(model, config) as engine:
         engine.save_prefix(PROMPTS[0], folder / "prefix")
-    with PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True)) as engine:
+    with PagedEngine(model, config) as engine:
         engine.load_prefix(folder / "prefix")
-        return [result.token_ids for result in engine.generate(PROMPTS, GREEDY)]
+        return run_engine(engine)
 
 
-_ALL: list[Callable[[Any, Path], list[list[int]]]] = [
-    generate, engine_generate, steps_with_tiers, generate_batch, saved_prefix,
-]  # fmt: skip
-ENTRY_POINTS = {function.__name__: function for function in _ALL}
+ENTRY_POINTS: dict[str, Callable[[Any, Path], list[list[int]]]] = {
+    function.__name__: function
+    for function in (generate, engine_generate, steps_with_tiers, generate_batch, saved_prefix)
+}
 
 
 def refuse_threads(*_: Any) -> Any:
@@ -139,7 +135,7 @@ def run(name: str, text: str, model: Any, expected: list[list[int]], folder: Pat
 def main(folder: str, *limits: str) -> int:
     torch.set_num_threads(1)
     model: Any = models.build("llama")
-    expected = [model.generate(torch.tensor([p]), **GREEDY)[0].tolist()[len(p) :] for p in PROMPTS]
+    expected = [lone_run(model, prompt, GREEDY)[0] for prompt in PROMPTS]
     num_failed = 0
     for text in limits:
         for name in ENTRY_POINTS:

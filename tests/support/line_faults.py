@@ -11,214 +11,59 @@ survived are printed, and end with exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
+import functools
 import gc
-import io
+import itertools
 import json
 import linecache
 import multiprocessing
 import os
-import pickle
 import random
-import select
-import shlex
 import signal
 import sys
-import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import transformers
-from transformers import GenerationConfig
 
 import hf_paged
-from benchmarks import machine
-from tests.support import interrupts, models
-from tests.support.architecture_configs import tiny_model
-from tests.support.architecture_media import media_inputs
+from benchmarks import machine, report
+from tests.support import tools
 from tests.support.checks import model_state
-from tests.support.peft_models import ADAPTERS, active, lora_model
-from tests.support.prices import fix_prices
+from tests.support.rooms import fix_prices
+from tests.support.scenarios import RAISED, SCENARIOS, Case, Requeued
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = str(Path(hf_paged.__file__).parent)
 HANG_SECONDS = 30.0
+SCENARIO_SECONDS = 900.0  # of a run whose every line or bytecode is counted
 
 
-def _raise_signal(number: int) -> Callable[[], None]:
-    def send() -> None:
-        signal.raise_signal(number)
-
-    return send
-
-
-def _raise(error: type[BaseException], *arguments: object) -> Callable[[], None]:
-    def fail() -> None:
-        raise error(*arguments)
-
-    return fail
+def _raise(error: type[BaseException], *arguments: object) -> None:
+    raise error(*arguments)
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "MemoryError": _raise(MemoryError, "on purpose"),
-    "out of memory": _raise(torch.OutOfMemoryError, "CUDA out of memory, on purpose"),
-    "OSError": _raise(OSError, 5, "on purpose"),
-    "SIGINT": _raise_signal(signal.SIGINT),
-    "SIGUSR1": _raise_signal(signal.SIGUSR1),
+    "MemoryError": functools.partial(_raise, MemoryError, "on purpose"),
+    "SIGINT": functools.partial(signal.raise_signal, signal.SIGINT),
+    "SIGUSR1": functools.partial(signal.raise_signal, signal.SIGUSR1),
+    "out of memory": functools.partial(
+        _raise, torch.OutOfMemoryError, "CUDA out of memory, on purpose"
+    ),
+    "OSError": functools.partial(_raise, OSError, 5, "on purpose"),
 }
 SIGNALS = ("SIGINT", "SIGUSR1")
+INJECTED = (MemoryError, torch.OutOfMemoryError, OSError, KeyboardInterrupt, Requeued)
 
 
-class Usr1(Exception):
-    """What the handler of SIGUSR1 raises, as a cluster's warning of a job's end may."""
-
-
-def _handle_usr1(signum: int, frame: FrameType | None) -> None:
-    raise Usr1
-
-
-INJECTED = (MemoryError, torch.OutOfMemoryError, OSError, KeyboardInterrupt, Usr1)
-
-
-# -------------------------------------------------------------------------------------- scenarios
-
-
-class Assisted(interrupts.Generate):
-    """`generate` with a smaller model that drafts."""
-
-    def tokens(self, paged: dict[str, Any]) -> torch.Tensor:
-        inputs = {name: value[:1] for name, value in self.inputs.items()}
-        torch.manual_seed(3)
-        return self.model.generate(
-            **inputs, **self.options, assistant_model=models.get_assistant("llama"), **paged
-        )
-
-
-class Recorded(interrupts.Generate):
-    """A call of `generate` that is long enough for its steps to be recorded."""
-
-    def __init__(self) -> None:
-        super().__init__(models.build("llama"), "greedy")
-
-    def tokens(self, paged: dict[str, Any]) -> torch.Tensor:
-        options = {**self.options, "max_new_tokens": 24, "min_new_tokens": 24}
-        return self.model.generate(**self.inputs, **options, **paged)
-
-
-class Images(interrupts.Generate):
-    """`generate` with a picture in each row."""
-
-    def __init__(self) -> None:
-        self.model, self.options = (
-            tiny_model(transformers.LlavaForConditionalGeneration),
-            interrupts.GREEDY,
-        )
-        self.inputs = media_inputs(self.model)["image"]
-        self.expected = self.tokens({})
-
-
-class Adapters(interrupts.Engine):
-    """Each request runs with an adapter of its own, or none."""
-
-    def __init__(self) -> None:
-        self.adapters = [*ADAPTERS, ADAPTERS[0]]
-        super().__init__(lora_model(), "steps")
-
-    def lone(self, prompt: list[int], options: dict[str, Any]) -> list[int]:
-        number = self.prompts.index(prompt)
-        with active(self.model, self.adapters[number]):
-            return super().lone(prompt, options)
-
-    def add(self) -> None:
-        for number, (prompt, options) in enumerate(zip(self.prompts, self.options)):
-            adapter = self.adapters[number]
-            self.engine.add_request(
-                prompt, options, request_id=str(number), seed=7, adapter=adapter
-            )
-
-    def check(self) -> None:
-        self.drain()
-        self.add()
-        self.drain()
-
-
-class SavedPrefixes(interrupts.Engine):
-    """A prefix is written to a file and read by an engine whose cache is empty."""
-
-    def __init__(self) -> None:
-        self.file = Path(tempfile.mkdtemp()) / "prefix.safetensors"
-        super().__init__(models.build("llama"), "generate")
-
-    def run(self) -> None:
-        self.engine.save_prefix(self.prompts[1], self.file)
-        self.engine.reset_prefix_cache()
-        self.engine.load_prefix(self.file)
-        super().run()
-
-
-class NativeManager(interrupts.Case):
-    """transformers' continuous batching, which our thread serves."""
-
-    def __init__(self) -> None:
-        self.model = models.build("llama")
-        self.prompts = [models.token_ids(1, n, seed=n)[0].tolist() for n in (9, 14, 5)]
-        self.options = GenerationConfig(**interrupts.GREEDY, eos_token_id=-1)
-        self.expected = [self.lone(prompt) for prompt in self.prompts]
-        hf_paged.install(continuous_batching=True)
-
-    def lone(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        return self.model.generate(ids, generation_config=self.options)[0, len(prompt) :].tolist()
-
-    def tokens(self) -> list[list[int]]:
-        answers = self.model.generate_batch(
-            self.prompts, generation_config=self.options, progress_bar=False
-        )
-        return [answer.generated_tokens for answer in answers.values()]
-
-    def run(self) -> None:
-        # ends the thread that serves, so that the next one is traced from its beginning
-        hf_paged.free(self.model)
-        self.tokens()
-
-    def check(self) -> None:
-        assert self.tokens() == self.expected, "the next call gives other tokens"
-        hf_paged.check_integrity(self.model)
-        assert hf_paged.memory_stats(self.model).used_blocks == 0, (
-            "a call that is gone holds blocks"
-        )
-
-
-def _engine(name: str, **config: Any) -> Callable[[], interrupts.Case]:
-    return lambda: interrupts.Engine(models.build(name), "steps", **config)
-
-
-SCENARIOS: dict[str, Callable[[], interrupts.Case]] = {
-    **interrupts.CASES,
-    "generate, recorded": Recorded,
-    "generate, assisted": lambda: Assisted(models.build("llama"), "greedy"),
-    "generate, images": Images,
-    "generate, hybrid": lambda: interrupts.Generate(models.build("qwen3_next"), "greedy"),
-    "engine.step, adapters": Adapters,
-    "engine.step, hybrid": _engine("qwen3_next"),
-    "engine.step, windows": _engine("gemma3", num_blocks=24),
-    "engine.step, drafts": _engine("llama", speculation="ngram"),
-    "engine.step, int8": _engine("llama", kv_dtype="int8"),
-    "engine.step, virtual storage": _engine("llama", storage="virtual"),
-    "engine.step, tiers": lambda: _engine("llama", num_blocks=9, prefix_tiers=tempfile.mkdtemp())(),
-    "saved prefixes": SavedPrefixes,
-    "native manager": NativeManager,
-}
+def _handle(signum: int, frame: FrameType | None) -> None:
+    raise RAISED[signum]
 
 
 # ------------------------------------------------------------------------------------------ sites
@@ -288,7 +133,7 @@ class Tracer:
 Place = tuple[str, int, int, str]
 
 
-def visited(case: interrupts.Case, opcodes: bool) -> collections.Counter[Place]:
+def visited(case: Case, opcodes: bool) -> collections.Counter[Place]:
     """How often each line, and each bytecode with `opcodes`, is visited in a run; in the order of
     first visits."""
     visits: collections.Counter[Place] = collections.Counter()
@@ -307,9 +152,8 @@ def _tells_of_fault(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, INJECTED) or _tells_of_fault(error.__cause__))
 
 
-def _play(case: interrupts.Case, site: Site) -> str:
-    """In the child: runs the case with the fault and checks what it leaves. Returns an outcome, and
-    why."""
+def _play(case: Case, site: Site) -> str:
+    """In the child: runs the case with the fault and checks what it leaves. Returns an outcome."""
 
     def at(file: str, line: int, opcode: int, function: str) -> None:
         nonlocal left
@@ -324,7 +168,7 @@ def _play(case: interrupts.Case, site: Site) -> str:
 
     left = site.visit
     before = model_state(case.model)
-    signal.signal(signal.SIGUSR1, _handle_usr1)
+    signal.signal(signal.SIGUSR1, _handle)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Tracer(at, site.opcode >= 0, (site.file, site.function)):
@@ -345,37 +189,10 @@ def _play(case: interrupts.Case, site: Site) -> str:
     return "survived"
 
 
-def run_in_child(case: interrupts.Case, site: Site) -> tuple[str, str]:
+def run_in_child(case: Case, site: Site) -> tuple[str, str]:
     """Forks, and returns the child's outcome and, unless it survived, what went wrong."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        with contextlib.suppress(BaseException):
-            sys.stderr = sys.stdout = io.StringIO()
-            try:
-                outcome, why = _play(case, site), ""
-            except BaseException as error:
-                last = traceback.extract_tb(error.__traceback__)[-3:]
-                where = ", ".join(f"{Path(entry.filename).name}:{entry.lineno}" for entry in last)
-                outcome, why = "wrong", f"{type(error).__name__}: {str(error)[:300]} ({where})"
-            os.write(write, json.dumps([outcome, why]).encode())
-        os._exit(0)
-    os.close(write)
-    ready, _, _ = select.select([read], [], [], HANG_SECONDS)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    text = os.read(read, 1 << 16) if ready else b""
-    os.close(read)
-    _, status = os.waitpid(child, 0)
-    if not ready:
-        return "hang", f"{HANG_SECONDS:g} s"
-    if not text:
-        return "crash", f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(
-            status
-        ) else f"exit {status >> 8}"
-    outcome, why = json.loads(text)
-    return outcome, why
+    outcome, result = tools.in_child(functools.partial(_play, case, site), HANG_SECONDS)
+    return (result, "") if outcome == "ended" else (outcome, result)
 
 
 def _is_with(place: Place) -> bool:
@@ -403,29 +220,22 @@ def choose_sites(
         places = [place for place in counts if place[2] < 0 or not _is_with(place)]
         if sample:
             drawn = [rng.choice(places) for _ in range(sample)]
-            chosen[name] = [
-                Site(*place, visit=_draw_visit(place, counts, rng), fault=rng.choice(faults))
-                for place in drawn
-            ]
+            visit = functools.partial(_draw_visit, counts=counts, rng=rng)
+            chosen[name] = [Site(*x, visit=visit(x), fault=rng.choice(faults)) for x in drawn]
         else:
             new = [(place, 1) for place in places if place not in before]
             if name.startswith("engine"):
-                later = [
-                    place
-                    for place in places
-                    if place not in before_in_engine and not _is_with(place)  # `_draw_visit`
-                ]
-                new += [(place, counts[place] // 2 + 1) for place in later if counts[place] > 1]
+                later = [x for x in places if x not in before_in_engine and counts[x] > 1]
+                # of a `with`, only the first visit is certainly an entry
+                new += [(x, counts[x] // 2 + 1) for x in later if not _is_with(x)]
                 before_in_engine.update(places)
-            chosen[name] = [
-                Site(*place, visit=visit, fault=faults[number % len(faults)])
-                for number, (place, visit) in enumerate(new)
-            ]
+            pairs = zip(new, itertools.cycle(faults))
+            chosen[name] = [Site(*place, visit=n, fault=fault) for (place, n), fault in pairs]
         before.update(places)
     return chosen
 
 
-def _build(name: str) -> interrupts.Case:
+def _build(name: str) -> Case:
     torch.set_num_threads(1)
     fix_prices()  # so that each run visits the same lines
     case = SCENARIOS[name]()
@@ -433,6 +243,8 @@ def _build(name: str) -> interrupts.Case:
     for _ in range(2):
         case.run()
         case.check()
+    gc.collect()
+    gc.freeze()
     return case
 
 
@@ -440,27 +252,15 @@ def list_sites(name: str, opcodes: bool) -> collections.Counter[Place]:
     """In a process of its own: how often the scenario visits each place in a forked child, where
     faults happen later: a child begins without the memory and the recorded steps of its parent."""
     case = _build(name)
-    gc.collect()
-    gc.freeze()
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException), os.fdopen(write, "wb") as pipe:
-            pickle.dump(visited(case, opcodes), pipe)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        visits: collections.Counter[Place] = pickle.load(pipe)
-    os.waitpid(child, 0)
-    return visits
+    outcome, visits = tools.in_child(lambda: list(visited(case, opcodes).items()), SCENARIO_SECONDS)
+    assert outcome == "ended", f"{name}: {outcome}: {visits}"
+    return collections.Counter({tuple(place): count for place, count in visits})
 
 
 def run_scenario(name: str, sites: list[Site]) -> dict[str, Any]:
     """In a process of its own: counts of outcomes of faults at these sites, and all that were not
     survived."""
     case = _build(name)
-    gc.collect()
-    gc.freeze()
     outcomes, failures = collections.Counter[str](), {}
     for site in sites:
         outcome, why = run_in_child(case, site)
@@ -475,33 +275,20 @@ def run_scenario(name: str, sites: list[Site]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0, jobs=1)
+    parser.add_argument("--scenario", default="", help="with this name, or those that contain it")
+    parser.add_argument("--fault", default=",".join(FAULTS), help="of FAULTS, with commas")
+    parser.add_argument("--sample", type=int, default=0, help="draws by scenario, not every line")
     parser.add_argument(
-        "--scenario", default="", help="the one with this name, or those that contain it"
+        "--opcodes", action="store_true", help="places are bytecodes; with --sample"
     )
-    parser.add_argument(
-        "--fault",
-        default="MemoryError,SIGINT,SIGUSR1,out of memory,OSError",
-        help="of FAULTS, with commas",
-    )
-    parser.add_argument(
-        "--sample", type=int, default=0, help="draws for each scenario, in place of every line"
-    )
-    parser.add_argument(
-        "--opcodes", action="store_true", help="places are bytecodes, not lines; needs --sample"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     args = parser.parse_args()
     exact = args.scenario in SCENARIOS
     names = [args.scenario] if exact else [name for name in SCENARIOS if args.scenario in name]
     start = time.perf_counter()
     results = dict[str, dict[str, Any]]()
-    num_failures = 0
-    facts = machine.facts()
+    content = {"command": report.command_line(), "facts": machine.facts()}
     context = multiprocessing.get_context("forkserver")
     # Each process then starts with PyTorch, transformers and these imported.
     context.set_forkserver_preload(
@@ -513,31 +300,21 @@ def main() -> int:
         runs = {pool.submit(run_scenario, name, sites[name]): name for name in names}
         for run in concurrent.futures.as_completed(runs):
             name, result = runs[run], run.result()
-            result |= {"places": len(visits[name]), "visits": sum(visits[name].values())}
-            results[name] = result
+            counts = {"places": len(visits[name]), "visits": sum(visits[name].values())}
+            results[name] = result | counts
             print(
-                f"{name}: {result['places']} places, {result['visits']} visits,"
+                f"{name}: {counts['places']} places, {counts['visits']} visits,"
                 f" {result['outcomes']}",
                 flush=True,
             )
             for site, failure in result["failures"].items():
-                num_failures += 1
                 print(f"  {site}: {failure['outcome']}: {failure['why']}", flush=True)
             if args.json:
-                scenarios = {name: results[name] for name in names if name in results}
-                content = {
-                    "command": shlex.join(
-                        ["python", "-m", "tests.support.line_faults", *sys.argv[1:]]
-                    ),
-                    "facts": facts,
-                    "scenarios": scenarios,
-                }
+                content["scenarios"] = {name: results[name] for name in names if name in results}
                 args.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(
-        f"{sum(sum(r['outcomes'].values()) for r in results.values())} faults in"
-        f" {time.perf_counter() - start:.0f} s"
-    )
-    return int(num_failures > 0)
+    num_faults = sum(sum(result["outcomes"].values()) for result in results.values())
+    print(f"{num_faults} faults in {time.perf_counter() - start:.0f} s")
+    return int(any(result["failures"] for result in results.values()))
 
 
 if __name__ == "__main__":

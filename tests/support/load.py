@@ -13,14 +13,11 @@ is in use, and no thread, file handle or memory is lost. A failure line says how
 
 from __future__ import annotations
 
-import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import gc
-import logging
-import multiprocessing
 import os
 import random
 import sys
@@ -28,8 +25,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Iterable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,205 +32,120 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import pytest
-import torch
 
 import hf_paged
-from hf_paged import OutOfBlocksError, PagedEngine, PrefixTiers, RequestOutput
+from benchmarks.workers import Lost
+from hf_paged import PagedEngine, PrefixTiers
 from hf_paged.cache.free_memory import trim
 from tests.batching.test_invariance import count_chunks
-from tests.support import load_cases, models
-from tests.support.engine_helpers import assert_drained, assert_same_as_lone
-from tests.support.load_cases import KINDS, Run, Wanted
+from tests.support import load_cases, models, tools
+from tests.support.engine_helpers import assert_drained
+from tests.support.load_cases import KINDS, Difference, Run, User, Wanted
 
 RUN_STEPS = 2500
 CHECKED_STEPS = 500  # of an engine, with integrity checks after each; later after every 5th
 MAX_STEPS_OF_A_REQUEST = 4000  # from arrival on; many times what any request takes
+HANG_SECONDS = 3600.0  # of a run
 PREEMPTIONS = 0.05  # least share of steps with preemption for a meaningful run
 GROWTH = 200 << 20  # most bytes of a process's memory that runs may add once each kind has run
 SERVICES = ("hf_paged idle pools", "hf_paged mappings")  # threads that a process keeps, one of each
 LOOKUP = {"prompt_lookup_num_tokens": 4}
 
 
-class Difference(AssertionError):
-    """A request did not get plain's tokens."""
-
-
-class Client:
-    """The user of one engine: sends requests, reads outputs and compares them."""
+class Client(User):
+    """Sends requests of the catalogue at random."""
 
     def __init__(
         self, run: Run, model: Any, assistant: Any, known: list[Wanted], draw: random.Random
     ) -> None:
-        self.run, self.model, self.assistant, self.known, self.draw = (
-            run,
-            model,
-            assistant,
-            known,
-            draw,
-        )
-        self.engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
-        self.seen: collections.Counter[str] = collections.Counter()
-        self.open: dict[str, tuple[Wanted, int]] = {}  # with the step of arrival
-        self.cancelled: set[str] = set()
-        self.streamed: dict[str, dict[int, list[int]]] = {}
+        engine = PagedEngine(model, run.config, tokenizer=models.tokenizer())
+        super().__init__(run.name, engine, collections.Counter())
+        self.run, self.known, self.draw = run, known, draw
+        self.model, self.assistant = model, assistant
+        self.arrivals: dict[str, int] = {}  # steps
         self.too_large: set[int] = set()
-        self.step_number = self.num_requests = self.level = 0
+        self.level = 0
 
-    def step(self) -> None:
+    def act_and_step(self) -> None:
         """One round: the client's actions, a step of the engine, then the invariants."""
         self._act()
         while not self.engine.has_unfinished:
-            self.add()
-        for output in self.engine.step():
-            self.read(output)
-        self.step_number += 1
-        if self.step_number <= CHECKED_STEPS or self.step_number % 5 == 0:
+            self.add_any()
+        self.step()
+        if self.num_steps <= CHECKED_STEPS or self.num_steps % 5 == 0:
             self.engine.check_integrity()
-        if self.step_number % 256 == 0:
-            for request_id, (_, came) in self.open.items():
-                assert self.step_number - came < MAX_STEPS_OF_A_REQUEST, (
-                    f"request {request_id} starves"
-                )
+        if self.num_steps % 256 == 0:
+            for request_id in self.open:
+                steps = self.num_steps - self.arrivals[request_id]
+                assert steps < MAX_STEPS_OF_A_REQUEST, f"request {request_id} starves"
 
-    def drain(self) -> None:
+    def end(self) -> None:
         """Steps until all requests have ended; asserts that nothing of them is left."""
-        while self.engine.has_unfinished:
-            for output in self.engine.step():
-                self.read(output)
-            self.step_number += 1
-        assert not self.open and not self.streamed, f"requests {sorted(self.open)} got no result"
+        self.drain()
         assert_drained(self.engine)
         self.engine.reset_prefix_cache()
         states = [state for pool in self.engine.block_map().values() for state in pool]
         assert not any(states), f"blocks are left: {states}"
-        stats = self.engine.stats()
-        assert stats.num_finished == self.num_requests, (
-            f"{stats.num_finished} of {self.num_requests} requests ended"
-        )
+        stats, memory = self.engine.stats(), self.engine.memory.stats()
+        ended = stats.num_finished
+        assert ended == self.num_requests, f"{ended} of {self.num_requests} requests ended"
         self.seen["swaps"] += stats.num_swaps
         self.seen["recomputes"] += stats.num_preemptions - stats.num_swaps
-        self.seen["prefix-hit tokens"] += stats.num_prefix_hit_tokens
         self.seen["tokens"] += stats.num_generated_tokens
         self.seen["captured steps"] += stats.num_captured_steps
-        self.seen["drafts accepted"] += stats.num_accepted_tokens
-        memory = self.engine.memory.stats()
         self.seen["blocks to files"] += memory.tier_kept_blocks
         self.seen["blocks from files"] += memory.tier_restored_blocks
 
-    # -- what a client does -----------------------------------------------------------------------
-
     def _act(self) -> None:
         draw = self.draw
-        if self.step_number % 64 == 0:  # 0: open requests continue alone
+        if self.num_steps % 64 == 0:  # 0: open requests continue alone
             self.level = draw.choice([0, self.run.in_flight // 4, *3 * [self.run.in_flight]])
         for _ in range(2):
             if len(self.open) < self.level and draw.random() < 0.6:
-                self.add()
+                self.add_any()
         chance = draw.random()
         if chance < 0.012 and self.open:
-            self.cancel(draw.choice(list(self.open)), again=draw.random() < 0.3)
+            self.cancel_any(again=draw.random() < 0.3)
         elif chance > 0.9995:
-            self.seen["engines freed"] += 1
-            self.cancelled |= set(self.open)
-            self.engine.free()
+            self.free()
         elif chance > 0.999:
             self.engine.reset_prefix_cache()
         elif chance > 0.998:
-            self.call_generate()
+            self.generate(self.model, draw.choice(self.known))
 
-    def add(self, request_id: str | None = None) -> None:
+    def add_any(self, request_id: str = "") -> None:
         """Adds a request from the catalogue."""
         number = self.draw.randrange(len(self.known))
         if number in self.too_large:
             return
         wanted = self.known[number]
-        request_id = f"{number}-{self.num_requests}" if request_id is None else request_id
+        request_id = request_id or f"{number}-{self.num_requests}"
         assistant, lookup = None, {}
         if self.run.assisted and wanted.is_greedy:
             assistant, lookup = self.draw.choice([(None, {}), (self.assistant, {}), (None, LOOKUP)])
-        try:
-            self.engine.add_request(
-                wanted.prompt,
-                wanted.options | lookup,
-                request_id=request_id,
-                priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
-                logits_processor=wanted.processors,
-                adapter=wanted.adapter,
-                seed=wanted.seed,
-                return_logprobs=self.draw.random() < 0.1,
-                assistant_model=assistant,
-            )
-        except OutOfBlocksError:  # raised at once, final
+        is_added = self.add(
+            wanted,
+            request_id,
+            priority=self.draw.choice([0, 0, 0, 0, -1, 1]),
+            return_logprobs=self.draw.random() < 0.1,
+            assistant_model=assistant,
+            lookup=lookup,
+        )
+        if not is_added:
             self.too_large.add(number)
             return
-        if not self.num_requests:
+        if self.num_requests == 1:
             count_chunks(self.engine, self.seen)
-        self.num_requests += 1
-        self.open[request_id] = wanted, self.step_number
+        self.arrivals[request_id] = self.num_steps
 
-    def cancel(self, request_id: str, again: bool) -> None:
-        """Cancels the request in any state; `again`: another request reuses its id at once."""
-        self.engine.cancel(request_id)
+    def cancel_any(self, again: bool) -> None:
+        """Cancels a request in any state; `again`: another request reuses its id at once."""
+        request_id = self.draw.choice(list(self.open))
+        self.cancel(request_id)
         self.engine.check_integrity()
-        self.cancelled.add(request_id)
         if again:
-            for output in self.engine.step():
-                self.read(output)
-            self.step_number += 1
-            self.add(request_id)
-
-    def call_generate(self) -> None:
-        """A separate `generate` call on the same model, with separate blocks."""
-        wanted = self.draw.choice(self.known)
-        rows = load_cases.plain(self.model, wanted, **load_cases.paged(self.run.name))
-        self.seen["generate calls"] += 1
-        if rows != wanted.rows:
-            raise Difference(f"`generate` of {wanted}: {rows}")
-
-    # -- what comes back --------------------------------------------------------------------------
-
-    def read(self, output: RequestOutput) -> None:
-        """Records new tokens, and compares the result once it is complete."""
-        request_id, result = output.request_id, output.result
-        for row, token in output.new_tokens.items():
-            self.streamed.setdefault(request_id, {}).setdefault(row, []).append(token)
-        if result is None:
-            return
-        wanted, _ = self.open.pop(request_id)
-        streamed = self.streamed.pop(request_id, {})
-        what = f"request {request_id}, {wanted}"
-        if request_id in self.cancelled:
-            self.cancelled.remove(request_id)
-            self.seen["cancelled"] += 1
-            self.seen["cancelled after a preemption"] += bool(result.num_preemptions)
-            assert result.error is None, f"{what}: {result.error!r}"
-            pairs = [
-                (row[: len(sequence.token_ids)], sequence)
-                for row, sequence in zip(wanted.rows, result.sequences)
-            ]
-            if any(row != sequence.token_ids for row, sequence in pairs):
-                raise Difference(
-                    f"cancelled {what}: {[sequence.token_ids for _, sequence in pairs]}"
-                )
-        else:
-            try:
-                assert_same_as_lone(wanted.rows, result, wanted.options, what)
-            except AssertionError as error:
-                raise Difference(str(error)) from result.error
-            self.seen["finished"] += 1
-            self.seen["beams"] += wanted.is_beams
-            self.seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
-            self.seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
-            self.seen["stop strings"] += any(
-                s.finish_reason == "stop_string" for s in result.sequences
-            )
-        tokens = {
-            row: sequence.token_ids
-            for row, sequence in enumerate(result.sequences)
-            if sequence.token_ids
-        }
-        if not wanted.is_beams and streamed != tokens:
-            raise Difference(f"{what}: streamed {streamed}, result {tokens}")
+            self.step()
+            self.add_any(request_id)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -271,10 +181,7 @@ def play(
 
 def _failed(run: Run, num_steps: int, what: str) -> str:
     """Says what happened in a run, and how to repeat it."""
-    repeat = (
-        f"python -m tests.support.load --seed {run.seed} --only {run.number} --run-steps"
-        f" {num_steps}"
-    )
+    repeat = tools.repeat("load", seed=run.seed, only=run.number, run_steps=num_steps)
     return f"run {run.number}, {what}: {repeat}\n  {run}"
 
 
@@ -288,31 +195,28 @@ def _play(run: Run, num_steps: int, known: list[Wanted]) -> tuple[collections.Co
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         if run.tier:
-            tiers = PrefixTiers(
-                stack.enter_context(tempfile.TemporaryDirectory()), disk_bytes=load_cases.TIER_BYTES
-            )
-            run = dataclasses.replace(
-                run, config=dataclasses.replace(run.config, prefix_tiers=tiers)
-            )
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            tiers = PrefixTiers(folder, disk_bytes=load_cases.TIER_BYTES)
+            config = dataclasses.replace(run.config, prefix_tiers=tiers)
+            run = dataclasses.replace(run, config=config)
         if run.captured:
             from tests.support.graph_helpers import use_fake_graphs
 
             use_fake_graphs(stack.enter_context(pytest.MonkeyPatch.context()))
         clients += [Client(run, model, assistant, known, draw) for _ in range(run.num_engines)]
         try:
-            while sum(client.step_number for client in clients) < num_steps:
-                draw.choice(clients).step()
+            while sum(client.num_steps for client in clients) < num_steps:
+                draw.choice(clients).act_and_step()
             for client in clients:
-                client.drain()
+                client.end()
             hf_paged.check_integrity(model)
         except Exception as error:
-            steps = sum(client.step_number for client in clients)
+            steps = sum(client.num_steps for client in clients)
             kind = "difference" if isinstance(error, Difference) else type(error).__name__
             trace = "" if isinstance(error, AssertionError) else traceback.format_exc(limit=-6)
             failure = f"{_failed(run, num_steps, f'step {steps}, {kind}')}\n  {error}\n{trace}"
         for client in clients:
             seen += client.seen
-            seen["steps"] += client.step_number
             seen["requests"] += client.num_requests
             client.engine.free()
         hf_paged.free(model)
@@ -327,81 +231,54 @@ def summary(seen: collections.Counter[str]) -> str:
     seconds = seen["milliseconds"] / 1000
     lines = [f"{name:30}{seen[name]:>12,}" for name in seen if name != "milliseconds"]
     rate = seen["steps"] / seconds if seconds else 0.0
-    return "\n".join(
-        [*lines, f"{'seconds':30}{seconds:>12.1f}", f"{'steps a second':30}{rate:>12.1f}"]
-    )
+    lines += [f"{'seconds':30}{seconds:>12.1f}", f"{'steps a second':30}{rate:>12.1f}"]
+    return "\n".join(lines)
 
 
-def quieten() -> None:
-    """One thread, for reproducible sums, and no transformers warnings."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+_bytes: list[int] = []  # of this process, after each run
 
 
-def attempt(seed: int, number: int, num_steps: int) -> tuple[collections.Counter[str], str]:
+def attempt(seed: int, num_steps: int, number: int) -> tuple[collections.Counter[str], str]:
     """Plays a run by its number."""
-    quieten()
+    tools.quieten()
     run = load_cases.draw_run(seed, number)
     seen, failure = play(run, num_steps)
     trim()
     _bytes.append(psutil.Process().memory_info().rss)
     growth = _bytes[-1] - max(_bytes[: len(KINDS)])
     if growth > GROWTH and not failure:
-        failure = _failed(
-            run,
-            num_steps,
-            f"after {len(_bytes)} runs, {growth:,} bytes more than after the first ones",
-        )
+        what = f"after {len(_bytes)} runs, {growth:,} bytes more than after the first ones"
+        failure = _failed(run, num_steps, what)
         seen["failures"] += 1
     return seen, failure
 
 
-_bytes: list[int] = []  # of this process, after each run
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0, jobs=1, only=None)
     parser.add_argument("--steps", type=int, default=100_000, help="of all runs together")
     parser.add_argument("--run-steps", type=int, default=RUN_STEPS, help="of one configuration")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--first", type=int, default=0, metavar="RUN", help="where to begin")
-    parser.add_argument("--only", type=int, metavar="RUN", help="this run alone, in this process")
     args = parser.parse_args()
     start = time.perf_counter()
     seen: collections.Counter[str] = collections.Counter()
-
-    def note(results: Iterable[tuple[collections.Counter[str], str]]) -> None:
-        for found, failure in results:
-            seen.update(found)
-            seen["runs"] += 1
-            preempted = seen["recomputes"] + seen["swaps"]
-            print(
-                failure
-                or f"{seen['runs']} runs, {seen['steps']:,} steps, {preempted:,} preemptions",
-                flush=True,
-            )
-
     count = -(-args.steps // args.run_steps)
     numbers = range(args.first, args.first + count) if args.only is None else [args.only]
-    calls = [(args.seed, number, args.run_steps) for number in numbers]
-    if args.jobs == 1 or args.only is not None:
-        note(attempt(*call) for call in calls)
-    else:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-            note(pool.map(attempt, *zip(*calls)))
+    work = functools.partial(attempt, args.seed, args.run_steps)
+    for number, result in tools.attempts(work, numbers, args.jobs, HANG_SECONDS):
+        if isinstance(result, Lost):
+            run = load_cases.draw_run(args.seed, number)
+            failure = _failed(run, args.run_steps, result.reason)
+            result = collections.Counter(failures=1), failure
+        found, failure = result
+        seen.update(found)
+        seen["runs"] += 1
+        preemptions = seen["recomputes"] + seen["swaps"]
+        counts = f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions"
+        print(failure or counts, flush=True)
     print(summary(seen))
-    preemptions = seen["swaps"] + seen["recomputes"]
     is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
-    counts = (
-        f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions,"
-        f" {seen['failures']} failed"
-    )
-    print(f"{counts}, {time.perf_counter() - start:.0f} s with plain's tokens")
+    seconds = time.perf_counter() - start
+    print(f"{counts}, {seen['failures']} failed, {seconds:.0f} s with plain's tokens")
     if not is_enough:
         print(f"too few preemptions: {PREEMPTIONS:.0%} of the steps are asked for")
     return int(bool(seen["failures"]) or not is_enough)

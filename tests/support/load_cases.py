@@ -1,53 +1,44 @@
-"""Random inputs of the load test: engine configurations, and a bounded catalogue of requests with
-plain's tokens."""
+"""Random users of an engine: its configurations, a bounded catalogue of requests with plain's
+tokens, and what must come back."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import random
 from typing import Any
 
-import torch
 from transformers import LogitsProcessor
 
-from hf_paged import PagedConfig
+from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from tests.support import models
-from tests.support.engine_helpers import MANY_ENDS, lone_run, prompts
+from tests.support.engine_helpers import MANY_ENDS, assert_same_as_lone, lone_run, prompts
 from tests.support.peft_models import ADAPTERS, active, lora_model
+from tests.support.user_code import Processor
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """
-    A kind of model and memory.
+    """A kind of model and memory."""
 
-    Args:
-        model (`str`): Its name in `models.CONFIGS`.
-        layers (`dict`): As few layers as show what it is: most of a step is overhead.
-        budget (`tuple[int, int]`): Blocks for the largest requests of the catalogue, and for a few
-            at a time.
-        config (`dict`): Options of the engine's memory.
-        is_exact (`bool`): Whether tokens are plain's; else those of a request alone with the same
-            options.
-        has_adapters, has_drafts, is_packed (`bool`): What its requests can have, and how its rows
-            run.
-    """
-
-    model: str
-    layers: dict[str, Any]
+    model: str  # its name in `models.CONFIGS`
+    layers: dict[str, Any]  # as few as show what it is: most of a step is overhead
+    # blocks for the largest requests of the catalogue, and for a few at a time
     budget: tuple[int, int]
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the engine's memory
+    # whether tokens are plain's; else those of a request alone with the same options
     is_exact: bool = True
-    has_adapters: bool = True
+    has_adapters: bool = True  # what its requests can have, as the next
     has_drafts: bool = True
-    is_packed: bool = True
+    is_packed: bool = True  # how its rows run
 
 
 # else rounding to codes would depend on the batch
 _INVARIANT_INT8 = {"kv_dtype": "int8", "batch_invariant": True}
 _WIDE = {"num_hidden_layers": 1, "head_dim": 128}  # 16 tokens of a head fill a page
-_ONE_EACH = {"encoder_layers": 1, "decoder_layers": 1}
+_NO_DRAFTS = {"has_adapters": False, "has_drafts": False, "is_packed": False}
 KINDS: dict[str, Kind] = {
     "llama": Kind("llama", {"num_hidden_layers": 1}, (10, 30)),
     "gemma3": Kind(
@@ -57,22 +48,15 @@ KINDS: dict[str, Kind] = {
     ),
     "mistral": Kind("mistral", {"num_hidden_layers": 1}, (7, 16)),
     "int8": Kind(
-        "llama",
-        {"num_hidden_layers": 1},
-        (10, 30),
-        _INVARIANT_INT8,
-        is_exact=False,
-        has_adapters=False,
+        *("llama", {"num_hidden_layers": 1}, (10, 30), _INVARIANT_INT8),
+        **dict(is_exact=False, has_adapters=False),
     ),
     "virtual": Kind("llama", _WIDE, (10, 30), {"storage": "virtual"}),
     "hybrid": Kind("qwen3_next", {}, (14, 36), has_adapters=False, is_packed=False),
-    "t5": Kind(
-        "t5", {"num_layers": 1}, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
-    ),
-    "bart": Kind(
-        "bart", _ONE_EACH, (16, 36), has_adapters=False, has_drafts=False, is_packed=False
-    ),
+    "t5": Kind("t5", {"num_layers": 1}, (16, 36), **_NO_DRAFTS),
+    "bart": Kind("bart", {"encoder_layers": 1, "decoder_layers": 1}, (16, 36), **_NO_DRAFTS),
 }
+MAX_STEPS = 100_000  # until all requests have ended; many times what they take
 MAX_PROMPT = 40  # tokens
 TIER_BYTES = 400_000  # of files: fewer than a run evicts
 CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
@@ -80,31 +64,19 @@ CATALOGUE = 120  # requests per kind, each with the adapters drawn for it
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """
-    One engine, or two on one model, under load.
-
-    Args:
-        name (`str`): The kind of model and memory.
-        lora (`bool`): Whether there are two adapters, and requests for each of them and for none.
-        in_flight (`int`): Most unfinished requests.
-        num_engines (`int`): Engines that take turns.
-        captured (`bool`): Whether a stand-in for device graphs is used, so that steps are also
-            launched ahead.
-        tier (`bool`): Whether evicted prefix blocks go to a folder.
-        assisted (`bool`): Whether some requests have an assistant, or look drafts up in their
-            prompts.
-    """
+    """One engine, or two on one model, under load."""
 
     seed: int
     number: int
-    name: str
-    lora: bool
+    name: str  # the kind of model and memory
+    lora: bool  # there are two adapters, and requests for each of them and for none
     config: PagedConfig
-    in_flight: int
-    num_engines: int = 1
+    in_flight: int  # most unfinished requests
+    num_engines: int = 1  # that take turns
+    # a stand-in for device graphs is used, so that steps are also launched ahead
     captured: bool = False
-    tier: bool = False
-    assisted: bool = False
+    tier: bool = False  # evicted prefix blocks go to a folder
+    assisted: bool = False  # some have an assistant, or look drafts up in their prompts
 
 
 def draw_run(seed: int, number: int) -> Run:
@@ -149,14 +121,6 @@ def draw_run(seed: int, number: int) -> Run:
 # ---------------------------------------------------------------------------------- the catalogue
 
 
-class NoRepeats(LogitsProcessor):
-    """A custom processor: the last token does not repeat."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """As transformers calls it."""
-        return scores.scatter(1, input_ids[:, -1:], float("-inf"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """A request, and the new tokens of plain `generate` on it alone."""
@@ -167,6 +131,7 @@ class Wanted:
     seed: int
     has_processor: bool
     rows: list[list[int]]
+    fault: type[BaseException] | None = None  # an error of its own code that it may end with
 
     @property
     def is_beams(self) -> bool:
@@ -181,7 +146,7 @@ class Wanted:
     @property
     def processors(self) -> list[LogitsProcessor] | None:
         """New instances of its custom processors."""
-        return [NoRepeats()] if self.has_processor else None
+        return [Processor("no repeats")] if self.has_processor else None
 
 
 def draw_options(draw: random.Random) -> dict[str, Any]:
@@ -190,19 +155,8 @@ def draw_options(draw: random.Random) -> dict[str, Any]:
         "do_sample": False,
         "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
     }
-    kind = draw.choice(
-        [
-            "greedy",
-            "greedy",
-            "sample",
-            "sample",
-            "samples",
-            "samples",
-            "beams",
-            "beams",
-            "beam_sample",
-        ]
-    )
+    kinds = ("greedy", "sample", "samples", "beams")
+    kind = draw.choice([*(kind for kind in kinds for _ in range(2)), "beam_sample"])
     if kind in ("sample", "samples", "beam_sample"):
         options["do_sample"] = True
         options |= draw.choice(
@@ -245,9 +199,8 @@ def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
     if kind < 0.9 or not known:
         return (prompts(16, 24, seed=7)[draw.randrange(2)] + tail)[:MAX_PROMPT]
     first = draw.choice(known)
-    return ([token for token in first.prompt + first.rows[0] if token != models.PAD] + tail)[
-        :MAX_PROMPT
-    ]
+    turn = [token for token in first.prompt + first.rows[0] if token != models.PAD]
+    return (turn + tail)[:MAX_PROMPT]
 
 
 @functools.cache
@@ -264,9 +217,8 @@ def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[
         adapters = draw.sample(names, draw.randint(1, 3)) if lora else [None]
         for adapter in adapters:
             wanted = Wanted(prompt, options, adapter, seed, has_processor, [])
-            wanted.rows.extend(
-                plain(model, wanted, **({} if KINDS[name].is_exact else paged(name)))
-            )
+            arguments = {} if KINDS[name].is_exact else paged(name)
+            wanted.rows.extend(plain(model, wanted, **arguments))
             found.append(wanted)
     return found
 
@@ -293,7 +245,123 @@ def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:
     """New tokens of `generate` on this request alone."""
     arguments |= {"tokenizer": models.tokenizer()} if "stop_strings" in wanted.options else {}
     arguments |= {"logits_processor": wanted.processors} if wanted.has_processor else {}
-    if wanted.adapter is None:
+    with active(model, wanted.adapter) if wanted.adapter else contextlib.nullcontext():
         return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)
-    with active(model, wanted.adapter):
-        return lone_run(model, wanted.prompt, wanted.options, wanted.seed, **arguments)
+
+
+# ------------------------------------------------------------------------------ what must come back
+
+
+class Difference(AssertionError):
+    """A request did not get plain's tokens."""
+
+
+class User:
+    """The user of an engine, who compares what comes back."""
+
+    def __init__(self, kind: str, engine: PagedEngine, seen: collections.Counter[str]) -> None:
+        self.kind, self.engine = kind, engine
+        self.seen = seen  # counts of events
+        self.open: dict[str, Wanted] = {}  # unfinished requests
+        self.streamed: dict[str, dict[int, list[int]]] = {}
+        self.cancelled: set[str] = set()
+        self.num_steps = self.num_requests = 0
+
+    def add(self, wanted: Wanted, request_id: str = "", **options: Any) -> bool:
+        """Adds a request, unless it can never fit."""
+        request_id = request_id or f"r{self.num_requests}"
+        given = {"logits_processor": wanted.processors, **options}
+        lookup = given.pop("lookup", {})
+        try:
+            self.engine.add_request(
+                wanted.prompt,
+                wanted.options | lookup,
+                request_id=request_id,
+                seed=wanted.seed,
+                adapter=wanted.adapter,
+                **given,
+            )
+        except OutOfBlocksError:  # raised at once, final
+            assert self.engine.config.num_blocks is not None
+            self.seen["too large"] += 1
+            return False
+        self.num_requests += 1
+        self.open[request_id], self.streamed[request_id] = wanted, {}
+        return True
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.read(output)
+        self.num_steps += 1
+        self.seen["steps"] += 1
+
+    def drain(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_unfinished:
+                break
+            self.step()
+        assert not self.open, f"no result of {sorted(self.open)}"
+
+    def cancel(self, request_id: str) -> None:
+        self.engine.cancel(request_id)
+        self.cancelled.add(request_id)
+
+    def free(self) -> None:
+        self.engine.free()
+        self.cancelled |= set(self.open)
+        self.seen["engines freed"] += 1
+
+    def generate(self, model: Any, wanted: Wanted) -> None:
+        """A `generate` call on the engine's model, with blocks of its own."""
+        rows = plain(model, wanted, **paged(self.kind))
+        self.seen["calls"] += 1
+        if rows != wanted.rows:
+            raise Difference(f"`generate` of {wanted}: {rows}")
+
+    def read(self, output: RequestOutput) -> None:
+        """Compares new tokens with plain's, and the result once it is complete."""
+        request_id, result = output.request_id, output.result
+        wanted, streamed = self.open[request_id], self.streamed[request_id]
+        for row, token in output.new_tokens.items():
+            streamed.setdefault(row, []).append(token)
+        for row, tokens in streamed.items():
+            if tokens != wanted.rows[row][: len(tokens)]:
+                raise Difference(f"request {request_id}: streamed {tokens} of {wanted}")
+        if result is not None:
+            del self.open[request_id], self.streamed[request_id]
+            self._note(wanted, result)
+            try:
+                self._check(request_id, wanted, streamed, result)
+            except AssertionError as error:
+                raise Difference(str(error)) from result.error
+
+    def _check(
+        self, request_id: str, wanted: Wanted, streamed: dict[int, list[int]], result: RequestResult
+    ) -> None:
+        what, rows = f"request {request_id}, {wanted}", [x.token_ids for x in result.sequences]
+        if not wanted.is_beams:
+            tokens = {row: row_tokens for row, row_tokens in enumerate(rows) if row_tokens}
+            assert streamed == tokens, f"{what}: streamed {streamed}, result {tokens}"
+        if wanted.fault is not None and isinstance(result.error, wanted.fault):
+            self.seen["own code raised"] += 1
+        elif request_id in self.cancelled:
+            self.cancelled.remove(request_id)
+            self.seen["cancelled"] += 1
+            self.seen["cancelled after a preemption"] += bool(result.num_preemptions)
+            assert result.error is None, f"{what}: {result.error!r}"
+            starts = [row[: len(tokens)] for row, tokens in zip(wanted.rows, rows)]
+            assert starts == rows, f"cancelled {what}: {rows}"
+        else:
+            assert_same_as_lone(wanted.rows, result, wanted.options, what)
+            self.seen["finished"] += 1
+
+    def _note(self, wanted: Wanted, result: RequestResult) -> None:
+        seen, reasons = self.seen, {sequence.finish_reason for sequence in result.sequences}
+        seen["results"] += 1
+        seen["beams"] += wanted.is_beams
+        seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
+        seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
+        seen["stop strings"] += "stop_string" in reasons
+        seen["preemptions"] += result.num_preemptions
+        seen["prefix-hit tokens"] += result.num_prefix_hit_tokens
+        seen["drafts accepted"] += result.num_accepted_tokens

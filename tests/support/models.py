@@ -28,165 +28,97 @@ WINDOW = 8  # tokens; every test goes well past it
 BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_24 = version.parse(transformers.__version__) < version.parse("5.24")
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
-PAGED: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"block_size": BLOCK_SIZE},
-}
+_BLOCKS = {"block_size": BLOCK_SIZE}
+PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": _BLOCKS}
 # by the modules' own forwards, without replays
-UNRECORDED: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"block_size": BLOCK_SIZE, "capture": False},
-}
+UNRECORDED: dict[str, Any] = {**PAGED, "cache_config": {**_BLOCKS, "capture": False}}
 
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-_DECODER = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": None,
-}
-# on transformers 5.17 the default, SDPA, drops the softcap
-_EAGER = {"attn_implementation": "eager"}
-_SEQ2SEQ = {
+_TOKENS = {
     "vocab_size": VOCAB_SIZE,
     "tie_word_embeddings": False,  # a tied random model repeats its last token forever
     "pad_token_id": PAD,
     "bos_token_id": BOS,
-    "eos_token_id": EOS,
 }
-_BART_LAYERS = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "decoder_start_token_id": BOS,
-    "forced_eos_token_id": None,
+_DECODER = {
+    **_TOKENS,
+    **dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4),
+    **dict(num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=None),
+}
+_LLAMA = {**_DECODER, "head_dim": 16}
+_WINDOWS = {**_LLAMA, "sliding_window": WINDOW}
+_GEMMA = {**_WINDOWS, "query_pre_attn_scalar": 16}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SEQ2SEQ = {**_TOKENS, "eos_token_id": EOS}
+_BART = {
+    **_SEQ2SEQ,
+    **dict(d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4),
+    **dict(decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, dropout=0.0),
+    **dict(decoder_start_token_id=BOS, forced_eos_token_id=None),
 }
 
-# name -> (config class, model class, config arguments)
-CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {**_DECODER, **_HEADS}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, **_HEADS}),
-    "mistral": (
-        "MistralConfig",
-        "MistralForCausalLM",
-        {**_DECODER, **_HEADS, "sliding_window": WINDOW},
-    ),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {**_DECODER, **_HEADS, "sliding_window": WINDOW, "query_pre_attn_scalar": 16, **_EAGER},
-    ),
+# name -> (model class, arguments of its config)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", _LLAMA),
+    "mistral": ("MistralForCausalLM", _WINDOWS),
+    # on transformers 5.17 the default, SDPA, drops the softcap
+    "gemma2": ("Gemma2ForCausalLM", {**_GEMMA, "attn_implementation": "eager"}),
     "gemma3": (
-        "Gemma3TextConfig",
         "Gemma3ForCausalLM",
         {
-            **_DECODER,
-            **_HEADS,
+            **_GEMMA,
             "num_hidden_layers": 3,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
     "gpt_oss": (
-        "GptOssConfig",
         "GptOssForCausalLM",
         {
-            **_DECODER,
-            **_HEADS,
-            "sliding_window": WINDOW,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **_WINDOWS,
+            **_EXPERTS,
             "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": _ROPE,
         },
     ),
-    "phi3": (
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        {**_DECODER, "num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
+    "phi3": ("Phi3ForCausalLM", _DECODER),
     "gpt2": (
-        "GPT2Config",
         "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCAB_SIZE,
-            "n_positions": 256,
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "tie_word_embeddings": False,
-            "pad_token_id": PAD,
-            "bos_token_id": BOS,
-            "eos_token_id": None,
-        },
+        {**_TOKENS, **dict(n_positions=256, n_embd=64, n_layer=2, n_head=4, eos_token_id=None)},
     ),
-    "mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        {**_DECODER, **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "mixtral": ("MixtralForCausalLM", {**_LLAMA, **_EXPERTS}),
     "qwen3_next": (
-        "Qwen3NextConfig",
         "Qwen3NextForCausalLM",
         {
-            **_DECODER,
-            **_HEADS,
+            **_LLAMA,
+            **dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16),
+            **dict(linear_value_head_dim=16, mlp_only_layers=[0, 1]),
             "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "mlp_only_layers": [0, 1],
         },
     ),
+    "diff_llama": ("DiffLlamaForCausalLM", _DECODER),
     "t5": (
-        "T5Config",
         "T5ForConditionalGeneration",
         {
             **_SEQ2SEQ,
-            "d_model": 64,
-            "d_kv": 16,
-            "d_ff": 96,
-            "num_layers": 2,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
+            **dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0),
+            **dict(relative_attention_num_buckets=8, relative_attention_max_distance=16),
             "decoder_start_token_id": PAD,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 16,
         },
     ),
-    "bart": (
-        "BartConfig",
-        "BartForConditionalGeneration",
-        {**_SEQ2SEQ, **_BART_LAYERS, "max_position_embeddings": 256, "dropout": 0.0},
-    ),
+    "bart": ("BartForConditionalGeneration", {**_BART, "max_position_embeddings": 256}),
     "whisper": (
-        "WhisperConfig",
         "WhisperForConditionalGeneration",
         {
-            **_SEQ2SEQ,
-            **_BART_LAYERS,
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": 128,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-            "dropout": 0.0,
+            **_BART,
+            **dict(num_mel_bins=8, max_source_positions=20, max_target_positions=128),
+            **dict(suppress_tokens=None, begin_suppress_tokens=None),
         },
     ),
 }
 HYBRID = ("qwen3_next",)  # linear and full attention
-NAMES = tuple(name for name in CONFIGS if name not in HYBRID)
+ROW_BY_ROW = ("diff_llama",)  # whose code splits the cached values of a batch in two
+NAMES = tuple(name for name in CONFIGS if name not in (*HYBRID, *ROW_BY_ROW))
 ENCODER_DECODER = ("t5", "bart", "whisper")
 DECODER_ONLY = tuple(name for name in NAMES if name not in ENCODER_DECODER)
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt_oss")
@@ -197,17 +129,17 @@ def is_encoder_decoder(name: str) -> bool:
 
 
 def config(name: str, **overrides: Any) -> transformers.PreTrainedConfig:
-    config_class, _, arguments = CONFIGS[name]
-    return getattr(transformers, config_class)(**{**arguments, **overrides})
+    model_class, arguments = CONFIGS[name]
+    return getattr(transformers, model_class).config_class(**{**arguments, **overrides})
 
 
 # Chosen so that greedy text does not fall into a loop.
-_SEEDS = {"qwen3": 3, "t5": 1, "bart": 14, "whisper": 9}
+_SEEDS = {"qwen3": 3, "diff_llama": 1, "t5": 1, "bart": 14, "whisper": 9}
 
 
 def build(name: str, seed: int | None = None, **overrides: Any) -> PreTrainedModel:
     """A new model, never shared, for tests that modify it. float32, eval mode, on the CPU."""
-    model = getattr(transformers, CONFIGS[name][1])(config(name, **overrides))
+    model = getattr(transformers, CONFIGS[name][0])(config(name, **overrides))
     init_weights(model, _SEEDS.get(name, 0) if seed is None else seed)
     model.generation_config = GenerationConfig(
         pad_token_id=PAD,
@@ -275,10 +207,18 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
 def get(name: str) -> PreTrainedModel:
     """The session's shared model of this name, loaded from safetensors. Tests must not change
     it."""
-    model = build(name)
+    return _reloaded(build(name), CONFIGS[name][1].get("attn_implementation"))
+
+
+@functools.cache
+def get_eager(name: str) -> PreTrainedModel:
+    """The same weights with eager attention, which can return attention weights."""
+    return _reloaded(get(name), "eager")
+
+
+def _reloaded(model: PreTrainedModel, implementation: str | None) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        implementation = CONFIGS[name][2].get("attn_implementation")
         return type(model).from_pretrained(folder, attn_implementation=implementation).eval()
 
 
@@ -288,14 +228,6 @@ def put(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.nn.Module):
         return value if device.type == "cpu" else copy.deepcopy(value).to(device)
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in value.items()}
-
-
-@functools.cache
-def get_eager(name: str) -> PreTrainedModel:
-    """The same weights with eager attention, which can return attention weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        get(name).save_pretrained(folder)
-        return type(get(name)).from_pretrained(folder, attn_implementation="eager").eval()
 
 
 @functools.cache
@@ -337,15 +269,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     model.train_from_iterator(corpus(), trainer)
     assert model.get_vocab_size() == VOCAB_SIZE
-    return PreTrainedTokenizerFast(
-        tokenizer_object=model,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    options = dict(padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=model, **special, **options)
 
 
 def token_ids(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -370,24 +296,22 @@ def prompt(
 def padded_prompt(
     name: str, lengths: tuple[int, ...] = (13, 4, 9), seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Inputs of `generate` with several lengths in tokens, left-padded."""
-    inputs = prompt(name, len(lengths), max(lengths), seed)
-    if name == "whisper":
-        # Audio has one length; the decoder prompt is ragged.
-        ids = token_ids(len(lengths), max(lengths), seed)
-        mask = _left_mask(lengths)
-        return {
-            **inputs,
-            "decoder_input_ids": ids.masked_fill(mask == 0, PAD),
-            "decoder_attention_mask": mask,
-        }
-    mask = _left_mask(lengths)
-    return {"input_ids": inputs["input_ids"].masked_fill(mask == 0, PAD), "attention_mask": mask}
+    """Inputs of `generate` with several lengths in tokens, left-padded. Audio has one length: there
+    the decoder's prompt is ragged."""
+    rows = token_ids(len(lengths), max(lengths), seed).tolist()
+    inputs = left_padded([row[len(row) - length :] for row, length in zip(rows, lengths)])
+    if name != "whisper":
+        return inputs
+    decoder = {f"decoder_{key}": x for key, x in inputs.items()}
+    return {**prompt(name, len(lengths), seed=seed), **decoder}
 
 
-def _left_mask(lengths: tuple[int, ...]) -> torch.Tensor:
-    width = max(lengths)
-    return (torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]).long()
+def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Rows of tokens as inputs of `generate`, `(rows, width)` each."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def prompt_width(name: str, inputs: dict[str, torch.Tensor]) -> int:

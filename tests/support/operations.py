@@ -8,15 +8,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # beside views: they change a tensor's description, or allocate
-_WITHOUT_LAUNCH = {
-    "_unsafe_view",
-    "empty",
-    "empty_like",
-    "new_empty",
-    "promote_types",
-    "transpose_",
-    "unsqueeze_",
-}
+_WITHOUT_LAUNCH = {"_unsafe_view", "empty", "empty_like", "new_empty", "promote_types"}
+_WITHOUT_LAUNCH |= {"transpose_", "unsqueeze_"}
 
 
 class Operations(TorchDispatchMode):

@@ -35,10 +35,8 @@ def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **opti
     torch.manual_seed(0)
     base = models.build(name) if isinstance(name, str) else name
     model = peft.get_peft_model(base, lora(**options), adapter_name="first")
-    model.add_adapter(
-        "second",
-        lora(**({"r": 2, "target_modules": ["k_proj", "v_proj"]} if second is None else second)),
-    )
+    default = {"r": 2, "target_modules": ["k_proj", "v_proj"]}
+    model.add_adapter("second", lora(**(default if second is None else second)))
     return model.eval()
 
 
@@ -63,15 +61,10 @@ def lone_with(
 
 
 def peft_state(model: Any) -> dict[str, Any]:
-    own = [
-        (m._active_adapter, m._disable_adapters)
-        for m in model.modules()
-        if hasattr(m, "_disable_adapters")
-    ]
-    flags = [parameter.requires_grad for parameter in model.parameters()]
+    layers = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
     return {
-        "layers": own,
-        "flags": flags,
+        "layers": [(layer._active_adapter, layer._disable_adapters) for layer in layers],
+        "flags": [parameter.requires_grad for parameter in model.parameters()],
         "active": model.active_adapter,
         **model_state(model.get_base_model()),
     }
@@ -83,13 +76,8 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
     model = models.build(name)
     made: Any = None
     for i in range(count):
-        own = {
-            "r": 1 + i % 8,
-            "lora_alpha": 2 * i + 3,
-            "use_rslora": i % 2 == 1,
-            "target_modules": TARGETS[i % 3],
-        }
-        config = lora(**{**own, **options})
+        own = dict(r=1 + i % 8, lora_alpha=2 * i + 3, use_rslora=i % 2 == 1)
+        config = lora(**{**own, "target_modules": TARGETS[i % 3], **options})
         if made is None:
             made = peft.get_peft_model(model, config, adapter_name="a0")
         else:
@@ -100,6 +88,5 @@ def many(count: int, name: str = "llama", **options: Any) -> Any:
 def saved(model: Any, folder: Path) -> list[str]:
     """The model's adapters as folders, sorted by name."""
     model.save_pretrained(folder, save_embedding_layers=False)
-    return [
-        str(folder / name) for name in sorted(model.peft_config, key=lambda name: int(name[1:]))
-    ]
+    names = sorted(model.peft_config, key=lambda name: int(name[1:]))
+    return [str(folder / name) for name in names]

@@ -63,13 +63,8 @@ class TensorFloats(TorchFunctionMode):
     """Rounds float32 operands of PyTorch's products, and not of our kernels, to the 10 bits of
     TF32."""
 
-    PRODUCTS = (
-        F.linear,
-        torch.matmul,
-        Tensor.matmul,
-        Tensor.__matmul__,
-        F.scaled_dot_product_attention,
-    )
+    PRODUCTS = (F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+    PRODUCTS += (F.scaled_dot_product_attention,)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.PRODUCTS:
@@ -78,9 +73,7 @@ class TensorFloats(TorchFunctionMode):
 
     @staticmethod
     def _rounded(x: Tensor) -> Tensor:
-        is_float32 = x.dtype == torch.float32
-        return (
-            ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-            if is_float32
-            else x
-        )
+        if x.dtype != torch.float32:
+            return x
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)

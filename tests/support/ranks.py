@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,9 @@ from transformers.distributed import DistributedConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.ranks import processes
-from tests.support import models
-from tests.support.engine_helpers import MANY_ENDS
-from tests.support.prices import fix_prices
+from tests.support import models, tools
+from tests.support.engine_helpers import MANY_ENDS, lone_run, tokens_of
+from tests.support.rooms import fix_prices
 
 BLOCK_SIZE = models.BLOCK_SIZE
 # fits two of four prompts at a time
@@ -42,12 +43,10 @@ ONE_ROW: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12},
     "samples": {
-        "do_sample": True,
-        "max_new_tokens": 10,
-        "num_return_sequences": 3,
+        **dict(do_sample=True, max_new_tokens=10, num_return_sequences=3),
         "eos_token_id": MANY_ENDS,
     },
-    "beams": {"do_sample": False, "max_new_tokens": 10, "num_beams": 4, "num_return_sequences": 2},
+    "beams": dict(do_sample=False, max_new_tokens=10, num_beams=4, num_return_sequences=2),
 }
 
 
@@ -58,12 +57,12 @@ def load(folder: str, **options: Any) -> Any:
     return model.eval()
 
 
-def led(model: Any, config: Any, work: Callable[[PagedEngine], Any]) -> Any:
+def led(model: Any, work: Callable[[PagedEngine], Any], **config: Any) -> Any:
     """Result of `work` on an engine in process 0, served by the other processes."""
     if dist.get_rank():
         hf_paged.serve_rank(model)
         return None
-    with PagedEngine(model, config) as engine:
+    with PagedEngine(model, PagedConfig(**{"block_size": BLOCK_SIZE, **config})) as engine:
         found = work(engine)
         engine.check_integrity()
     return found
@@ -72,43 +71,41 @@ def led(model: Any, config: Any, work: Callable[[PagedEngine], Any]) -> Any:
 def plain(
     model: Any, prompt: list[int], options: dict[str, Any], seed: int = 0, **more: Any
 ) -> list[list[int]]:
-    ids = torch.tensor([prompt])
-    torch.manual_seed(seed)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
+    """New tokens of `generate` on one prompt, each row up to its end."""
     ends = options.get("eos_token_id", [])
-    counts = [
-        next((n for n, token in enumerate(row, 1) if token in ends), len(row))
-        for row in out[:, len(prompt) :]
+    return [
+        row[: next((n for n, token in enumerate(row, 1) if token in ends), len(row))]
+        for row in lone_run(model, prompt, options, seed, **more)
     ]
-    return [row[:count] for row, count in zip(out[:, len(prompt) :].tolist(), counts)]
 
 
-def tokens_of(results: list[hf_paged.RequestResult]) -> list[list[list[int]]]:
-    for result in results:
-        if result.error is not None:
-            raise result.error
-    return [[sequence.token_ids for sequence in result.sequences] for result in results]
+def first_rows(
+    model: Any, prompts: list[list[int]], options: dict[str, Any], **more: Any
+) -> list[list[int]]:
+    return [plain(model, prompt, options, **more)[0] for prompt in prompts]
+
+
+def whole_batch(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """Output of one `generate` call of the prompts' first five tokens."""
+    ids = torch.tensor([prompt[:5] for prompt in prompts])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
 
 
 # -- cases: functions of a model's shard with a JSON result --------------------------------------
 
 
-def plain_calls(model: Any) -> Any:
+def plain_calls(model: Any, **more: Any) -> Any:
     return {
-        name: [plain(model, prompt, options) for prompt in PROMPTS]
+        name: [plain(model, prompt, options, **more) for prompt in PROMPTS]
         for name, options in OPTIONS.items()
     }
 
 
 def paged_calls(model: Any) -> Any:
-    found: dict[str, Any] = {
-        name: [plain(model, prompt, options, **models.PAGED) for prompt in PROMPTS]
-        for name, options in OPTIONS.items()
-    }
-    found["road"] = hf_paged.last_route(model).road
-    found["reason"] = hf_paged.last_route(model).reason
+    found = plain_calls(model, **models.PAGED)
+    route = hf_paged.last_route(model)
     hf_paged.check_integrity(model)
-    return found
+    return {**found, "road": route.road, "reason": route.reason}
 
 
 def engine_calls(model: Any) -> Any:
@@ -119,68 +116,52 @@ def engine_calls(model: Any) -> Any:
         }
         return {**found, "route": engine.route.reason, "used": engine.stats().used_blocks}
 
-    return led(model, {"block_size": BLOCK_SIZE}, work)
+    return led(model, work)
 
 
 def preempted(model: Any) -> Any:
     """Two of four prompts fit: each preemption method, on an engine and in `generate`."""
-    found: dict[str, Any] = {}
     # no two logits of a greedy step are nearer than 0.01: a shard's sums are rounded otherwise than
     # a whole product's
-    prompts = [
-        models.token_ids(1, len(prompt), seed=26 + len(prompt))[0].tolist() for prompt in PROMPTS
-    ]
-    ids = torch.tensor([prompt[:5] for prompt in prompts])
+    prompts = [models.token_ids(1, len(x), seed=26 + len(x))[0].tolist() for x in PROMPTS]
     options = {"do_sample": False, "max_new_tokens": 30}
-    found["plain"] = [plain(model, prompt, options)[0] for prompt in prompts]
-    found["plain rows"] = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **options
-    ).tolist()
+    found: dict[str, Any] = {"plain": first_rows(model, prompts, options)}
+    found["plain rows"] = whole_batch(model, prompts, **options)
+
+    def work(engine: PagedEngine) -> Any:
+        tokens = [rows[0] for rows in tokens_of(engine.generate(prompts, options))]
+        stats = engine.stats()
+        return {"tokens": tokens, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+
     for how in ("recompute", "swap", "auto"):
-
-        def work(engine: PagedEngine) -> Any:
-            tokens = [rows[0] for rows in tokens_of(engine.generate(prompts, options))]
-            stats = engine.stats()
-            return {
-                "tokens": tokens,
-                "preemptions": stats.num_preemptions,
-                "swaps": stats.num_swaps,
-            }
-
-        found[how] = led(model, {**SHORT, "preemption": how}, work)
         config = {**SHORT, "preemption": how}
+        found[how] = led(model, work, **config)
         paged = {"cache_implementation": "paged", "cache_config": config}
-        found[f"{how} rows"] = model.generate(
-            ids, attention_mask=torch.ones_like(ids), **options, **paged
-        ).tolist()
+        found[f"{how} rows"] = whole_batch(model, prompts, **options, **paged)
     return found
 
 
 def prefix_hits(model: Any) -> Any:
-    prompts = [[*SHARED, *prompt] for prompt in PROMPTS]
-    options = OPTIONS["greedy"]
-    found: dict[str, Any] = {"plain": [plain(model, prompt, options)[0] for prompt in prompts]}
+    prompts, options = [[*SHARED, *prompt] for prompt in PROMPTS], OPTIONS["greedy"]
+    found: dict[str, Any] = {"plain": first_rows(model, prompts, options)}
 
     def work(engine: PagedEngine) -> Any:
         one_by_one = [tokens_of(engine.generate([prompt], options))[0][0] for prompt in prompts]
-        hits = engine.stats().num_prefix_hit_tokens
-        return {"tokens": one_by_one, "hits": hits}
+        return {"tokens": one_by_one, "hits": engine.stats().num_prefix_hit_tokens}
 
-    found["engine"] = led(model, {"block_size": BLOCK_SIZE}, work)
-    found["generate"] = [plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts]
+    found["engine"] = led(model, work)
+    found["generate"] = first_rows(model, prompts, options, **models.PAGED)
     change_one_shard(model)
-    found["plain after"] = [plain(model, prompt, options)[0] for prompt in prompts]
-    found["generate after"] = [
-        plain(model, prompt, options, **models.PAGED)[0] for prompt in prompts
-    ]
+    found["plain after"] = first_rows(model, prompts, options)
+    found["generate after"] = first_rows(model, prompts, options, **models.PAGED)
     return found
 
 
 def changed_weights(model: Any) -> Any:
     """Only the second process changes its weights while blocks are cached."""
     prompt, options = [*SHARED, *PROMPTS[0]], OPTIONS["greedy"]
-    before = plain(model, prompt, options)[0]
-    numbers: dict[str, Any] = {}
+    before, num_orders = plain(model, prompt, options)[0], 0
+    receive = processes.Ranks.receive
 
     def work(engine: PagedEngine) -> Any:
         tokens = [tokens_of(engine.generate([prompt], options))[0][0]]
@@ -188,25 +169,18 @@ def changed_weights(model: Any) -> Any:
         tokens.append(tokens_of(engine.generate([prompt], options))[0][0])
         return tokens
 
-    if dist.get_rank():  # while it receives an engine message, that is between engine calls
-        numbers["orders"] = 0
-        receive = processes.Ranks.receive
-
-        def observed(ranks: Any) -> bytes:
-            message = receive(ranks)
-            numbers["orders"] += b"choose_layout" in message
-            if numbers["orders"] == 2:
+    def observed(ranks: Any) -> bytes:
+        """Changes them while it receives an engine message, that is between engine calls."""
+        nonlocal num_orders
+        message = receive(ranks)
+        if b"choose_layout" in message:
+            num_orders += 1
+            if num_orders == 2:
                 change_one_shard(model)
-                numbers["orders"] += 1
-            return message
+        return message
 
-        processes.Ranks.receive = observed
-        try:
-            found = led(model, {"block_size": BLOCK_SIZE}, work)
-        finally:
-            processes.Ranks.receive = receive
-    else:
-        found = led(model, {"block_size": BLOCK_SIZE}, work)
+    with mock.patch.object(processes.Ranks, "receive", observed if dist.get_rank() else receive):
+        found = led(model, work)
     return {"before": before, "after": plain(model, prompt, options)[0], "engine": found}
 
 
@@ -232,15 +206,12 @@ def random_cases(chance: random.Random) -> tuple[list[Case], set[int]]:
     """Requests of all kinds, (name, prompt, options, seed), and the numbers of those to cancel."""
     cases: list[Case] = []
     for number in range(NUM_RANDOM):
-        prompt = [
-            chance.randrange(models.FIRST_WORD, models.VOCAB_SIZE)
-            for _ in range(chance.randrange(1, 40))
-        ]
+        words = range(models.FIRST_WORD, models.VOCAB_SIZE)
+        prompt = [chance.choice(words) for _ in range(chance.randrange(1, 40))]
         if chance.random() < 0.3:
             prompt = SHARED[: chance.randrange(1, len(SHARED))] + prompt
-        options = dict(
-            OPTIONS[chance.choice(list(OPTIONS))], max_new_tokens=chance.randrange(1, 20)
-        )
+        options = dict(OPTIONS[chance.choice(list(OPTIONS))])
+        options["max_new_tokens"] = chance.randrange(1, 20)
         cases.append((f"r{number}", prompt, options, number))
     return cases, set(chance.sample(range(NUM_RANDOM), NUM_RANDOM // 20))
 
@@ -267,13 +238,7 @@ def random_requests(model: Any) -> Any:
         stats = engine.stats()
         return {"tokens": found, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
 
-    config = {
-        "block_size": BLOCK_SIZE,
-        "num_blocks": 60,
-        "max_num_batched_tokens": 64,
-        "max_num_seqs": 24,
-    }
-    return led(model, PagedConfig(**config), work)
+    return led(model, work, num_blocks=60, max_num_batched_tokens=64, max_num_seqs=24)
 
 
 def random_plain_calls(model: Any) -> Any:
@@ -288,59 +253,40 @@ def random_plain_calls(model: Any) -> Any:
 
 def slow_rank(model: Any) -> Any:
     """The second process delays each forward by 50 ms."""
-    if dist.get_rank():
-        forward = model.model.forward
-        model.model.forward = lambda *args, **kwargs: (time.sleep(0.05), forward(*args, **kwargs))[
-            1
-        ]
-    try:
+    with before_forwards(model, 1, lambda: time.sleep(0.05)):
         return engine_calls(model)
-    finally:
-        if dist.get_rank():
-            del model.model.forward
 
 
-def outlive() -> None:
-    """From here on this process reports what it finds: torchrun ends it as soon as it has seen the
-    other one end, which may be before this one has."""
+@contextlib.contextmanager
+def before_forwards(model: Any, rank: int, work: Callable[[], Any]) -> Iterator[None]:
+    """Within it, one process does something before each forward."""
+    forward = model.model.forward
+
+    def forward_after(*args: Any, **kwargs: Any) -> Any:
+        work()
+        return forward(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        if dist.get_rank() == rank:
+            stack.enter_context(mock.patch.object(model.model, "forward", forward_after))
+        yield
+
+
+def killed(model: Any, rank: int = 1) -> Any:
+    """The second process, or another, exits in the middle of a call. The other one reports what
+    it finds: torchrun ends it as soon as it has seen the first end, which may be before it has."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def killed(model: Any) -> Any:
-    """The second process exits in the middle of a forward."""
-    outlive()
-    if dist.get_rank():
-        forward, count = model.model.forward, iter(range(1000))
-        model.model.forward = lambda *args, **kwargs: (
-            os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
-        )
-    try:
-        led(
-            model,
-            {"block_size": BLOCK_SIZE},
-            lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}),
-        )
-    except hf_paged.RankLostError as error:
-        return {"error": str(error)}
+    count = iter(range(1000))
+    with before_forwards(model, rank, lambda: os._exit(9) if next(count) == 40 else None):
+        try:
+            led(model, lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}))
+        except hf_paged.RankLostError as error:
+            return {"error": str(error)}
     return None
 
 
 def killed_leader(model: Any) -> Any:
-    outlive()
-    if not dist.get_rank():
-        forward, count = model.model.forward, iter(range(1000))
-        model.model.forward = lambda *args, **kwargs: (
-            os._exit(9) if next(count) == 40 else forward(*args, **kwargs)
-        )
-    try:
-        led(
-            model,
-            {"block_size": BLOCK_SIZE},
-            lambda engine: engine.generate(PROMPTS, {"max_new_tokens": 200}),
-        )
-    except hf_paged.RankLostError as error:
-        return {"error": str(error)}
-    return None
+    return killed(model, rank=0)
 
 
 def refusals(model: Any) -> Any:
@@ -374,25 +320,23 @@ def refusals(model: Any) -> Any:
             engine.add_request([5, 6], assistant_model=model)
         return tokens_of(engine.generate(PROMPTS, OPTIONS["greedy"]))
 
-    tokens = led(model, {"block_size": BLOCK_SIZE}, work)
-    (result,) = led_alone(model, {"batch_invariant": True}) or (None,)
+    def one(engine: PagedEngine) -> Any:
+        return engine.generate([PROMPTS[0]], OPTIONS["greedy"])
+
+    tokens = led(model, work)
+    (result,) = led(model, one, batch_invariant=True) or (None,)
     found["invariant"] = repr(result and result.error)
     return {"refused": found, "tokens": tokens}
-
-
-def led_alone(model: Any, config: Any) -> Any:
-    return led(model, config, lambda engine: engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
 
 
 def uneven_heads(model: Any) -> Any:
     """A number of processes that does not divide the K/V heads: refused before any allocation."""
     found = []
-    for call in (
-        lambda: hf_paged.serve_rank(model) if dist.get_rank() else PagedEngine(model),
-        lambda: plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED),
-    ):
+    engine = hf_paged.serve_rank if dist.get_rank() else PagedEngine
+    paged = functools.partial(plain, prompt=PROMPTS[0], options=OPTIONS["greedy"], **models.PAGED)
+    for call in (engine, paged):
         try:
-            call()
+            call(model)
         except ValueError as error:
             found.append(str(error))
     return {"errors": found, "held": hf_paged.memory_stats(model).held_bytes}
@@ -400,12 +344,8 @@ def uneven_heads(model: Any) -> Any:
 
 def other_seeds(model: Any) -> Any:
     """Processes with different random draws raise an error instead of hanging."""
-    ids = torch.tensor([PROMPTS[0]])
-    torch.manual_seed(dist.get_rank())
     try:
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), **{**OPTIONS["samples"], **models.PAGED}
-        )
+        plain(model, PROMPTS[0], OPTIONS["samples"], seed=dist.get_rank(), **models.PAGED)
     except hf_paged.RankLostError as error:
         return str(error)
     return None
@@ -413,33 +353,26 @@ def other_seeds(model: Any) -> Any:
 
 def failing_forward(model: Any) -> Any:
     """A forward that fails in all processes fails its requests; the next ones are served."""
+    forward, fails = model.lm_head.forward, [False]
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a fault")
-
-    def work(engine: PagedEngine) -> Any:
-        first = tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"]))
-        fails[0] = True
-        error = repr(engine.generate([PROMPTS[1]], OPTIONS["greedy"])[0].error)
-        fails[0] = False
-        return {
-            "first": first,
-            "error": error,
-            "then": tokens_of(engine.generate([PROMPTS[0]], OPTIONS["greedy"])),
-        }
-
-    own, fails = model.lm_head.forward, [False]
-
-    def forward(x: Any) -> Any:
+    def failing(x: Any) -> Any:
         flag = torch.tensor([float(fails[0])])
         dist.broadcast(flag, 0)  # process 0 decides whether this forward fails
-        return fail() if flag.item() else own(x)
+        if flag.item():
+            raise RuntimeError("a fault")
+        return forward(x)
 
-    model.lm_head.forward = forward
-    try:
-        return led(model, {"block_size": BLOCK_SIZE, "prefix_caching": False}, work)
-    finally:
-        model.lm_head.forward = own
+    def work(engine: PagedEngine) -> Any:
+        options = OPTIONS["greedy"]
+        first = tokens_of(engine.generate([PROMPTS[0]], options))
+        fails[0] = True
+        error = repr(engine.generate([PROMPTS[1]], options)[0].error)
+        fails[0] = False
+        then = tokens_of(engine.generate([PROMPTS[0]], options))
+        return {"first": first, "error": error, "then": then}
+
+    with mock.patch.object(model.lm_head, "forward", failing):
+        return led(model, work, prefix_caching=False)
 
 
 # -- adapters ------------------------------------------------------------------------------------
@@ -475,36 +408,26 @@ def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]
     runner, num_rows = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
     runner.run = lambda items, *rest: (num_rows.append(len(items)), run(items, *rest))[1]
-    calls = [
-        (adapter, name, number)
+    calls = {
+        f"{adapter} {name} {number}": (adapter, name, prompt)
         for adapter in adapters
         for name in OPTIONS
-        for number in range(len(PROMPTS))
-    ]
-    for adapter, name, number in calls:
-        engine.add_request(
-            PROMPTS[number],
-            OPTIONS[name],
-            request_id=f"{adapter} {name} {number}",
-            adapter=adapter,
-            seed=0,
-        )
+        for number, prompt in enumerate(PROMPTS)
+    }
+    for request_id, (adapter, name, prompt) in calls.items():
+        engine.add_request(prompt, OPTIONS[name], request_id=request_id, adapter=adapter, seed=0)
     results: dict[str, Any] = {}
     while engine.has_unfinished:
         results |= {output.request_id: output.result for output in engine.step() if output.finished}
         engine.check_integrity()
     tokens: dict[str, Any] = {adapter: {name: [] for name in OPTIONS} for adapter in adapters}
-    for adapter, name, number in calls:
-        tokens[adapter][name] += tokens_of([results[f"{adapter} {name} {number}"]])
+    for request_id, (adapter, name, _) in calls.items():
+        tokens[adapter][name] += tokens_of([results[request_id]])
     hits = [results[f"{adapter} greedy 3"].num_prefix_hit_tokens for adapter in adapters]
     stats = engine.stats()
-    return {
-        "tokens": list(tokens.values()),
-        "hits": hits,
-        "loads": stats.num_adapter_loads,
-        "evictions": stats.num_adapter_evictions,
-        "forwards a step": len(num_rows) / stats.num_steps,
-    }
+    counts = {"loads": stats.num_adapter_loads, "evictions": stats.num_adapter_evictions}
+    share = {"forwards a step": len(num_rows) / stats.num_steps}
+    return {"tokens": list(tokens.values()), "hits": hits, **counts, **share}
 
 
 def adapter_folders(model: Any) -> Any:
@@ -524,10 +447,8 @@ def adapter_folders(model: Any) -> Any:
         ]
         return {"tokens": tokens, "evictions": engine.stats().num_adapter_evictions}
 
-    found["together"] = led(model, {"block_size": BLOCK_SIZE}, twice)
-    found["short"] = led(
-        model, {"block_size": BLOCK_SIZE, "num_blocks": 16, "prefix_caching": False}, one_by_one
-    )
+    found["together"] = led(model, twice)
+    found["short"] = led(model, one_by_one, num_blocks=16, prefix_caching=False)
 
     from hf_paged.adapters import files as adapter_files
 
@@ -542,20 +463,15 @@ def adapter_folders(model: Any) -> Any:
         results = engine.generate(PROMPTS[:1] * len(names), OPTIONS["greedy"], adapter=names)
         return [repr(result.error) if result.error else tokens_of([result]) for result in results]
 
-    adapter_files.load_adapter = fail if dist.get_rank() else load
-    try:
-        found["unread"] = led(model, {"block_size": BLOCK_SIZE}, unread)
-    finally:
-        adapter_files.load_adapter = load
+    with mock.patch.object(adapter_files, "load_adapter", fail if dist.get_rank() else load):
+        found["unread"] = led(model, unread)
     return found
 
 
 def rows_by_names(model: Any, names: list[str], **more: Any) -> Any:
     """Output of one `generate` call whose rows use the last of these adapters."""
-    ids = torch.tensor([prompt[:5] for prompt in PROMPTS])
-    names = names[-len(ids) :]
-    options = {**OPTIONS["greedy"], "attention_mask": torch.ones_like(ids), "adapter_names": names}
-    return model.generate(ids, **options, **more).tolist()
+    names = names[-len(PROMPTS) :]
+    return whole_batch(model, PROMPTS, **OPTIONS["greedy"], adapter_names=names, **more)
 
 
 def own_adapters(model: Any) -> Any:
@@ -570,9 +486,7 @@ def own_adapters(model: Any) -> Any:
                 made.set_adapter(name)
             found["plain"].append(plain_calls(made))
     made.set_adapter("a0")
-    found["engine"] = led(
-        made, {"block_size": BLOCK_SIZE}, lambda engine: rows_of_adapters(engine, names)
-    )
+    found["engine"] = led(made, lambda engine: rows_of_adapters(engine, names))
     found["rows"] = rows_by_names(made, names, **models.PAGED)
     found["road"] = hf_paged.last_route(model).road
     return found
@@ -596,30 +510,20 @@ def drafts(model: Any) -> Any:
         found = tokens_of(engine.generate(REPEATING, ONE_ROW["greedy"], assistant_model=assistant))
         return {"greedy": found, "accepted": engine.stats().num_accepted_tokens}
 
-    ngrams = {"block_size": BLOCK_SIZE, "speculation": "ngram"}
-    found["ngrams"] = led(model, ngrams, work)
-    found["assistant"] = led(model, {"block_size": BLOCK_SIZE}, assisted)
+    found["ngrams"] = led(model, work, speculation="ngram")
+    found["assistant"] = led(model, assisted)
     names = [*folders(), "__base__"][-len(REPEATING) :]
-    found["adapters"] = led(model, ngrams, lambda engine: work(engine, adapter=names))
+    adapted = functools.partial(work, adapter=names)
+    found["adapters"] = led(model, adapted, speculation="ngram")
     return found
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
     each.__name__: each
     for each in (
-        *(
-            plain_calls,
-            paged_calls,
-            engine_calls,
-            preempted,
-            prefix_hits,
-            changed_weights,
-            memory,
-            random_requests,
-            random_plain_calls,
-        ),
-        *(slow_rank, killed, killed_leader, refusals, other_seeds, failing_forward),
-        *(adapter_folders, own_adapters, drafts, uneven_heads),
+        *(plain_calls, paged_calls, engine_calls, preempted, prefix_hits, changed_weights, memory),
+        *(random_requests, random_plain_calls, slow_rank, killed, killed_leader, refusals),
+        *(other_seeds, failing_forward, adapter_folders, own_adapters, drafts, uneven_heads),
     )
 }
 
@@ -633,16 +537,7 @@ def run(
         model.save_pretrained(folder)
         if adapters is not None:
             adapters.save_pretrained(Path(folder, "adapters"), save_embedding_layers=False)
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={world_size}",
-            ),
-            *("-m", "tests.support.ranks", folder, *cases),
-        ]
+        start = ("--standalone", f"--nproc_per_node={world_size}", "-m", "tests.support.ranks")
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -650,7 +545,11 @@ def run(
             "PYTHONFAULTHANDLER": "1",  # a process that crashes says where
         }
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout
+            tools.module("torch.distributed.run", *start, folder, *cases),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         found = []
         for rank in range(world_size):

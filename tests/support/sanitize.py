@@ -26,22 +26,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import tools
+from tests.support.tools import ROOT
+
 OPENMP = Path(__file__).with_name("omp_threads.cpp")
 TESTS = [
-    *(
-        "tests/kernels/cpp/test_attention.py",
-        "tests/kernels/cpp/test_draws.py",
-        "tests/kernels/cpp/test_gather.py",
-    ),
-    *(
-        "tests/kernels/test_hashing.py",
-        "tests/kernels/test_linear.py",
-        "tests/kernels/test_quantized.py",
-        "tests/tape",
-    ),
-    *("tests/attention/test_backends.py", "tests/attention/test_quantized.py"),
-    "tests/attention/test_malformed_arguments.py",
+    f"tests/{path}"
+    for path in (
+        *("kernels/cpp/test_attention.py", "kernels/cpp/test_draws.py"),
+        *("kernels/cpp/test_gather.py", "kernels/test_hashing.py", "kernels/test_linear.py"),
+        *("kernels/test_quantized.py", "tape", "attention/test_backends.py"),
+        *("attention/test_quantized.py", "attention/test_malformed_arguments.py"),
+    )
 ]
 
 
@@ -82,18 +78,14 @@ def obstacle(name: str) -> str | None:
     """Why a sanitizer cannot run here; `None` if it can."""
     if sys.platform != "linux" or shutil.which("g++") is None:
         return "the sanitizers need g++ on Linux"
-    missing = [
-        library for library in SANITIZERS[name].preload if not _library(library).is_absolute()
-    ]
+    libraries = SANITIZERS[name].preload
+    missing = [library for library in libraries if not _library(library).is_absolute()]
     return f"g++ has no {', '.join(missing)}" if missing else None
 
 
 def _library(name: str) -> Path:
-    return Path(
-        subprocess.run(
-            ["g++", f"-print-file-name={name}"], capture_output=True, text=True
-        ).stdout.strip()
-    )
+    command = ["g++", f"-print-file-name={name}"]
+    return Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
 
 
 class Run:
@@ -105,9 +97,8 @@ class Run:
         compiler = folder / "g++"
         # quick to build, each access is kept
         flags = f"-O0 -g1 -fno-omit-frame-pointer {self._sanitizer.flags}"
-        compiler.write_text(
-            f'#!/bin/sh\nunset LD_PRELOAD\nexec {shutil.which("g++")} "$@" {flags}\n'
-        )
+        call = f'exec {shutil.which("g++")} "$@" {flags}'
+        compiler.write_text(f"#!/bin/sh\nunset LD_PRELOAD\n{call}\n")
         compiler.chmod(0o700)
         self._environment = os.environ | {
             "CXX": str(compiler),
@@ -118,7 +109,7 @@ class Run:
         for other in ("HF_PAGED_CPP", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
             self._environment.pop(other, None)
 
-    def __call__(self, title: str, *command: str) -> tuple[int, list[str]]:
+    def __call__(self, title: str, *command: object) -> tuple[int, list[str]]:
         """Runs Python with these arguments; returns its exit code and the reports."""
         log = self._folder / re.sub(r"\W", "-", title)
         for old in self._folder.glob(f"{log.name}.*"):
@@ -129,42 +120,25 @@ class Run:
             ignored.write_text("".join(f"{pattern}\n" for pattern in self._sanitizer.ignored))
             options += f":suppressions={ignored}"
         environment = self._environment | {self._sanitizer.variable: options}
-        code = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode
-        text = "".join(
-            path.read_text(errors="replace") for path in sorted(self._folder.glob(f"{log.name}.*"))
-        )
-        starts = [
-            match.start()
-            for match in re.finditer(rf"^.*{self._sanitizer.report}", text, re.MULTILINE)
-        ]
+        program = [sys.executable, *map(str, command)]
+        code = subprocess.run(program, cwd=ROOT, env=environment).returncode
+        logs = sorted(self._folder.glob(f"{log.name}.*"))
+        text = "".join(path.read_text(errors="replace") for path in logs)
+        beginnings = re.finditer(rf"^.*{self._sanitizer.report}", text, re.MULTILINE)
+        starts = [beginning.start() for beginning in beginnings]
         return code, [text[start:end] for start, end in zip(starts, [*starts[1:], None])]
 
 
-def commands(name: str, calls: int, seed: int, with_tests: bool) -> dict[str, list[str]]:
-    """The commands that must give no report, by title."""
-    fuzz = ["-m", "tests.support.kernel_fuzz", "--seed", str(seed), "--calls"]
-    found = {"random calls": [*fuzz, str(calls)]}
+def commands(name: str, calls: int, seed: int, with_tests: bool) -> dict[str, list[object]]:
+    """The arguments of Python that must give no report, by title."""
+    half, fuzz = calls // 2, ["-m", "tests.support.kernel_fuzz", "--seed", seed, "--calls"]
+    found: dict[str, list[object]] = {"random calls": [*fuzz, calls]}
     if name == "thread":
-        found = {
-            "random calls of two threads": [*fuzz, str(calls // 2), "--jobs", "2"],
-            "random calls with three threads each": [
-                *fuzz,
-                str(calls - calls // 2),
-                "--threads",
-                "3",
-            ],
-        }
+        alone = [*fuzz, calls - half, "--threads", 3]
+        found = {"of two threads": [*fuzz, half, "--jobs", 2], "with three threads each": alone}
     if with_tests:
-        found["tests"] = [
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow and not gpu",
-            *TESTS,
-        ]
+        options = ["-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        found["tests"] = ["-m", "pytest", *options, *TESTS]
     return found
 
 
@@ -176,10 +150,8 @@ def check(
     start = time.monotonic()
     code, known = run("known error", "-m", "tests.support.sanitize", "--err", name)
     if not known:
-        print(
-            f"{name}: a known error was not reported (exit code {code}): the library has no"
-            " sanitizer"
-        )
+        why = "the library has no sanitizer"
+        print(f"{name}: a known error was not reported (exit code {code}): {why}")
         return 0, 1
     print(f"{name}: built, {time.monotonic() - start:.0f} s", flush=True)
     reports, failed = list[str](), 0
@@ -188,10 +160,8 @@ def check(
         code, found = run(title, *command)
         reports += found
         failed += code != 0
-        seconds = time.monotonic() - start
-        print(
-            f"{name}, {title}: exit code {code}, {len(found)} reports, {seconds:.0f} s", flush=True
-        )
+        ended = f"exit code {code}, {len(found)} reports, {time.monotonic() - start:.0f} s"
+        print(f"{name}, {title}: {ended}", flush=True)
     for report in reports[:5]:
         print(report[:4000])
     return len(reports), failed
@@ -209,13 +179,10 @@ def err(name: str) -> None:
     if name == "address":  # a row more than there is place for
         count += 1
     address = numbers.data_ptr() + (1 if name == "undefined" else 0)  # numbers must be aligned
-    call = struct.pack(
-        "3Q5q", table.data_ptr(), address, out.data_ptr(), count, len(table), 16, 16, 16
-    )
-    threads = [
-        threading.Thread(target=kernel("pick"), args=(call,))
-        for _ in range(2 if name == "thread" else 1)
-    ]
+    sizes = (count, len(table), 16, 16, 16)
+    call = struct.pack("3Q5q", table.data_ptr(), address, out.data_ptr(), *sizes)
+    num_threads = 2 if name == "thread" else 1
+    threads = [threading.Thread(target=kernel("pick"), args=(call,)) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -223,19 +190,11 @@ def err(name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="SANITIZER", help=f"{', '.join(SANITIZERS)}; without any, all"
-    )
-    parser.add_argument(
-        "--calls", type=int, default=10_000, help="random calls through each entry point"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--folder", help="that keeps the libraries for the next run of the same sources"
-    )
+    parser = tools.parser(__doc__, seed=0)
+    known = f"{', '.join(SANITIZERS)}; without any, all"
+    parser.add_argument("names", nargs="*", metavar="SANITIZER", help=known)
+    parser.add_argument("--calls", type=int, default=10_000, help="through each entry point")
+    parser.add_argument("--folder", help="keeps the libraries for the next run of these sources")
     parser.add_argument("--no-tests", action="store_true", help="random calls only")
     parser.add_argument("--err", choices=list(SANITIZERS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -244,9 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     names = options.names or list(SANITIZERS)
     if unknown := set(names) - set(SANITIZERS):
-        parser.error(
-            f"unknown sanitizers: {', '.join(sorted(unknown))}; there are {', '.join(SANITIZERS)}"
-        )
+        parser.error(f"unknown sanitizers: {', '.join(sorted(unknown))}; there are {known}")
     reports = failed = 0
     for name in names:
         if (reason := obstacle(name)) is not None:

@@ -10,17 +10,11 @@ narrow. Tiny models compute next to nothing, so a ratio here compares the work a
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import gc
-import io
-import json
 import re
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -32,11 +26,13 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from benchmarks import machine, paired, report
-from benchmarks.workers import Lost, in_workers
+from benchmarks.workers import Lost
+from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
-from tests.support.architectures import describe, list_architectures
+from tests.support.architectures import list_architectures
+from tests.support.tools import describe
 
 Inputs = dict[str, Any]
 
@@ -101,10 +97,7 @@ def measure(job: tuple[str, int]) -> Speed:
     """Measures a class with a number of rows; whatever fails is the reason of the result."""
     name, num_rows = job
     speed = Speed(name, num_rows)
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    with tools.quietly():
         try:
             _measure(speed)
         except Exception as error:
@@ -155,13 +148,11 @@ def _is_decided(seconds: dict[bool, Sequence[float]]) -> bool:
 
 def sweep(names: Sequence[str], rows: Sequence[int], jobs: int) -> list[Speed]:
     """Measures each class with each number of rows; a process that dies loses its current one."""
-    speeds: dict[tuple[str, int], Speed] = {}
-    wanted = [(name, num_rows) for name in names for num_rows in rows]
-    for job, result in in_workers(measure, wanted, jobs, SECONDS_PER_CLASS):
-        speeds[job] = Speed(*job, reason=result.reason) if isinstance(result, Lost) else result
-        print(f"\r{len(speeds)}/{len(wanted)} {job[0]:60.60}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    return [speeds[job] for job in wanted]
+    pairs = [(name, num_rows) for name in names for num_rows in rows]
+    return [
+        Speed(*job, reason=result.reason) if isinstance(result, Lost) else result
+        for job, result in tools.swept(measure, pairs, jobs, SECONDS_PER_CLASS).items()
+    ]
 
 
 def table(speeds: Sequence[Speed]) -> str:
@@ -195,11 +186,10 @@ def summary(speeds: Sequence[Speed]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = tools.parser(__doc__, jobs=1)
     parser.add_argument("--only", default="", help="regular expression on the class name")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="1, or an even number")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
     options = parser.parse_args()
     names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
     facts = machine.facts()
@@ -207,8 +197,7 @@ def main() -> int:
     print(table(speeds), summary(speeds), sep="\n\n")
     if options.json:
         head = {"command": report.command_line(), "facts": facts}
-        rows = ",\n".join(json.dumps(dataclasses.asdict(speed)) for speed in speeds)
-        options.json.write_text(f'{json.dumps(head)[:-1]}, "results": [\n{rows}\n]}}\n')
+        tools.write_results(options.json, head, speeds)
     return int(any(speed.is_slower for speed in speeds))
 
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.engine_helpers import build_diff_llama
+from tests.support.user_code import Criterion, OwnError, Processor
 
 NUM_THREADS = 4
 BLOCK_SIZE = 8
@@ -58,12 +52,8 @@ class Embedding(nn.Embedding):
 
 @functools.cache
 def get_model(name: str) -> PreTrainedModel:
-    if name in models.CONFIGS:
-        model: Any = models.build(name)
-    else:
-        model = (
-            build_diff_llama() if name == "diff_llama" else tiny_model(getattr(transformers, name))
-        )
+    is_ours = name in models.CONFIGS
+    model: Any = models.build(name) if is_ours else tiny_model(getattr(transformers, name))
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.eos_token_id = None
     plain = model.get_input_embeddings()
@@ -137,37 +127,27 @@ def draw(seed: int, number: int) -> Mix:
         if sampler is not None:
             # the check of how the model can run, repeated for another dtype, restores torch's
             # random state, even if another thread has drawn meanwhile
-            own = [dataclasses.replace(call, is_autocast=False) for call in own]
+            own = [replace(call, is_autocast=False) for call in own]
         if thread == poisoned:
-            own[0] = dataclasses.replace(own[0], is_poisoned=True)
+            own[0] = replace(own[0], is_poisoned=True)
         calls.append(own)
     if has_budget:
         needed = max(call.num_needed(MODELS[model][1]) for own in calls for call in own)
-        budget = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
-        calls = [
-            [dataclasses.replace(call, cache_config=call.cache_config | budget) for call in own]
-            for own in calls
-        ]
+        common = {"num_blocks": round(needed * rng.uniform(1.0, 1.5))}
+        for own in calls:
+            own[:] = [replace(call, cache_config=call.cache_config | common) for call in own]
     in_main = rng.random() < 0.5
     interrupted = rng.randrange(len(calls[0])) if in_main and rng.random() < 0.7 else None
     delay = rng.uniform(0, 5) if rng.random() < 0.7 else 10 ** rng.uniform(-3, 0)
-    return Mix(
-        model,
-        tuple(map(tuple, calls)),
-        in_main,
-        interrupted,
-        delay,
-        rng.choice([0.005, 5e-4, 2e-5]),
-    )
+    switch_seconds = rng.choice([0.005, 5e-4, 2e-5])
+    return Mix(model, tuple(map(tuple, calls)), in_main, interrupted, delay, switch_seconds)
 
 
 def draw_call(
     rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool
 ) -> Call:
-    texts = [
-        (rng.randrange(3), rng.choice([1, 5, 9, 17, 30, 47]))
-        for _ in range(rng.choice([1, 1, 2, 3, 4]))
-    ]
+    lengths, num_rows = [1, 5, 9, 17, 30, 47], rng.choice([1, 1, 2, 3, 4])
+    texts = [(rng.randrange(3), rng.choice(lengths)) for _ in range(num_rows)]
     new_tokens = rng.choice([1, 5, 10, 16, 24])
     mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
@@ -203,52 +183,8 @@ def draw_call(
 # -------------------------------------------------------------------------------- code of callers
 
 
-class OwnError(RuntimeError):
-    """Raised by user code of a call."""
-
-
-class Processor(LogitsProcessor):
-    def __init__(self, call: Call, is_paged: bool) -> None:
-        assert call.processor is not None
-        self.kind, self.step = call.processor
-        self.owner, self.is_paged = call.owner, is_paged
-        self.thread = threading.get_ident()
-        self.num_calls = 0
-        self.shown: list[tuple[Tensor, Tensor, bool]] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        assert threading.get_ident() == self.thread, "called in the thread of another call"
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "slow" and self.is_paged and self.num_calls > self.step:
-            time.sleep(0.01)
-        if self.kind == "bias":
-            scores[:, 20 + 7 * input_ids.shape[1] % 60] += 3.0
-        if self.kind == "watches":
-            self.shown.append((input_ids.clone(), scores.clone(), scores.is_inference()))
-        return scores
-
-
-class Criterion(StoppingCriteria):
-    def __init__(self, call: Call) -> None:
-        assert call.criterion is not None
-        self.kind, self.step = call.criterion
-        self.owner, self.num_calls = call.owner, 0
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.num_calls += 1
-        if self.kind == "raises" and self.num_calls > self.step:
-            raise OwnError(self.owner)
-        if self.kind == "rows":
-            return input_ids[:, -1] % 5 == 0
-        return torch.full((len(input_ids),), self.kind == "ends" and self.num_calls > self.step)
-
-
 class Streamer(BaseStreamer):
-    def __init__(
-        self, owner: str, raises_at: int | None = None, slow_at: int | None = None
-    ) -> None:
+    def __init__(self, owner: str, raises_at: int = -1, slow_at: int = -1) -> None:
         self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
         self.told: list[Any] = []
 
@@ -282,38 +218,35 @@ def play(
     model: PreTrainedModel, call: Call, is_paged: bool, around: Callable[..., Any] | None = None
 ) -> Outcome:
     """Runs a call. `around` runs a function, and may interrupt it."""
-    width = max(length for _, length in call.texts)
     rows = [
-        models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99) for text, length in call.texts
+        models.token_ids(1, 60, seed=text)[0, :length].clamp(20, 99).tolist()
+        for text, length in call.texts
     ]
     if call.is_poisoned:
         rows[0][-1] = POISON
-    ids = torch.stack(
-        [torch.nn.functional.pad(row, (width - len(row), 0), value=models.PAD) for row in rows]
-    )
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    inputs = models.left_padded(rows)
     arguments: dict[str, Any] = dict(call.options)
     outcome = Outcome()
     processor = streamer = None
     if call.processor is not None:
-        processor = Processor(call, is_paged)
+        processor = Processor(*call.processor, call.owner, is_paged)
         arguments["logits_processor"] = LogitsProcessorList([processor])
     if call.criterion is not None:
-        arguments["stopping_criteria"] = StoppingCriteriaList([Criterion(call)])
+        criterion = Criterion(*call.criterion, call.owner)
+        arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
     if call.streamer is not None:
         kind, at = call.streamer
-        make = functools.partial(
-            Streamer, call.owner, slow_at=at if kind == "slow" and is_paged else None
-        )
+        slow_at = at if kind == "slow" and is_paged else -1
+        make = functools.partial(Streamer, call.owner, slow_at=slow_at)
         if kind != "by row":
-            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else None)
+            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else -1)
         elif is_paged:  # transformers has no per-row streamers
             streamer = arguments["streamer"] = [make() for _ in rows]
     if is_paged:
         arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
 
     def generate() -> None:
-        found = model.generate(ids, attention_mask=mask, **arguments)
+        found = model.generate(**inputs, **arguments)
         outcome.tokens = found if isinstance(found, Tensor) else found.sequences
 
     def run() -> None:
@@ -334,8 +267,8 @@ def play(
         outcome.error, outcome.tokens = error, None
     outcome.seconds = time.perf_counter() - start
     outcome.shown = [] if processor is None else processor.shown
-    if streamer is not None:
-        outcome.told = (
-            [each.told for each in streamer] if isinstance(streamer, list) else streamer.told
-        )
+    if isinstance(streamer, list):
+        outcome.told = [each.told for each in streamer]
+    elif streamer is not None:
+        outcome.told = streamer.told
     return outcome

@@ -10,11 +10,9 @@ is 1 otherwise; every failure is printed with the numbers that repeat its choice
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import faulthandler
 import functools
-import gc
 import os
 import sys
 import tempfile
@@ -25,23 +23,24 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 import hf_paged
 from hf_paged import OutOfBlocksError
 from hf_paged.batching import shared_loop
 from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.generation import install
-from tests.support import models
-from tests.support.checks import model_state
-from tests.support.interrupts import Case, Interrupter
-from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, OwnError, draw, get_model, play
+from tests.support import models, tools
+from tests.support.checks import assert_pool_empty, model_state
+from tests.support.interrupts import Interrupter
+from tests.support.thread_mixes import ENDS, Call, Mix, Outcome, draw, get_model, play
+from tests.support.user_code import OwnError
 
 HANG_SECONDS = 60.0  # a mix takes a second or two
 TOLERANCE = 1e-3  # of scores, whose standard deviation is above one
@@ -84,20 +83,15 @@ def compare_shown(call: Call, plain: Outcome, paged: Outcome) -> str:
     if "eos_token_id" in call.options or call.options.get("num_beams", 1) > 1:
         return ""
     if len(plain.shown) != len(paged.shown):
-        return (
-            f"the processor was called {len(paged.shown)} times, by plain {len(plain.shown)} times"
-        )
-    for step, ((ids, scores, is_inference), (others, found, found_inference)) in enumerate(
-        zip(plain.shown, paged.shown)
-    ):
+        return f"the processor was called {len(paged.shown)}, by plain {len(plain.shown)} times"
+    for step, (one, other) in enumerate(zip(plain.shown, paged.shown)):
+        (ids, scores, is_inference), (others, found, found_inference) = one, other
         if not torch.equal(ids, others):
             return f"the processor was shown other ids in step {step}"
         if (difference := float((scores - found).abs().max())) > TOLERANCE:
             return f"the processor was shown scores {difference:.1e} from plain's in step {step}"
         if is_inference != found_inference:
-            return (
-                f"the processor's scores in step {step} are an inference tensor: {found_inference}"
-            )
+            return f"scores in step {step} are an inference tensor: {found_inference}"
     return ""
 
 
@@ -127,11 +121,8 @@ def compare_rows(call: Call, paged: Outcome) -> str:
         prompt = paged.tokens[row, width - length : width].tolist()
         # a criterion may end a row earlier
         is_same = found[:length] == prompt and found[length:] == new[: len(found) - length]
-        if (
-            not is_same
-            or (call.criterion is None and len(found) != length + len(new))
-            or told.count("end") != 1
-        ):
+        is_whole = call.criterion is not None or len(found) == length + len(new)
+        if not (is_same and is_whole and told.count("end") == 1):
             return f"the streamer of row {row} was told {told}, the tokens are {prompt} {new}"
     return ""
 
@@ -155,12 +146,9 @@ class Observer:
         end_step, memory_for, run = SharedLoop._end_step, install.memory_for, SharedLoop.run
 
         def counted_end(loop: SharedLoop, ready: Any) -> None:
-            owners = {generation.whole or generation for generation, _ in ready}
-            self.counts["steps"] += 1
-            self.counts["shared steps"] += len(owners) > 1
-            self.counts["late callers"] += any(
-                each.is_late for each in list(loop._callers.values())
-            )
+            owners = {generation.parent or generation for generation, _ in ready}
+            late = any(caller.is_late for caller in list(loop._callers.values()))
+            self.counts.update({"steps": 1, "shared steps": len(owners) > 1, "late callers": late})
             end_step(loop, ready)
 
         def counted_run(loop: SharedLoop, *args: Any) -> Any:
@@ -175,20 +163,12 @@ class Observer:
             self.memories.add(memory)
             return memory
 
-        SharedLoop._end_step, SharedLoop.run = counted_end, counted_run  # type: ignore[method-assign, assignment]
-        install.memory_for = noted_memory
-        try:
+        with (
+            mock.patch.object(SharedLoop, "_end_step", counted_end),
+            mock.patch.object(SharedLoop, "run", counted_run),
+            mock.patch.object(install, "memory_for", noted_memory),
+        ):
             yield
-        finally:
-            SharedLoop._end_step, SharedLoop.run = end_step, run  # type: ignore[method-assign]
-            install.memory_for = memory_for
-
-
-class Job(Case):
-    """A job for `Interrupter.run`."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.run = function  # type: ignore[method-assign]
 
 
 class Hang(Exception):
@@ -224,11 +204,8 @@ def play_mix(
             time.sleep(call.pause)
             found[thread].append(play(model, call, is_paged=True, around=around))
 
-    first = int(mix.in_main)
-    threads = [
-        threading.Thread(target=work, args=(each,), daemon=True)
-        for each in range(first, len(mix.calls))
-    ]
+    others = range(int(mix.in_main), len(mix.calls))
+    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in others]
     clock = threading.Timer(HANG_SECONDS + 10, exit_hung, (mix,))
     clock.daemon = True
     clock.start()
@@ -267,12 +244,8 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
         wrong.append(f"loops are left: {left}")
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():
         wrong.append("this thread is left in half precision or inference mode")
-    if hf_paged.memory_stats(model).used_blocks:
-        gc.collect()  # a returned cache may be in a reference cycle
-    if used := hf_paged.memory_stats(model).used_blocks:
-        wrong.append(f"{used} blocks are in use after all calls")
     try:
-        hf_paged.check_integrity(model)
+        assert_pool_empty(model, "all calls")
         for memory in list(observer.memories):
             memory.check_integrity()
             if memory.num_used:
@@ -284,10 +257,8 @@ def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
 
 def warm_up(model: PreTrainedModel) -> None:
     """Makes a first call, which checks how the model can run, with a few forwards."""
-    ids = models.token_ids(1, 3)
-    model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, **models.PAGED
-    )
+    inputs = models.prompt("llama", 1, 3)
+    model.generate(**inputs, max_new_tokens=1, do_sample=False, **models.PAGED)
 
 
 def interrupt(interrupter: Interrupter, delay: float, function: Callable[[], None]) -> None:
@@ -299,7 +270,7 @@ def interrupt(interrupter: Interrupter, delay: float, function: Callable[[], Non
         except Exception as error:
             errors.append(error)
 
-    if interrupter.run(Job(caught), delay):
+    if interrupter.run(caught, delay):
         raise KeyboardInterrupt
     for error in errors:
         raise error
@@ -326,39 +297,31 @@ def run_mixes(numbers: Sequence[int], seed: int, report: Callable[[str], None] =
         for number in numbers:
             mix = draw(seed, number)
             interrupts += mix.interrupted is not None
-            where = f"python -m tests.support.threads --seed {seed} --only {number} --repeat 20"
+            repeat = tools.repeat("threads", seed=seed, only=number, repeat=20)
             try:
                 wrong = run_mix(mix, observer, interrupter)
             except Hang as hang:
-                report(f"mix {number} HANGS: {where}\n{hang}")
+                report(f"mix {number} HANGS: {repeat}\n{hang}")
                 os._exit(1)
             if wrong:
                 failed += 1
-                report("\n".join([f"mix {number} ({mix.model}) FAILED: {where}", *wrong]))
+                report("\n".join([f"mix {number} ({mix.model}) FAILED: {repeat}", *wrong]))
                 hf_paged.free(get_model(mix.model))
                 observer.memories.clear()
                 shared_loop._loops.clear()
     counts = observer.counts
     report(", ".join(f"{name}: {counts[name]}" for name in sorted(counts)))
-    report(
-        f"{len(numbers)} mixes, {counts['calls']} calls, {interrupts} interrupts, {failed} wrong"
-    )
+    calls = counts["calls"]
+    report(f"{len(numbers)} mixes, {calls} calls, {interrupts} interrupts, {failed} wrong")
     return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tools.parser(__doc__, seed=0, only=None)
     parser.add_argument("--mixes", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, metavar="MIX", help="this mix alone")
-    parser.add_argument(
-        "--repeat", type=int, default=1, help="play each that often: threads differ in their timing"
-    )
+    parser.add_argument("--repeat", type=int, default=1, help="of each: threads differ in timing")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
+    tools.quieten()
     only = arguments.only
     numbers = range(arguments.mixes) if only is None else range(only, only + 1)
     failed = sum(run_mixes(numbers, arguments.seed) for _ in range(arguments.repeat))

@@ -209,7 +209,7 @@ def test_and_so_are_their_steps_with_chunks(
             for number in (24, *[2] * 5)
         ]
         found = results(engine, jobs, later=5)
-        has_chunks = any(key.chunks for key in graphs_of(engine.memory)._graphs)  # type: ignore[attr-defined]
+        has_chunks = any(key.num_chunks for key in graphs_of(engine.memory)._graphs)  # type: ignore[attr-defined]
     for (_, options), result in zip(jobs, found):
         expected = lone[options["generation_config"]["max_new_tokens"]]
         assert_same_as_lone(expected, result, options["generation_config"], name)

@@ -30,7 +30,7 @@ from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import Key
 from hf_paged.tape.graphs import StepGraphs
-from hf_paged.tape.record import NothingUnrecorded
+from hf_paged.tape.record import CaptureGuard
 from hf_paged.tape.torch_options import torch_options
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
@@ -118,7 +118,7 @@ def test_engine_gives_plain_tokens(name: str, graphs: FakeGraphs) -> None:
         found = results(engine, jobs, later=3)
         stats = engine.stats()
         assert stats.num_captured_steps == graphs.num_replays > stats.num_steps / 2
-        assert {key.decodes for key in keys(engine)} >= {1, 2, 4}
+        assert {key.num_decodes for key in keys(engine)} >= {1, 2, 4}
         assert_drained(engine)
     for (prompt, options), result in zip(jobs, found):
         assert_same_as_lone(
@@ -236,7 +236,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs) -> None:
     # unwritten memory may be NaN
     before = [layer.data[0].view(torch.int32).clone() for layer in layers]
     bench.run(items)
-    assert graphs.num_replays == 3 and [key.decodes for key in keys(bench)] == [8]
+    assert graphs.num_replays == 3 and [key.num_decodes for key in keys(bench)] == [8]
     for layer, old in zip(layers, before):
         # [num_blocks, block_size]
         changed = (layer.data[0].view(torch.int32) != old).any(dim=3).any(dim=1)
@@ -268,7 +268,7 @@ def test_the_graph_used_longest_ago_goes_first(
     bench.run([row.take(SIZE + 1) for row in rows])
     for count in (1, 1, 2, 2, 1, 4, 4):
         bench.decode(*rows[:count])
-    assert [key.decodes for key in keys(bench)] == [1, 4]
+    assert [key.num_decodes for key in keys(bench)] == [1, 4]
 
 
 # -------------------------------------------------------------------------- what graphs depend on
@@ -669,8 +669,10 @@ def test_a_capture_for_which_there_is_no_memory(
             assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
             assert_close(bench.decode(rows[0]), [bench.plain(rows[0])])
     assert attempts == [1, 5]
-    assert [key.decodes for key in keys(bench)] == [2, 1] and decodes_of(bench).obstacle is None
-    assert len(caplog.records) == 1 and "there is no memory for more of them" in caplog.text
+    assert [key.num_decodes for key in keys(bench)] == [2, 1] and decodes_of(
+        bench
+    ).unsupported_reason is None
+    assert len(caplog.records) == 1 and "memory is too short for more of them" in caplog.text
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:
@@ -719,7 +721,10 @@ def test_a_forward_that_fails_in_a_capture_and_eagerly(
             (output,) = engine.step()
         assert output.result is not None and isinstance(output.result.error, OSError)
         assert_drained(engine)
-        assert decodes_of(engine).obstacle == "on purpose" and decodes_of(engine)._forward is None
+        assert (
+            decodes_of(engine).unsupported_reason == "on purpose"
+            and decodes_of(engine)._forward is None
+        )
         (result,) = results(engine, [(prompt, {"generation_config": options})])
         assert_same_as_lone(lone_run(model, prompt, options), result, options, "after the error")
         assert_drained(engine)
@@ -812,13 +817,13 @@ def test_reserved_memory_is_freed_if_a_recording_runs_out(
 
     monkeypatch.setattr(backend, "_record", record)
     with contextlib.nullcontext() if failures == 1 else pytest.raises(torch.OutOfMemoryError):
-        assert isinstance(backend._recorded(lambda: None), SimpleNamespace)
+        assert isinstance(backend._capture_graph(lambda: None), SimpleNamespace)
     assert done == ["clear", "record", "clear", "free", "clear", "record", "clear"]
 
 
 def test_operations_that_cannot_be_recorded() -> None:
     x = torch.arange(6.0)
-    with NothingUnrecorded():
+    with CaptureGuard():
         y = torch.softmax(x * 2, 0).to(torch.float16)[1:3]
         mask = x > 2
         waits = [
@@ -931,7 +936,7 @@ def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
     logits = torch.randn(3, 50).to(dtype)
     expected = logits.clone()
     recorders.check_replay(lambda: logits.copy_(expected), logits, {dtype})
-    with pytest.raises(NotCapturable, match="standard deviations from its own"):
+    with pytest.raises(NotCapturable, match="standard deviations from those of its forward"):
         recorders.check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
 
 

@@ -64,23 +64,23 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
     """The next step runs while the host waits for the previous step's tokens, which a separate copy
     transfers."""
     model, taken = models.build(name).to("cuda"), []
-    take = run_ahead.RunAhead.take
+    take = run_ahead.GraphRunAhead.take
 
-    def counted(self: run_ahead.RunAhead, plan: Any) -> Any:
+    def counted(self: run_ahead.GraphRunAhead, plan: Any) -> Any:
         found = take(self, plan)
         taken.append(found[1])
         return found
 
-    monkeypatch.setattr(run_ahead.RunAhead, "take", counted)
+    monkeypatch.setattr(run_ahead.GraphRunAhead, "take", counted)
     found, stats = texts(model, later=3)
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
-    monkeypatch.setattr(run_ahead.RunAhead, "fetch", lambda *arguments: None)
+    monkeypatch.setattr(run_ahead.GraphRunAhead, "fetch", lambda *arguments: None)
     assert found == texts(model, later=3)[0]
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
     tokens = torch.arange(5, device="cuda")
-    arrived = run_ahead._send(tokens)
+    arrived = run_ahead._start_copy(tokens)
     tokens.fill_(9)  # stands for the next step, which must neither be awaited nor overtake the copy
     assert arrived() == [0, 1, 2, 3, 4]
 
@@ -204,9 +204,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     expected, _ = texts(model, capture=False)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", waits)
     if noticed == "during":
-        unguarded = type("Unguarded", (contextlib.nullcontext,), {"known": ()})
-        monkeypatch.setattr(cuda_graphs, "NothingUnrecorded", unguarded)
-        monkeypatch.setattr(cuda_graphs, "KnownAgain", contextlib.nullcontext)
+        unguarded = type("Unguarded", (contextlib.nullcontext,), {"host_results": ()})
+        monkeypatch.setattr(cuda_graphs, "CaptureGuard", unguarded)
+        monkeypatch.setattr(cuda_graphs, "HostResultReplay", contextlib.nullcontext)
     stream = torch.cuda.current_stream()
     torch.manual_seed(5)
     numbers = torch.rand(3, device="cuda")

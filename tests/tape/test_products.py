@@ -20,7 +20,7 @@ from hf_paged.kernels.cpp import linear as kernel
 from hf_paged.kernels.cpp.build import batch_invariant, observer
 from hf_paged.kernels.cpp.compiler import cpu_flags
 from hf_paged.tape import products
-from hf_paged.tape.products import OwnProducts, own_products
+from hf_paged.tape.products import KernelProducts, own_products
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -53,7 +53,7 @@ def test_it_computes_what_pytorch_does(
             expected = F.linear(
                 x.float(), layer.weight.float(), layer.bias.float() if has_bias else None
             )
-            with OwnProducts():
+            with KernelProducts():
                 found = layer(x)
             assert found.shape == expected.shape and found.dtype is dtype
             torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
@@ -81,7 +81,7 @@ def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
     for is_native in (True, False):
         for module in (products, kernel):
             monkeypatch.setattr(module, "is_native", lambda dtype, found=is_native: found)
-        with OwnProducts():
+        with KernelProducts():
             found = layer(x)
         assert widened == ([] if is_native else [150]) and calls == []
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
@@ -91,7 +91,7 @@ def test_few_dimensions_and_many_rows() -> None:
     """Inputs that `F.linear` refuses are still refused; with many rows, memory is bounded as for
     the weights read."""
     weight = torch.randn(512, 16).to(torch.bfloat16)
-    with torch.no_grad(), OwnProducts():
+    with torch.no_grad(), KernelProducts():
         with pytest.raises(RuntimeError):
             F.linear(torch.tensor(1.0).to(torch.bfloat16), weight)
     x = torch.randn(20000, 16).to(torch.bfloat16)
@@ -130,16 +130,16 @@ def test_what_it_leaves_to_pytorch(
         (layer, x, torch.autocast("cpu", torch.bfloat16)),
     ]
     for module, each, context in left:
-        with OwnProducts(), context:
+        with KernelProducts(), context:
             assert module(each).shape == (len(each), 16)
     for variable, value in ((observer, lambda *call: None), (batch_invariant, True)):
         token = variable.set(value)  # type: ignore[arg-type]
         try:
-            with OwnProducts():
+            with KernelProducts():
                 layer(x)
         finally:
             variable.reset(token)  # type: ignore[arg-type]
-    with OwnProducts(), pytest.raises(RuntimeError):
+    with KernelProducts(), pytest.raises(RuntimeError):
         F.linear(x, torch.randn(16, 31).bfloat16())
     assert calls == []
 
@@ -155,10 +155,10 @@ def test_conv1d_where_pytorch_converts_each_number(
     for is_native, count in ((True, 0), (False, int(rows <= 128))):
         for module in (products, kernel):
             monkeypatch.setattr(module, "is_native", lambda dtype, found=is_native: found)
-        with OwnProducts():
+        with KernelProducts():
             torch.testing.assert_close(layer(x).float(), expected, rtol=1e-2, atol=1e-2)
         assert len(calls) == count
-    with OwnProducts():  # other ways to call it
+    with KernelProducts():  # other ways to call it
         found = torch.addmm(layer.bias, x[0], layer.weight, alpha=2.0, beta=0.0)
         torch.addmm(layer.bias, mat1=x[0], mat2=layer.weight)
     assert found.shape == (rows, 40) and len(calls) == count
@@ -179,7 +179,7 @@ def test_tensors_whose_numbers_are_not_where_they_seem(calls: list[torch.Size]) 
         (x[:1].t()[:1].t(), weight[:1].t()[:1].t()),
     ):
         expected = F.linear(*each)
-        with OwnProducts():
+        with KernelProducts():
             assert torch.equal(F.linear(*each), expected)
     assert calls == []
 
@@ -207,12 +207,12 @@ def test_what_transforms_and_traces_see(transform: Any, calls: list[torch.Size])
         nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False),
         torch.randn(4, 32).bfloat16(),
     )
-    with OwnProducts():
+    with KernelProducts():
         found = transform(lambda x: F.linear(x, layer.weight))
         found = found(x)
     torch.testing.assert_close(found, layer(x))
     calls.clear()
-    with OwnProducts(), FlopCounterMode(display=False) as counter:
+    with KernelProducts(), FlopCounterMode(display=False) as counter:
         layer(x)
     assert counter.get_total_flops() == 2 * 4 * 32 * 16 and calls == []
 
@@ -231,11 +231,11 @@ def test_a_traced_module_in_a_model() -> None:
 @pytest.mark.slow
 def test_models_that_get_it() -> None:
     model = models.build("llama")
-    assert not isinstance(own_products(model.modules()), OwnProducts)  # float32
+    assert not isinstance(own_products(model.modules()), KernelProducts)  # float32
     model = model.bfloat16()
-    assert isinstance(own_products(model.modules()), OwnProducts)
+    assert isinstance(own_products(model.modules()), KernelProducts)
     model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
-    assert not isinstance(own_products(model.modules()), OwnProducts)
+    assert not isinstance(own_products(model.modules()), KernelProducts)
 
 
 def test_prompts_of_an_engine(calls: list[torch.Size]) -> None:

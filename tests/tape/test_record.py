@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.record import HostFirst, KnownAgain, NothingUnrecorded, recording
+from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay, recording
 
 
-def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, NothingUnrecorded]:
+def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
     """As `CudaGraphs.capture` does."""
-    first = NothingUnrecorded()
+    first = CaptureGuard()
     with HostFirst(), first:
         found = run()
-    with HostFirst(), KnownAgain(first.known):
+    with HostFirst(), HostResultReplay(first.host_results):
         return found, run(), first
 
 
@@ -48,7 +48,7 @@ def _written_to() -> float:
 def test_constants_are_read(run: Callable[[], Any]) -> None:
     expected = run()
     found, again, first = run_twice(run)
-    assert found == again == expected and first.known
+    assert found == again == expected and first.host_results
 
 
 def _a_weight() -> float:
@@ -101,10 +101,10 @@ def test_constants_are_copied_once() -> None:
         ]
 
     found, again, first = run_twice(run)
-    assert len(first.known) == 4
+    assert len(first.host_results) == 4
     assert all(y.device.type == "meta" for y in again)
     assert [(y.dtype, y.shape) for y in found] == [(y.dtype, y.shape) for y in again]
-    assert all(y is not kept for y, (_, _, kept) in zip(again, first.known[1:])), (
+    assert all(y is not kept for y, (_, _, kept) in zip(again, first.host_results[1:])), (
         "the forward may write to them"
     )
 
@@ -122,10 +122,10 @@ def test_numbers_that_change_from_run_to_run() -> None:
         runs[0] += 1
         return torch.tensor(runs[0]).to("meta")
 
-    with pytest.raises(NotCapturable, match="another when it runs again"):
+    with pytest.raises(NotCapturable, match="differs when it runs again"):
         run_twice(counts)
     runs[0] = 0
-    with pytest.raises(NotCapturable, match="another when it runs again"):
+    with pytest.raises(NotCapturable, match="differs when it runs again"):
         run_twice(lambda: [torch.tensor(1.0).item() for _ in range(counts().dim() + runs[0])])
 
 
@@ -140,7 +140,7 @@ def test_a_tensor_of_a_list_of_tensors_is_read_where_no_mode_sees_it(mode: Any) 
 
 
 def test_one_number_is_filled_in_where_the_host_has_it() -> None:
-    with NothingUnrecorded():
+    with CaptureGuard():
         x = WEIGHT.clone()
         x[x > 2] = 0.0
         on_device = torch.empty(6, device="meta")

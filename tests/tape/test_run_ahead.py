@@ -24,7 +24,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
-from hf_paged.tape.run_ahead import Launched, RunAhead
+from hf_paged.tape.run_ahead import GraphRunAhead, Launched
 from tests.batching import test_invariance
 from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
@@ -61,9 +61,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
     or `in vain`."""
     use_fake_graphs(monkeypatch)
     counts: collections.Counter[str] = collections.Counter()
-    take, run_ahead = RunAhead.take, PackedRunner.run_ahead
+    take, run_ahead = GraphRunAhead.take, PackedRunner.run_ahead
 
-    def counted_take(self: RunAhead, plan: Any) -> Any:
+    def counted_take(self: GraphRunAhead, plan: Any) -> Any:
         launched = self._launched
         logits, count = take(self, plan)
         if launched is not None:
@@ -84,7 +84,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[collections.Counter[str]]:
         counts["launched"] += logits is not None
         return logits
 
-    monkeypatch.setattr(RunAhead, "take", counted_take)
+    monkeypatch.setattr(GraphRunAhead, "take", counted_take)
     monkeypatch.setattr(PackedRunner, "run_ahead", counted_run)
     yield counts
 
@@ -276,7 +276,8 @@ def test_nothing_is_kept_when_all_have_ended(seen: collections.Counter[str]) -> 
         run_all(engine)
         assert engine._core.loop is not None
         assert (
-            engine._core.loop.executor.ahead._launched is None and seen["launched"] > seen["used"]
+            engine._core.loop.executor.run_ahead._launched is None
+            and seen["launched"] > seen["used"]
         )
         assert_drained(engine)
 
@@ -366,8 +367,8 @@ def test_only_what_was_launched_is_taken() -> None:
     scheduler.commit(scheduler.schedule())
     logits = torch.arange(4.0)[:, None].expand(4, 7)
 
-    def launched() -> RunAhead:
-        ahead = RunAhead(PagedMemory(CONFIG), scheduler)
+    def launched() -> GraphRunAhead:
+        ahead = GraphRunAhead(PagedMemory(CONFIG), scheduler)
         states = [(s.num_tokens, 7, [s.blocks.tables[0].block_ids[-1]]) for s in sequences]
         ahead._launched = Launched(logits, dict(zip(sequences, enumerate(states))))
         return ahead

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
-from hf_paged.tape.entries import Call
+from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OPS
 from hf_paged.tape.tape import Tape
@@ -35,7 +35,7 @@ class CountingTape(Tape):
 
     num_calls = 0
 
-    def _call(self, entry: Call) -> Callable[[], None]:
+    def _call(self, entry: TorchOp) -> Callable[[], None]:
         self.num_calls += 1
         return super()._call(entry)
 

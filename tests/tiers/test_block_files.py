@@ -24,7 +24,7 @@ import torch
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.tiers.block_files import BlockFile, Corrupt, DiskFolder, check_folder, to_bytes
 from tests.cache.test_swap import LAYOUTS, SIZE, states
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 
 WEIGHTS, NAME = "0" * 32, "1" * 32 + "-0"
 
@@ -256,7 +256,7 @@ def test_a_block_that_is_larger_than_the_tier(tmp_path: Path, caplog: Any) -> No
     folder = DiskFolder(str(tmp_path), 100)
     with caplog.at_level(logging.WARNING):
         folder.write(WEIGHTS, NAME, layers())
-    assert not files(tmp_path) and "`disk_bytes` (100) has no room" in caplog.text
+    assert not files(tmp_path) and "does not fit in `disk_bytes` (100)" in caplog.text
 
 
 def test_only_files_of_blocks_are_deleted(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_folder_that_fails_is_off_from_then_on(
     assert (
         str(tmp_path) in message
         and os.strerror(getattr(errno, name)) in message
-        and "make a new engine" in message
+        and "create a new engine" in message
     )
     assert not folder.has(WEIGHTS, NAME) and folder.read(WEIGHTS, NAME, LIKE) is None
     assert DiskFolder(str(tmp_path), 1 << 30).has(WEIGHTS, NAME)
@@ -463,7 +463,7 @@ def test_a_folder_that_cannot_be_used_is_named(kind: str, tmp_path: Path) -> Non
         if "forbidden" in kind:
             stack.enter_context(forbidden(tmp_path / "tier"))
         with pytest.raises(
-            OSError, match=r"`disk_path` of `prefix_tiers`.*Give another path"
+            OSError, match=r"`disk_path` of `prefix_tiers`.*Set another path"
         ) as raised:
             check_folder(str(path))
     assert raised.value.filename == str(path) and raised.value.errno is not None

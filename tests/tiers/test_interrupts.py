@@ -36,4 +36,4 @@ def test_a_timeout_is_no_error_of_a_folder_of_prefixes(tmp_path: Path) -> None:
                     call("weights", "name")
             finally:
                 sys.setprofile(tracing)
-    assert not folder.is_off and not folder._lost
+    assert not folder.is_off and not folder._unreadable

@@ -36,7 +36,7 @@ from hf_paged.tiers import store as tiers
 from tests.attention import test_latent
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all
-from tests.support.folders import forbidden
+from tests.support.missing import forbidden
 from tests.tiers.test_block_files import (
     OPERATIONS,
     fail_operation,
@@ -328,7 +328,9 @@ def test_evicted_blocks_wait_for_a_fingerprint(tmp_path: Path) -> None:
             assert isinstance(store, tiers.PrefixStore)
             if store._pending:
                 break
-        assert store._pending and not store._held and not blocks_on_disk(tmp_path / str(moves))
+        assert (
+            store._pending and not store._host_entries and not blocks_on_disk(tmp_path / str(moves))
+        )
         if moves:
             model.lm_head.weight.detach().numpy()[0, 0] += 1.0
         run_all(engine)
@@ -358,14 +360,14 @@ def test_why_a_model_or_a_pool_has_no_tiers(tmp_path: Path) -> None:
     run(hybrid, prompts(20)[0])
     assert "snapshots of the model's states" in str(hybrid.route)
     with pytest.raises(
-        ValueError, match=r"neither saved nor loaded: .*snapshots of the model's states"
+        ValueError, match=r"cannot be saved or loaded: .*snapshots of the model's states"
     ):
         hybrid.save_prefix(prompts(20)[0], tmp_path / "file")
     on_cpu = PagedEngine(
         build("llama"), {"block_size": SIZE, "prefix_tiers": {"host_bytes": 1 << 20}}
     )
     run(on_cpu, prompts(20)[0])
-    assert "the pool is in host memory already, so only a disk tier helps" in str(on_cpu.route)
+    assert "the pool is already in host memory, so only a disk tier helps" in str(on_cpu.route)
 
 
 @pytest.mark.slow
@@ -830,7 +832,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     with PagedEngine(model, {"block_size": SIZE}) as engine:
         with pytest.raises(
-            ValueError, match=r"the prompt has 5 tokens, and only full blocks of 8 are saved"
+            ValueError, match=r"the prompt has 5 tokens, but only full blocks of 8 can be saved"
         ):
             engine.save_prefix(prompt[:5], path)
         with pytest.raises(FileNotFoundError):
@@ -958,7 +960,7 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
         assert (
             store.num_restored
             and store.counts().host_bytes
-            == sum(each.num_bytes for each in store._held.values())
+            == sum(each.num_bytes for each in store._host_entries.values())
             > 0
         )
         for text in prompts(100, 110, 120, seed=7):

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from hf_paged import PagedEngine
-from tests.support import crafted, models
+from tests.support import models
 from tests.support.engine_helpers import assert_drained, lone_run, prompts
+from tests.tiers import crafted
 from tests.tiers.test_prefix_tiers import (
     GREEDY,
     SIZE,
@@ -31,7 +32,7 @@ from tests.tiers.test_prefix_tiers import (
 )
 
 REFUSED = (
-    "is not a complete saved prefix|is a file of a tier's folder|was computed by another model"
+    "is not a complete saved prefix|is a block of a tier's folder|was computed by another model"
 )
 
 
@@ -171,7 +172,7 @@ def test_a_tier_drops_files_with_other_content(is_quick: bool, tmp_path: Path, c
             assert_drained(engine)
             said = [record.getMessage() for record in caplog.records]
             assert (
-                sum("is dropped, and its tokens are computed" in text for text in said)
+                sum("is dropped, so its tokens are computed" in text for text in said)
                 == 1
                 == len(said)
             ), said

@@ -44,7 +44,7 @@ def saved(
 
 
 def saved_test_model(tmp_path: Path, name: str) -> str:
-    return saved(tmp_path, models.config(name), models.CONFIGS[name][1])
+    return saved(tmp_path, models.config(name), models.CONFIGS[name][0])
 
 
 def generated(name: str) -> tuple[hf_paged.MemoryStats, hf_paged.Route]:
@@ -82,7 +82,7 @@ def test_against_a_call_of_generate(name: str, tmp_path: Path) -> None:
         blocks = sum(group.num_blocks(13 + 7) for group in report.groups)
         assert blocks == stats.peak_blocks
         assert report.fits[0]["sequence_bytes"] == stats.peak_bytes
-    assert report.model == models.CONFIGS[name][1]
+    assert report.model == models.CONFIGS[name][0]
     assert report.num_parameters == models.build(name).num_parameters()
     for group in report.groups:
         assert group.kernels and set(group.kernels.values()) <= {"cpp", "gather", "reference"}
@@ -272,7 +272,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([saved_test_model(tmp_path, name), "--length", "100", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    for part in (models.CONFIGS[name][1], "a token", "100 tokens", "Road", "Kernels", "decode: "):
+    for part in (models.CONFIGS[name][0], "a token", "100 tokens", "Road", "Kernels", "decode: "):
         assert part in printed
     assert ("cross attention" in printed) == (name == "t5")
     assert max(map(len, printed.splitlines())) <= 80

@@ -11,11 +11,11 @@ import pytest
 
 from hf_paged.batching.results import SequenceResult
 from hf_paged.tools.openai_answers import (
-    LEAST_LOGPROB,
+    MIN_LOGPROB,
     chat_logprobs,
     completion_logprobs,
-    joined,
-    joined_streams,
+    join_answers,
+    join_streams,
 )
 
 from ..support import models
@@ -58,7 +58,7 @@ def test_streams_are_joined_with_their_usage(includes_usage: bool) -> None:
         ]
         return [
             part
-            async for part in joined_streams(streams, lambda choice: {"of": choice}, includes_usage)
+            async for part in join_streams(streams, lambda choice: {"of": choice}, includes_usage)
         ]
 
     found = read(asyncio.run(run()))
@@ -79,7 +79,7 @@ def test_an_error_with_quotes_passes_through() -> None:
     async def run() -> list[str]:
         return [
             part
-            async for part in joined_streams(
+            async for part in join_streams(
                 [stream('data: {"error": "a "b" c"}\n\n')], nothing, True
             )
         ]
@@ -99,7 +99,7 @@ def test_closing_the_joined_stream_closes_the_others() -> None:
             closed.append(name)
 
     async def run() -> None:
-        events = joined_streams([endless("one"), endless("two")], nothing, False)
+        events = join_streams([endless("one"), endless("two")], nothing, False)
         async for _ in events:
             break
         await events.aclose()
@@ -117,7 +117,7 @@ def test_answers_are_joined_with_their_usage() -> None:
         }
         for n in (2, 3)
     ]
-    assert joined(answers, nothing) == {
+    assert join_answers(answers, nothing) == {
         "choices": [{"index": 0, "logprobs": None}, {"index": 1, "logprobs": None}],
         "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10},
     }
@@ -141,10 +141,10 @@ def test_logprobs_have_openais_forms() -> None:
     assert [(each["token"], each["logprob"]) for each in first["top_logprobs"]] == [
         (texts[2], -1.0)
     ]
-    assert second["logprob"] == LEAST_LOGPROB and second["top_logprobs"] == []
+    assert second["logprob"] == MIN_LOGPROB and second["top_logprobs"] == []
     assert completion_logprobs(tokenizer, sequence) == {
         "tokens": texts[:2],
-        "token_logprobs": [-1.5, LEAST_LOGPROB],
-        "top_logprobs": [{texts[2]: -1.0, texts[0]: -1.5}, {texts[1]: LEAST_LOGPROB}],
+        "token_logprobs": [-1.5, MIN_LOGPROB],
+        "top_logprobs": [{texts[2]: -1.0, texts[0]: -1.5}, {texts[1]: MIN_LOGPROB}],
         "text_offset": [0, len(texts[0])],
     }

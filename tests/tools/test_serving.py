@@ -31,7 +31,7 @@ def test_a_coroutine_begins_in_a_thread_and_ends_in_the_event_loop() -> None:
 
     async def serve() -> str:
         name.set("mine")
-        return str(await (await serving._begun(answer(steps))))
+        return str(await (await serving._begin_in_thread(answer(steps))))
 
     assert asyncio.run(serve()) == "text"
     (first, own), (second, same) = steps
@@ -44,7 +44,7 @@ def test_errors_pass_on_from_both_parts() -> None:
         raise KeyError("later")
 
     async def serve(coroutine: Any) -> Any:
-        return await (await serving._begun(coroutine))
+        return await (await serving._begin_in_thread(coroutine))
 
     name.set("mine")
     with pytest.raises(OSError, match="at once"):
@@ -66,8 +66,8 @@ def test_a_coroutine_that_never_waits_and_one_that_is_cancelled() -> None:
             ended.append("cancelled")
 
     async def serve() -> None:
-        assert await (await serving._begun(at_once())) == 7
-        task = asyncio.ensure_future(await serving._begun(never()))
+        assert await (await serving._begin_in_thread(at_once())) == 7
+        task = asyncio.ensure_future(await serving._begin_in_thread(never()))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -26,7 +26,7 @@ import hf_paged
 from hf_paged import PagedCache, VirtualStorage, forks
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import StepMetadata
-from hf_paged.virtual import places
+from hf_paged.virtual import mappings
 from hf_paged.virtual import storage as virtual
 from hf_paged.virtual.pages import MemoryFile
 from hf_paged.virtual.row_slots import MIN_ROWS, RowSlots
@@ -164,8 +164,8 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
     step = cache.layers[0].group.view(70, torch.device("cpu"))
     placed = layer.rows.place(step)
     assert placed is not None
-    layer.rows.settle()
-    assert layer.rows.places is None
+    layer.rows.preserve_views()
+    assert layer.rows.mappings is None
     slot, first = placed.placement.slots[0], placed.placement.firsts[0]
     assert torch.equal(placed.keys[slot : slot + 1, :, first : first + 70], expected)
     assert torch.equal(placed.values[slot : slot + 1, :, first : first + 70], -expected)
@@ -265,7 +265,7 @@ def test_an_interrupt_leaves_slots_whole() -> None:
     num_interrupts, at, was_reached = 0, 0, True
     while was_reached:
         slots, at, was_reached = RowSlots(), at + 7, False
-        slots.place(step_of(2, 1), together=False)
+        slots.place(step_of(2, 1), are_consecutive=False)
         before = [(row.version, list(row.block_ids)) for row in slots.rows]
         remaining = at
 
@@ -282,7 +282,7 @@ def test_an_interrupt_leaves_slots_whole() -> None:
 
         try:
             sys.settrace(trace)
-            slots.place(step_of(MIN_ROWS + 2, 2), together=False)
+            slots.place(step_of(MIN_ROWS + 2, 2), are_consecutive=False)
         except KeyboardInterrupt:
             num_interrupts += 1
         finally:
@@ -302,7 +302,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     call = {"cache_implementation": "paged", "cache_config": {"storage": "virtual"}}
     expected = model.generate(ids, **options)
-    own, num_calls = places._num_ends, 0
+    own, num_calls = mappings._num_ends, 0
 
     def count(*args: Any) -> int:
         nonlocal num_calls
@@ -311,7 +311,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return own(*args)
 
-    monkeypatch.setattr(places, "_num_ends", count)
+    monkeypatch.setattr(mappings, "_num_ends", count)
     with pytest.raises(KeyboardInterrupt):
         model.generate(ids, **options, **call)
     assert torch.equal(model.generate(ids, **options, **call), expected)
@@ -488,7 +488,7 @@ def test_a_saved_slice_does_not_bring_all_rows() -> None:
     cache, expected = filled(VIRTUAL)
     part, file = cache.layers[0].keys[:, :, :10], io.BytesIO()
     torch.save(part, file)
-    whole = storage_of(cache).layers[0].rows.places.ranges[0].size
+    whole = storage_of(cache).layers[0].rows.mappings.ranges[0].size
     assert file.tell() < whole / 50
     file.seek(0)
     assert torch.equal(torch.load(file), expected[:, :, :10])

@@ -17,7 +17,7 @@ import torch
 from hf_paged.cache import free_memory
 from hf_paged.virtual import pages as linux
 from tests.support.checks import in_threads
-from tests.support.cuda_driver import CONTEXT, Driver, StandInPages
+from tests.virtual.cuda_driver import CONTEXT, Driver, StandInPages
 
 PAGE = 1 << 16
 

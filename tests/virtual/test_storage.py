@@ -20,11 +20,11 @@ from hf_paged.cache.reading import gather
 from hf_paged.config import VirtualStorage
 from hf_paged.step import StepMetadata
 from hf_paged.virtual import storage as virtual
+from hf_paged.virtual.mappings import RowMappings
 from hf_paged.virtual.pages import CudaPages, Extents, MemoryFile, Pages
-from hf_paged.virtual.places import Places
-from hf_paged.virtual.row_slots import FULL_STEPS, RowSlots
+from hf_paged.virtual.row_slots import BACKOFF_STEPS, RowSlots
 from hf_paged.virtual.storage import MappedStorage
-from tests.support.cuda_driver import Driver, StandInPages
+from tests.virtual.cuda_driver import Driver, StandInPages
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 
@@ -176,23 +176,23 @@ class Model:
 
     def check(self) -> None:
         self.pool.check_integrity([table.block_ids for table, _ in self.rows])
-        places = self.layer.rows.places if self.layer.rows is not None else None
-        if places is not None:
-            assert places._num_ends[0] * len(places.planes) == num_extents(places)
+        mappings = self.layer.rows.mappings if self.layer.rows is not None else None
+        if mappings is not None:
+            assert mappings._num_ends[0] * len(mappings.planes) == num_extents(mappings)
         for found, expected in self.loans:
             assert torch.equal(found, expected)
 
 
-def num_extents(places: Places) -> int:
+def num_extents(mappings: RowMappings) -> int:
     """Number of separate contiguous mappings."""
     found = 0
-    for have in places.mapped:
+    for have in mappings.mapped:
         beside = zip([None, *have], [*have, None])
         found += sum(
             new != (None if old is None else old + 1) and (old, new) != (None, None)
             for old, new in beside
         )
-    return found * len(places.planes)
+    return found * len(mappings.planes)
 
 
 def walk(model: Model, count: int) -> None:
@@ -281,8 +281,8 @@ def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     storage, tables = grown(monkeypatch, pages)
     rows = storage.layers[0].rows
     assert rows.place(step_of(tables)) is not None
-    (addresses,) = set(rows.places.ranges)
-    counts = [(mapped(addresses.address, addresses.size), num_extents(rows.places))]
+    (addresses,) = set(rows.mappings.ranges)
+    counts = [(mapped(addresses.address, addresses.size), num_extents(rows.mappings))]
     assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], (
         "seven runs in each row, and what is behind them"
     )
@@ -299,11 +299,11 @@ def test_idle_rows_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None
     for first in (0, 5, 10, 0, 7):
         assert rows.place(step_of(tables[first : first + 5])) is not None
         assert pages.extents.count <= pages.extents.limit
-    assert rows.place(step_of(tables)) is None and storage.slots._num_full
-    for _ in range(FULL_STEPS):
+    assert rows.place(step_of(tables)) is None and storage.slots._num_gathering_steps
+    for _ in range(BACKOFF_STEPS):
         assert rows.place(step_of(tables[:5])) is None
     placement, *_ = rows.place(step_of(tables[:5]))
-    assert placement is not None and not storage.slots._num_full
+    assert placement is not None and not storage.slots._num_gathering_steps
 
 
 @pytest.mark.parametrize("num_tensors", [1, 2], ids=["side by side", "in two tensors"])
@@ -340,7 +340,7 @@ def test_keys_and_values_of_different_forms(
     for view, numbers in zip(placed[1:], expected):
         assert torch.equal(view[slot, :, : len(columns)], numbers[0])
     lent = [layer.rows.lend(step, is_value) for is_value in (False, True)]
-    layer.rows.settle()
+    layer.rows.preserve_views()
     for blocks in (layer.keys, layer.values):
         blocks[table.block_ids] = 7
     for view, numbers in zip(lent, expected):
@@ -383,10 +383,12 @@ def test_a_new_row_takes_the_slot_with_the_most_blocks_that_it_needs(together: b
         assert place(slots, 10, 11, 30) == held[1], "two of its blocks"
         assert place(slots, 0, 1) == held[0] and place(slots, 20, 21, 22, 40) == held[2]
     assert place(slots, 10, 11, 30, 13) == place(slots, 10, 11), "blocks of the earlier row, too"
-    other = RowSlots(keeps=False)
+    other = RowSlots(keeps_mappings=False)
     first = place(other, 1, 2, 3)
-    began = other.rows[first].began
-    assert place(other, 1, 2, 3, 4) == first and other.rows[first].began == began, "the row goes on"
+    first_version = other.rows[first].first_version
+    assert place(other, 1, 2, 3, 4) == first and other.rows[first].first_version == first_version, (
+        "the row goes on"
+    )
     other._tails.clear()
     if not together:
         assert place(other, 1, 2) != first, "nothing is kept there"

@@ -403,15 +403,16 @@ def test_elsewhere_the_error_says_what_to_change(
     ):
         hf_paged.PagedConfig(storage="virtual", kv_dtype="int8")
     with pytest.raises(
-        ValueError, match=r"`page_bytes` is 2,048, and pages of cpu have 4,096 bytes"
+        ValueError, match=r"`page_bytes` is 2,048, and must be a multiple of the 4,096 bytes"
     ):
         PagedEngine(built["llama"], {"storage": VirtualStorage(page_bytes=2048)})
     with pytest.raises(ValueError, match=r'pip install "hf_paged\[cuda\]"'):
         pages.pages_for(torch.device("cuda"))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(
-        ValueError, match=r"cannot be mapped on cpu under darwin: it needs Linux.*Leave it out"
+        ValueError,
+        match=r"cannot be mapped on cpu under darwin: this needs Linux.*Leave `storage` out",
     ):
         built["llama"].generate(prompts(1, 9), max_new_tokens=2, **virtual_call())
-    with pytest.raises(ValueError, match="Leave it out"):
+    with pytest.raises(ValueError, match="Leave `storage` out"):
         PagedEngine(built["llama"], {"storage": "virtual"})

@@ -63,7 +63,7 @@ def attend(call: AttentionCall) -> Tensor:
 def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with equally many queries."""
     step = call.step
-    if call.fresh is not None and call.is_plain and step.begins:
+    if call.fresh is not None and call.is_plain and step.is_first_prefill:
         return _attend_fresh(call, *call.fresh)
     blocks = call.blocks
     kv_heads = blocks.values.shape[1]

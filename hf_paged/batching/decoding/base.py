@@ -1,4 +1,5 @@
-"""The state of a decoding between two forwards, and the criteria that end its rows."""
+"""The state of a decoding between two forwards, and the criteria that end its rows. It holds tokens
+and criteria, and leaves keys, values and blocks to the loop."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import stopping_criteria as known
+from transformers.generation import stopping_criteria as stock
 
 from ...step import numbers_on
 from .stop_strings import StopStrings
 
-Fetch = Callable[[Tensor], list[int]]  # brings tokens (n,) to the host
+Fetch = Callable[[Tensor], list[int]]  # copies tokens (n,) to the host
 
 
 Alternatives = list[tuple[int, float, float]]
@@ -36,16 +37,16 @@ class LogitRows(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor) -> LogitRows:
-        """All rows."""
+        """Returns all rows of `logits`."""
         return cls(logits, 0, len(logits))
 
     def take(self) -> Tensor:
-        """`(end - start, vocab)`, a view."""
+        """Returns `(end - start, vocab)`, a view."""
         return self.logits[self.start : self.end]
 
 
 def join_rows(parts: Sequence[LogitRows]) -> Tensor:
-    """The rows of all parts, `(n, vocab)`; a view if they are adjacent in one tensor."""
+    """Returns the rows of all parts, `(n, vocab)`; a view if they are adjacent in one tensor."""
     logits, start, end = parts[0]
     for part in parts[1:]:
         if part.logits is not logits or part.start != end:
@@ -87,28 +88,29 @@ class LoopInputs:
 
 
 class StopChecker:
-    """A call's stopping criteria. Evaluates transformers' own criteria on tokens and lengths
+    """A call's stopping criteria. Evaluates transformers' own criteria on token ids and lengths,
     without tensors."""
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.eos_ids: set[int] = set()
         self.max_length: int | None = None  # prompt included
-        # criterion that logs once if a row gets longer than the model's positions
+        # the criterion that warns once if a row gets longer than the model's positions
         self._positions: Any = None
         self._times: list[Any] = []
         self.stop_strings: list[Any] = []
-        self.others: list[Any] = []  # a caller's criteria, which get the ids of the whole batch
-        # up to this length only the token's id can end a row
+        # a caller's criteria, which get the ids of the whole batch
+        self.callers_criteria: list[Any] = []
+        # up to this length only an EOS token can end a row
         self.free_length = sys.maxsize
         listed: Any = criteria
         if type(criteria) is not StoppingCriteriaList:
             listed = [criteria]
         for criterion in listed:
             kind = type(criterion)
-            if kind is known.EosTokenCriteria:
+            if kind is stock.EosTokenCriteria:
                 self.eos_ids.update(criterion.eos_token_id.tolist())
-            elif kind is known.MaxLengthCriteria:
+            elif kind is stock.MaxLengthCriteria:
                 max_length: int = criterion.max_length
                 if self.max_length is not None:
                     max_length = min(max_length, self.max_length)
@@ -118,17 +120,17 @@ class StopChecker:
                     self._positions = criterion
                     most = criterion.max_position_embeddings
                     self.free_length = min(self.free_length, most)
-            elif kind is known.MaxTimeCriteria:
+            elif kind is stock.MaxTimeCriteria:
                 self._times.append(criterion)
                 self.free_length = 0
-            elif kind in (known.StopStringCriteria, StopStrings):
+            elif kind in (stock.StopStringCriteria, StopStrings):
                 self.stop_strings.append(criterion)
             else:
-                self.others.append(criterion)
+                self.callers_criteria.append(criterion)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns why a row of `length` tokens that ends in `token` has ended, without asking
-        `others`; else `None`."""
+        """Returns why a row of `length` tokens ends with `token`, `None` if it does not. The
+        caller evaluates `callers_criteria`."""
         if token in self.eos_ids:
             return "eos"
         for limit in self._times:
@@ -151,23 +153,23 @@ def hits(
     ids: Tensor,
     scores: tuple[Tensor, ...] | None,
 ) -> list[bool]:
-    """Evaluates a criterion for each row; a single bool holds for all rows, as in transformers'
-    list."""
+    """Evaluates a criterion for each row; a single bool stands for all rows, as in transformers'
+    `StoppingCriteriaList`."""
     are_hits = torch.as_tensor(criterion(ids, scores))
     return are_hits.expand(len(ids)).tolist()
 
 
 def stop_string_hits(
-    criterion: known.StopStringCriteria | StopStrings,
+    criterion: stock.StopStringCriteria | StopStrings,
     rows: list[list[int]],
 ) -> list[bool]:
-    """Whether each row has just completed one of the strings. `rows` holds at least the last
-    `maximum_token_len` tokens of each, or all."""
+    """Whether the last token of each row completes one of the strings. `rows` holds at least the
+    last `maximum_token_len` tokens of each, or all."""
     if isinstance(criterion, StopStrings):
         return criterion.hits(rows)
     width = criterion.maximum_token_len
-    nothing = len(criterion.embedding_vec) - 1  # stands for a token that matches nothing
-    padding = [nothing] * width
+    no_match = len(criterion.embedding_vec) - 1  # an id that matches no string
+    padding = [no_match] * width
     padded = [(padding + tokens)[-width:] for tokens in rows]
     # on the CPU, without a device sync
     ids = torch.tensor(padded, device="cpu")
@@ -176,7 +178,7 @@ def stop_string_hits(
 
 class Draft:
     """A row's draft in one step. The forward verifies `tokens`, which the scheduler may shorten:
-    the logits are sampled as usual, position after position, as long as the chosen token is the
+    its logits are sampled as usual, position after position, up to the first token that is not the
     draft's."""
 
     is_drawn = False  # whether a sampled row takes its tokens from `sample`
@@ -199,10 +201,10 @@ class Decoding:
     has_ended_streamer = False
     is_streamed = False
     draft: Draft | None = None  # the draft computed together with the last token of its only row
-    takes_maximum = False  # whether the next token is simply the argmax of the logits
-    takes_runs = False  # whether the tokens of a draft can be chosen and accepted at once
-    # whether its only row needs nobody's look at a new token but `stop_checker`'s at its id and at
-    # the length
+    chooses_argmax = False  # whether the next token is simply the argmax of the logits
+    accepts_runs = False  # whether the tokens of a draft can be chosen and accepted at once
+    # whether it has one row, of which only `stop_checker` reads new tokens: their ids and the
+    # length
     is_simple = False
     # `batch_key`, if that is the same in every step without a draft
     constant_key: Hashable | None = None
@@ -218,10 +220,9 @@ class Decoding:
         self.stopping_criteria = inputs.stopping_criteria
         self.stop_checker = StopChecker(self.stopping_criteria)
         self.num_rows, self.length = inputs.input_ids.shape
-        # rows whose logits the next step takes, in this order; rows that left no longer need K/V
+        # rows whose logits the next step takes, in this order; the others need no K/V any more
         self.open_rows = list(range(self.num_rows))
-        # of each returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it
-        # runs
+        # by returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
         self.finish_reasons: list[str | None] = [None] * num_returned
         # if log-probabilities are recorded, by returned sequence and new token
         self.records: list[list[Record]] = [[] for _ in range(num_returned)]
@@ -235,7 +236,7 @@ class Decoding:
             self.raw_logits = ()
         self._ids = inputs.input_ids
         self._new: list[list[int]] = []  # by step, tokens of every row that are not in `_ids` yet
-        self._runs_known_code = True  # no caller's code sees the batch
+        self._runs_stock_code = True  # no caller's code sees the batch
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
 
@@ -245,8 +246,8 @@ class Decoding:
 
     @property
     def batch_key(self) -> Hashable | None:
-        """Key under which single rows are sampled as one batch in the next step; `None`: not
-        batched with others."""
+        """Single rows of equal keys are sampled as one batch in the next step; `None`: this one is
+        sampled alone."""
         return None
 
     @property
@@ -261,11 +262,11 @@ class Decoding:
         return self._ids
 
     def _of_all_rows(self, values: Tensor) -> Tensor:
-        """Expands values of open rows to `(num_rows, vocab)` float32. Rows that left get ones:
-        finite logits, equal probabilities."""
+        """Expands values of open rows to `(num_rows, vocab)` float32. Rows that ended get ones,
+        which are finite logits and equal probabilities."""
         if len(values) == self.num_rows:
             return values
         vocab = values.shape[-1]
-        every = torch.ones((self.num_rows, vocab), device=values.device)
-        every[numbers_on(values.device, self.open_rows)] = values
-        return every
+        all_values = torch.ones((self.num_rows, vocab), device=values.device)
+        all_values[numbers_on(values.device, self.open_rows)] = values
+        return all_values

@@ -1,4 +1,5 @@
-"""transformers' `_beam_search` (with and without sampling), suspended between two forwards."""
+"""transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
+logits and returns each beam's parent; the ledger moves blocks between the beams."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from ... import compat
 from ...model.structure import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .scores import are_row_wise, best_of, values_at
+from .scores import are_row_wise, top_tokens, values_at
 
 _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
 
 
 class _DrawsFrom(TorchDispatchMode):
-    """Makes operations draw from a generator, which is on their device, where they would draw from
-    the global one."""
+    """Makes operations that would draw from the global generator draw from this one, which is on
+    their device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -35,17 +36,17 @@ class _DrawsFrom(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        given = kwargs or {}
+        arguments = kwargs or {}
         draw = None
-        if given.get("generator") is None:
-            draw = _takes_generator(func)
+        if arguments.get("generator") is None:
+            draw = _seeded_overload(func)
         if draw is None:
-            return func(*args, **given)
-        return draw(*args, **{**given, "generator": self._generator})
+            return func(*args, **arguments)
+        return draw(*args, **{**arguments, "generator": self._generator})
 
 
 @functools.cache
-def _takes_generator(func: Any) -> Any:
+def _seeded_overload(func: Any) -> Any:
     """Returns the overload of a random operation that takes a generator; `None` for other
     operations."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -85,13 +86,13 @@ class BeamDecoding(Decoding):
             num_eos = len(eos)
         self.beams_to_keep = max(2, 1 + num_eos) * beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
-        self._runs_known_code = is_row_wise and not self.stop_checker.others
-        # else prompts may be compared, and any token chosen
+        self._runs_stock_code = is_row_wise and not self.stop_checker.callers_criteria
+        # other search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
-        self.runs_callers_code = not (self._runs_known_code and is_stock_search)
+        self.runs_callers_code = not (self._runs_stock_code and is_stock_search)
         returns_dict = config.return_dict_in_generate
-        self._may_close = is_stock_search and self._runs_known_code and not returns_dict
-        # for each step: the log-probabilities of a token behind a row, and each row's alternatives
+        self._may_close = is_stock_search and self._runs_stock_code and not returns_dict
+        # by step: log-probabilities by row and the token that follows it; each row's alternatives
         self._history: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
@@ -185,8 +186,8 @@ class BeamDecoding(Decoding):
         )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        # whether a running beam may still beat a finished one, by transformers' estimate, [prompts,
-        # 1]
+        # [prompts, 1]: whether a running beam may still beat a finished one, by transformers'
+        # estimate
         self.may_improve = compat.check_early_stop(
             self.model,
             running_beam_scores=self.running_scores,
@@ -198,7 +199,7 @@ class BeamDecoding(Decoding):
         parents = self.running_indices[..., step].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         if goes_on:
-            finished = self._close_settled()
+            finished = self._close_final()
         else:
             finished = self._finish()
         return SampledTokens(tokens, parents, finished, rows)
@@ -210,10 +211,10 @@ class BeamDecoding(Decoding):
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         logits = self._of_all_rows(logits)
         raw = logits.log_softmax(dim=-1)
-        given = raw
-        if self.record_logprobs:
-            given = raw.clone()
-        log_probs = self.logits_processor(self._ids, given)
+        unprocessed = raw
+        if self.record_logprobs:  # processors may write in place
+            unprocessed = raw.clone()
+        log_probs = self.logits_processor(self._ids, unprocessed)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
         if self.scores is not None:
@@ -244,7 +245,7 @@ class BeamDecoding(Decoding):
             after = log_probs[rows, tokens].tolist()
             keys = zip(rows.tolist(), tokens.tolist())
             pairs = dict(zip(keys, zip(before, after)))
-            best = [values.tolist() for values in best_of(raw, log_probs, self.num_top)]
+            best = [values.tolist() for values in top_tokens(raw, log_probs, self.num_top)]
             alternatives = [list(zip(*row)) for row in zip(*best)]
             self._history.append((pairs, alternatives))
         return dict(
@@ -264,25 +265,25 @@ class BeamDecoding(Decoding):
             early_stopping=self.config.early_stopping,
         )
 
-    def _close_settled(self) -> list[int]:
+    def _close_final(self) -> list[int]:
         """Closes prompts whose result is final, and returns their rows: `num_beams` sequences are
         finished and, unless `early_stopping=True`, none can improve. Both conditions persist:
         `_update_finished_beams` adds -1e9 to new candidates, and `_check_early_stop_heuristic`
-        never takes its answer back. Closed prompts do not keep the others running."""
+        never turns true again. Closed prompts do not keep the others running."""
         if not self._may_close:
             return []
         are_finished = self.is_finished.all(dim=1)
         least = self.beam_scores.amin(dim=1)
-        settled = are_finished & (least > _NEVER / 10)
+        are_final = are_finished & (least > _NEVER / 10)
         if self.config.early_stopping is not True:
-            settled &= ~self.may_improve[:, 0]
-        is_settled = settled.tolist()
+            are_final &= ~self.may_improve[:, 0]
+        is_final = are_final.tolist()
         num_beams = self.num_beams
-        closing = [row for row in self.open_rows if is_settled[row // num_beams]]
+        closing = [row for row in self.open_rows if is_final[row // num_beams]]
         if closing:
-            remaining = [row for row in self.open_rows if not is_settled[row // num_beams]]
-            self.may_improve[settled] = False
-            self.running_scores[settled] = 0.0  # keeps them finite in later steps
+            remaining = [row for row in self.open_rows if not is_final[row // num_beams]]
+            self.may_improve[are_final] = False
+            self.running_scores[are_final] = 0.0  # keeps them finite in later steps
             self.open_rows = remaining
         return closing
 

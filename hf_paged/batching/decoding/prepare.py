@@ -1,4 +1,5 @@
-"""Prepares the decoding of one prompt of an engine as `generate` does before its loop."""
+"""Prepares the decoding of one prompt of an engine as `generate` does before its loop. It runs no
+forward of the decoder, and takes no blocks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ _NO_OUTPUTS = (
     "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
 )
 _SHARED = "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
-# options that an engine cannot serve: their harmless values, and why other values are rejected
+# options that an engine does not serve: the values that it accepts, and why it rejects others
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(_REPORTS, ((None, False), "only `generate` has these outputs. Leave it out")),
     **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
@@ -77,21 +78,21 @@ class LoopCall(NamedTuple):
     unexpanded: tuple[Tensor, Keywords] | None
 
     def inputs(self, *recording: Any) -> LoopInputs:
-        """The loop's inputs, with further fields of `LoopInputs`."""
-        given = self.arguments
+        """Returns the loop's inputs; `recording`: the further fields of `LoopInputs`."""
+        arguments = self.arguments
         return LoopInputs(
-            given["input_ids"],
-            given["logits_processor"],
-            given["stopping_criteria"],
-            given["generation_config"],
+            arguments["input_ids"],
+            arguments["logits_processor"],
+            arguments["stopping_criteria"],
+            arguments["generation_config"],
             *recording,
         )
 
 
 @dataclasses.dataclass
 class Capture:
-    """Records calls of a model's decoding loops without running them; each returns the ids plus one
-    end token."""
+    """Records calls of a model's decoding loops without running them; each call returns its ids and
+    an EOS token."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
@@ -109,10 +110,10 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """Returns the loop call that `model.generate(**arguments)` prepares, with encoder outputs, but
+    """Returns the loop call that `model.generate(**arguments)` prepares: with encoder outputs, but
     with raw images, which the first forward encodes. Runs no decoding loop and allocates no paged
-    memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. For
-    use under the model's `step_lock`."""
+    memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. The
+    caller holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
@@ -133,8 +134,8 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
 
 
 def _with_option(keywords: Keywords, name: str, value: Any) -> Keywords:
-    """The keyword arguments of `generate` with one more option, in the config if that is given:
-    transformers then accepts none beside it."""
+    """Returns the keyword arguments of `generate` with one more option: in the generation config if
+    there is one, since transformers accepts no options beside it."""
     config = keywords.get("generation_config")
     if config is None:
         return {**keywords, name: value}
@@ -150,13 +151,13 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
-    """Prepares the decoding of one prompt with the model's own methods; the streamer gets only new
+    """Prepares the decoding of one prompt with the model's own methods; its streamer gets only new
     tokens. For a model with an encoder, or a prompt with inputs beside token ids, also returns the
     captured loop call. Raises `ValueError` for an empty prompt, ids outside the vocabulary, and
-    options that only `generate` serves or that it rejects."""
+    options that only `generate` serves or that `generate` rejects."""
     generator = None
     if options.seed is not None:
-        # as torch does
+        # the range of `torch.manual_seed`
         seed = as_whole(
             "seed",
             options.seed,
@@ -180,7 +181,7 @@ def request_decoding(
             "the prompt is empty: pass at least one token id, the model's BOS token for instance"
         )
     keywords = _keywords(model, generation_config)
-    stop_strings = _given(keywords, "stop_strings")
+    stop_strings = _option(keywords, "stop_strings")
     if stop_strings is not None:
         check_stop_strings(stop_strings)
         if tokenizer is None:
@@ -212,7 +213,7 @@ def _prepared_request(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """The loop call of a prompt of token ids, as `generate` would prepare it."""
+    """Returns the loop call of a prompt of token ids, as `generate` would prepare it."""
     last = num_embeddings(model) - 1
     low = min(input_ids)
     high = max(input_ids)
@@ -222,14 +223,14 @@ def _prepared_request(
             f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding"
         )
     ids = _row(model, input_ids)
-    assisting: Keywords = {}
+    assistant_options: Keywords = {}
     if options.assistant_model is not None:
-        assisting["assistant_model"] = options.assistant_model
+        assistant_options["assistant_model"] = options.assistant_model
     if options.assistant_tokenizer is not None:
-        assisting["assistant_tokenizer"] = options.assistant_tokenizer
+        assistant_options["assistant_tokenizer"] = options.assistant_tokenizer
         if tokenizer is not None:
-            assisting["tokenizer"] = tokenizer
-    config = _prepared_config(model, ids, keywords, assisting)
+            assistant_options["tokenizer"] = tokenizer
+    config = _prepared_config(model, ids, keywords, assistant_options)
     loop = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
     _check_stock(model, (loop, *compat.REPLACED_METHODS[loop]))
     all_processors = compat.get_logits_processor(
@@ -256,7 +257,7 @@ def _prepared_request(
 
 
 def _row(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
-    """Token ids, `(1, length)` int64."""
+    """Returns the token ids as `(1, length)` int64 on the model's device."""
     return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
 
@@ -267,32 +268,31 @@ def _captured_request(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Captures the loop call of a prompt with inputs beside token ids; there may be no token
-    ids."""
+    """Captures the loop call of a prompt with inputs beside token ids, or with inputs alone."""
     device = compute_device(model)
-    given: Keywords = {}
+    arguments: Keywords = {}
     for name, value in (options.inputs or {}).items():
-        given[name] = value.to(device) if isinstance(value, Tensor) else value
+        arguments[name] = value.to(device) if isinstance(value, Tensor) else value
     if len(input_ids):
-        given["input_ids"] = _row(model, input_ids)
-    stop_strings = _given(keywords, "stop_strings")
+        arguments["input_ids"] = _row(model, input_ids)
+    stop_strings = _option(keywords, "stop_strings")
     if stop_strings is not None:
         has_config = keywords["generation_config"] is not None
         if has_config and model.generation_config.stop_strings is not None:
-            given["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
+            arguments["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
         else:
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
             keywords = _with_option(keywords, "stop_strings", None)
     with step_lock(model), use_adapter(model, options.adapter):
         call = captured_call(
             model,
-            **given,
+            **arguments,
             **keywords,
             logits_processor=options.logits_processor,
             stopping_criteria=options.stopping_criteria,
         )
     config = call.arguments["generation_config"]
-    _engine_mode(config)
+    _checked_mode(config)
     if getattr(config, "return_timestamps", False):
         raise ValueError(
             "`return_timestamps` runs several decoding loops, and an engine's request has one:"
@@ -315,25 +315,25 @@ def _keywords(
     host: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
-    """Returns the generation config as keyword arguments of `generate`, where None in a dict
-    differs from a missing option. Raises `ValueError` for options that cannot be served."""
+    """Returns the generation config as keyword arguments of `generate`; in a dict, None differs
+    from a missing option. Raises `ValueError` for options that cannot be served."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
     defaults = host.generation_config
     if isinstance(generation_config, Mapping):
-        given = dict(generation_config)
-        if is_saved(given):
-            options = generation_options()
-            given = {name: given[name] for name in options if given.get(name) is not None}
-        elif given.get("max_length", 0) is None:
-            if given.get("max_new_tokens", defaults.max_new_tokens) is None:
+        options = dict(generation_config)
+        if is_saved(options):
+            names = generation_options()
+            options = {name: options[name] for name in names if options.get(name) is not None}
+        elif options.get("max_length", 0) is None:
+            if options.get("max_new_tokens", defaults.max_new_tokens) is None:
                 raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
-        keywords = {"generation_config": None, **given}
+        keywords = {"generation_config": None, **options}
     if generation_config is not None:
-        for name, (harmless, why) in _REFUSED.items():
-            value = _given(keywords, name)
+        for name, (accepted, why) in _REFUSED.items():
+            value = _option(keywords, name)
             default = getattr(defaults, name, None)
-            if value != default and value not in harmless:
+            if value != default and value not in accepted:
                 raise ValueError(f"`{name}` is {shown(value)}: {why}")
     return {
         name: value for name, value in keywords.items() if value is not None or name not in _REFUSED
@@ -341,17 +341,18 @@ def _keywords(
 
 
 def check_options(model: PreTrainedModel, generation_config: Any) -> None:
-    """Raises `ValueError` for options that, with the model's own, no request can have."""
+    """Raises `ValueError` for options that, together with the model's defaults, no request can
+    have."""
     keywords = _keywords(model, generation_config)
     compat.prepare_generation_config(model, **keywords)
 
 
-def _given(keywords: Keywords, name: str) -> Any:
+def _option(keywords: Keywords, name: str) -> Any:
     in_config = getattr(keywords["generation_config"], name, None)
     return keywords.get(name, in_config)
 
 
-def _engine_mode(config: Any, assistant: Any = None) -> Any:
+def _checked_mode(config: Any, assistant: Any = None) -> Any:
     mode = config.get_generation_mode(assistant)
     if mode.value not in _MODES:
         raise ValueError(
@@ -366,40 +367,40 @@ def _engine_mode(config: Any, assistant: Any = None) -> Any:
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     for name in (*_REPORTS, *_OUTPUTS):
-        # the model's defaults: they concern only the output of `generate`
+        # defaults of the model, which only the output of `generate` has
         setattr(config, name, False)
     return mode
 
 
-# by model, and by the content of its configs and the options: the config, the last used last
+# by model, then by the pickled options and configs of the model: the pickled config, in order of
+# last use
 _prepared: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
 _prepared = weakref.WeakKeyDictionary()
 _MAX_PREPARED = 64
 
 
 def _generation_config(host: Any, keywords: Keywords) -> GenerationConfig:
-    """Returns transformers' config for these options, to be changed at will. It is remembered,
-    since making it copies and checks some seventy attributes twice: a request with the same
-    options, of a model with equal configs, gets a copy. Pickled, configs with equal bytes are
-    equal, down to the types of values: `True == 1 == 1.0`, and transformers' checks ask for
-    types."""
+    """Returns transformers' config for these options, which the caller owns. It is cached, since
+    making it copies and checks some seventy attributes twice: a request with the same options, of a
+    model with equal configs, gets a copy. The key is pickled bytes, which also tell types apart:
+    `True == 1 == 1.0`, and transformers' checks depend on the type."""
     configs = (host.generation_config, keywords["generation_config"])
-    # a subclass may make its options of more than its attributes
-    are_known = all(config is None or type(config) is GenerationConfig for config in configs)
+    # a subclass may derive its options from more than its attributes
+    are_plain = all(config is None or type(config) is GenerationConfig for config in configs)
     key = None
-    if are_known and is_stock(host, compat.PREPARE_CONFIG):
+    if are_plain and is_stock(host, compat.PREPARE_CONFIG):
         key = _pickled((keywords, host.config, host.generation_config))
-    of_model = _prepared.setdefault(host, {})
-    prepared = of_model.pop(key, None)
+    configs_of_model = _prepared.setdefault(host, {})
+    prepared = configs_of_model.pop(key, None)
     config: GenerationConfig
     if prepared is None:
         config, _ = compat.prepare_generation_config(host, **keywords)
         prepared = _pickled(config)
         if key is None or prepared is None:
             return config
-    of_model[key] = prepared
-    while len(of_model) > _MAX_PREPARED:
-        of_model.pop(next(iter(of_model)), None)
+    configs_of_model[key] = prepared
+    while len(configs_of_model) > _MAX_PREPARED:
+        configs_of_model.pop(next(iter(configs_of_model)), None)
     config = pickle.loads(prepared)
     return config
 
@@ -407,7 +408,7 @@ def _generation_config(host: Any, keywords: Keywords) -> GenerationConfig:
 def _pickled(value: Any) -> bytes | None:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it holds what cannot be copied, such as a lock
+    except Exception:  # it holds an object that cannot be pickled, such as a lock
         return None
 
 
@@ -415,16 +416,16 @@ def _prepared_config(
     host: Any,
     ids: Tensor,
     keywords: Keywords,
-    assisting: Keywords,
+    assistant_options: Keywords,
 ) -> Any:
     """Returns the config that transformers' loops would get for `(1, length)` ids. Raises
     `ValueError` for options that cannot be served."""
     defaults = host.generation_config
-    default_max = defaults.max_length is None and _given(keywords, "max_length") is None
-    default_min = defaults.min_length is None and _given(keywords, "min_length") is None
+    default_max = defaults.max_length is None and _option(keywords, "max_length") is None
+    default_min = defaults.min_length is None and _option(keywords, "min_length") is None
     config = _generation_config(host, keywords)
-    mode = _engine_mode(config, assisting.get("assistant_model"))
-    compat.validate_generation_mode(host, mode, config, assisting)
+    mode = _checked_mode(config, assistant_options.get("assistant_model"))
+    compat.validate_generation_mode(host, mode, config, assistant_options)
     compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
     length = ids.shape[1]
     config = compat.prepare_generated_length(

@@ -1,5 +1,5 @@
-"""transformers' `_sample` (greedy search and sampling), suspended between two forwards; streamers
-for single rows."""
+"""transformers' `_sample` (greedy search and sampling), suspended between two forwards, and
+streamers for single rows. It takes logits, and leaves forwards and blocks to the loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
 class RowStreamers(BaseStreamer):
-    """Sends each row that `generate` returns to a separate streamer: the prompt without padding (by
-    the `(prompts, length)` attention mask), the row's tokens until it ends, then `end`."""
+    """Sends each row that `generate` returns to a streamer of its own: the prompt without padding
+    (by the `(prompts, length)` attention mask), the row's tokens until it ends, then `end`."""
 
     def __init__(
         self,
@@ -41,10 +41,11 @@ class RowStreamers(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises
-        `ValueError` unless there is one streamer a row."""
+        `ValueError` unless there is one streamer per row."""
         if len(value) != len(self.streamers):
             raise ValueError(
-                f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one a row"
+                f"{len(self.streamers)} streamers were passed for {len(value)} rows: pass one per"
+                " row"
             )
         for row, streamer in enumerate(self.streamers):
             if row in self._ended:
@@ -69,7 +70,7 @@ class RowStreamers(BaseStreamer):
 
 
 class ObservedCriteria(StoppingCriteriaList):
-    """Stopping criteria that also tell `streamers` which rows they end."""
+    """Stopping criteria that also mark the rows they end in `streamers`."""
 
     def __init__(self, criteria: StoppingCriteriaList, streamers: RowStreamers) -> None:
         super().__init__(criteria)
@@ -106,43 +107,43 @@ class SampleDecoding(Decoding):
             self.max_length = checker.max_length
         pad = compat.special_token(self.config, "pad")
         if pad is None and checker.has_eos:
-            raise ValueError("rows may end at an EOS token: set `pad_token_id` to fill them up")
+            raise ValueError("rows may end at an EOS token: set `pad_token_id` to pad them")
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)
-        self._ends = [0] * self.num_rows  # length at which the row ended; 0: it has not
+        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: it has not
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
-        self._runs_known_code = are_row_wise(processors, self.num_rows)
+        self._runs_stock_code = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
         is_streamed = streamer is not None and package != "transformers"
-        runs_others = bool(checker.others) or is_streamed
-        self.runs_callers_code = not self._runs_known_code or runs_others
-        # the processors then run only on open rows: no caller's code sees the others
-        self._narrows = self._runs_known_code and not self._keeps_scores
-        self._narrowed = (self.open_rows, processors)  # rows, and the processors for them
+        runs_callers = bool(checker.callers_criteria) or is_streamed
+        self.runs_callers_code = not self._runs_stock_code or runs_callers
+        # no caller's code sees the rows that ended, so the processors run on open rows alone
+        self._selects_rows = self._runs_stock_code and not self._keeps_scores
+        self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         reads_scores = self.do_sample or self.record_logprobs or processors
-        self.takes_maximum = self._narrows and not reads_scores
-        has_readers = bool(checker.others or checker.stop_strings)
-        looks = has_readers or streamer is not None
+        self.chooses_argmax = self._selects_rows and not reads_scores
+        has_readers = bool(checker.callers_criteria or checker.stop_strings)
+        is_read = has_readers or streamer is not None
         is_alone = self.num_rows == 1
-        self.is_simple = is_alone and not looks and not self.record_logprobs
-        self.takes_runs = self.takes_maximum and self.is_simple
+        self.is_simple = is_alone and not is_read and not self.record_logprobs
+        self.accepts_runs = self.chooses_argmax and self.is_simple
         self.batchable: BatchableProcessors | None = None
-        if is_alone and not self._keeps_scores and not checker.others:
+        if is_alone and not self._keeps_scores and not checker.callers_criteria:
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # no caller's code sees the batch, and no row depends on when others end; sampled rows share
-        # one stream of random numbers, which they consume in another order once they are split
+        # no caller's code sees the batch, and no row depends on when others end. (Sampled rows
+        # share one stream of random numbers, which they consume in another order once split.)
         streams_rows = streamer is None or isinstance(streamer, RowStreamers)
-        sees_batch = checker.others or not streams_rows
+        sees_batch = checker.callers_criteria or not streams_rows
         ends_alone = checker.has_eos or not checker.stop_strings
-        self.can_split = self._narrows and not sees_batch and ends_alone
+        self.can_split = self._selects_rows and not sees_batch and ends_alone
 
     @property
     def lengths(self) -> list[int]:
         """Length of every row up to its last token, prompt and padding included."""
-        return [end or self.length for end in self._ends]
+        return [end or self.length for end in self._end_lengths]
 
     def result(self, cache: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
@@ -170,20 +171,20 @@ class SampleDecoding(Decoding):
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        if not self._narrows:
+        if not self._selects_rows:
             logits = self._of_all_rows(logits)
         raw = logits
         if self.record_logprobs:
             raw = logits.clone()
         scores = logits
-        if self.logits_processor or not self._runs_known_code:
+        if self.logits_processor or not self._runs_stock_code:
             ids = self.input_ids
-            if self._narrows:
+            if self._selects_rows:
                 ids = pick(ids, rows)
-                if self._narrowed[0] != rows:
+                if self._open_processors[0] != rows:
                     narrowed = for_rows(self.logits_processor, rows, self.num_rows)
-                    self._narrowed = (rows, narrowed)
-            _, processors = self._narrowed
+                    self._open_processors = (rows, narrowed)
+            _, processors = self._open_processors
             scores = processors(ids, logits)
             if scores.dim() != 2 or len(scores) != len(ids):
                 raise RuntimeError(
@@ -197,8 +198,8 @@ class SampleDecoding(Decoding):
         return pick(raw, rows), pick(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Draws a token for each row of `(open rows, vocab)` probabilities, over all rows as
-        transformers does."""
+        """Draws a token for each row of `(open rows, vocab)` probabilities; like transformers,
+        draws for the ended rows as well."""
         if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
@@ -209,6 +210,7 @@ class SampleDecoding(Decoding):
         return pick(drawn, self.open_rows).to(device)
 
     def tail(self, row: int, count: int) -> list[int]:
+        """Returns the last `count` tokens of a row, all if it has fewer."""
         first = max(0, len(self._new) - count)
         new = [tokens[row] for tokens in self._new[first:]]
         missing = count - len(new)
@@ -221,73 +223,76 @@ class SampleDecoding(Decoding):
         """Appends a token to every open row."""
         rows = self.open_rows
         checker = self.stop_checker
-        going = [(at, row) for at, row in enumerate(rows) if not self._ends[row]]
-        stopped = self._at_stop_strings(going, chosen) if checker.stop_strings else ()
+        running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
+        stopped = self._at_stop_strings(running, chosen) if checker.stop_strings else ()
         if records:
-            for at, row in going:
-                self.records[row].append(records[at])
-        given = chosen
-        if checker.has_eos and len(going) < self.num_rows:
-            given = [self._pad_token_id] * self.num_rows
-            for at, row in going:
-                given[row] = chosen[at]
-        self._new.append(given)
+            for index, row in running:
+                self.records[row].append(records[index])
+        tokens_by_row = chosen
+        if checker.has_eos and len(running) < self.num_rows:
+            tokens_by_row = [self._pad_token_id] * self.num_rows
+            for index, row in running:
+                tokens_by_row[row] = chosen[index]
+        self._new.append(tokens_by_row)
         self.length += 1
         if self.batchable is not None:
-            self.batchable.unseen.append(given[0])
-        tokens = given
-        ended: list[list[bool]] = []
-        if checker.others:
-            ended = [hits(criterion, self.input_ids, self.scores) for criterion in checker.others]
+            self.batchable.pending_tokens.append(tokens_by_row[0])
+        tokens = tokens_by_row
+        are_hits: list[list[bool]] = []
+        if checker.callers_criteria:
+            are_hits = [
+                hits(other, self.input_ids, self.scores) for other in checker.callers_criteria
+            ]
             # some criteria force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
-        newly = []
-        for _, row in going:
-            reason = checker.reason(given[row], self.length, row in stopped)
-            if reason in (None, "length") and any(of_rows[row] for of_rows in ended):
+        ended = []
+        for _, row in running:
+            reason = checker.reason(tokens_by_row[row], self.length, row in stopped)
+            if reason in (None, "length") and any(by_row[row] for by_row in are_hits):
                 reason = "criteria"
             if reason is not None:
-                self.finish_reasons[row], self._ends[row] = reason, self.length
-                newly.append(row)
-        finished = self._close_rows(newly)
+                self.finish_reasons[row], self._end_lengths[row] = reason, self.length
+                ended.append(row)
+        finished = self._close_rows(ended)
         if self.streamer is not None:
-            self._stream(given, newly)  # as chosen, before criteria overwrote them
+            self._stream(tokens_by_row, ended)  # as chosen, before criteria overwrote them
         return SampledTokens(tokens, None, finished, rows)
 
-    def _at_stop_strings(self, going: list[tuple[int, int]], chosen: list[int]) -> set[int]:
-        """Returns the rows that complete a stop string with their tokens `chosen[at]`."""
+    def _at_stop_strings(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
+        """Returns the rows whose token completes a stop string. `running`: for each row that runs,
+        the index of its token in `chosen`, and the row."""
         stopped: set[int] = set()
         for criterion in self.stop_checker.stop_strings:
             count = criterion.maximum_token_len - 1
-            tails = [[*self.tail(row, count), chosen[at]] for at, row in going]
+            tails = [[*self.tail(row, count), chosen[index]] for index, row in running]
             are_hits = stop_string_hits(criterion, tails)
-            stopped.update(row for (_, row), is_hit in zip(going, are_hits) if is_hit)
+            stopped.update(row for (_, row), is_hit in zip(running, are_hits) if is_hit)
         return stopped
 
-    def _close_rows(self, newly: list[int]) -> list[int]:
-        """Returns the rows that need no more forwards, now that the rows `newly` have ended."""
+    def _close_rows(self, ended: list[int]) -> list[int]:
+        """Returns the rows that need no more forwards once the rows `ended` have ended."""
         rows = self.open_rows
-        if newly and self.stop_checker.has_eos and not self._keeps_scores:
-            self.open_rows = [row for row in rows if not self._ends[row]]
-            return newly
-        if newly and all(self._ends):
+        if ended and self.stop_checker.has_eos and not self._keeps_scores:
+            self.open_rows = [row for row in rows if not self._end_lengths[row]]
+            return ended
+        if ended and all(self._end_lengths):
             self.open_rows = []
             return rows
         return []
 
-    def _stream(self, tokens: list[int], newly: list[int]) -> None:
+    def _stream(self, tokens: list[int], ended: list[int]) -> None:
         assert self.streamer is not None
         if isinstance(self.streamer, RowStreamers):
-            self.streamer.ending.update(newly)
+            self.streamer.ending.update(ended)
         self.streamer.put(torch.tensor(tokens, device="cpu"))
         if self.is_done:
             self.has_ended_streamer = True  # also if its `end` raises
             self.streamer.end()
 
     @staticmethod
-    def accept_each(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
-        """`accept` of each of these simple decodings, with its token, in one pass. An error becomes
-        the result of its decoding."""
+    def accept_simple(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
+        """Has each of these simple decodings `accept` its token, in one pass. An error becomes the
+        result of its decoding."""
         results: list[Result] = []
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
@@ -300,7 +305,7 @@ class SampleDecoding(Decoding):
                 decoding._new.append([token])
                 decoding.length = length
                 if decoding.batchable is not None and decoding.batchable.reads_tokens:
-                    decoding.batchable.unseen.append(token)
+                    decoding.batchable.pending_tokens.append(token)
                 results.append(token)
             except BaseException as error:
                 results.append(error)
@@ -308,25 +313,25 @@ class SampleDecoding(Decoding):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether a step that an interrupt ended can be repeated: nobody else has seen its token,
-        and no generator has drawn it."""
+        """Whether an interrupted step can be repeated: no other code has seen its token, and no
+        seeded generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:
             return False
-        return self.takes_maximum or self.batchable is not None
+        return self.chooses_argmax or self.batchable is not None
 
-    def take_back(self, num_new: int) -> None:
-        """Forgets all tokens behind the prompt and `num_new` new ones, if it `can_repeat`."""
+    def rewind(self, num_new: int) -> None:
+        """Drops all tokens after the prompt and `num_new` new ones, if it `can_repeat`."""
         self.length = self.inputs.input_ids.shape[1] + num_new
         self._ids, self._new = self.input_ids[:, : self.length].contiguous(), []
-        self.finish_reasons, self._ends = [None], [0]
+        self.finish_reasons, self._end_lengths = [None], [0]
         self.open_rows = [0]
-        if self.batchable is not None:  # its tensor of seen tokens may be half written
+        if self.batchable is not None:  # its tensor of penalized tokens may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
     def accept_run(self, chosen: Sequence[int]) -> SampledTokens:
-        """Accepts tokens chosen at consecutive positions, like `accept`: as long as they equal the
+        """Accepts tokens chosen at consecutive positions, like `accept`: those that equal the
         draft's, and one more, up to the first that ends the only row (`is_simple`)."""
         checker = self.stop_checker
         drafted = [] if self.draft is None else self.draft.tokens
@@ -340,17 +345,18 @@ class SampleDecoding(Decoding):
         self._new += [[token] for token in tokens]
         self.length += len(tokens)
         if self.batchable is not None:
-            self.batchable.unseen += tokens
+            self.batchable.pending_tokens += tokens
         finished = []
         if reason is not None:
             self.finish_reasons = [reason]
-            self._ends = [self.length]
+            self._end_lengths = [self.length]
             self.open_rows = []
             finished = [0]
         return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
-        """Returns one decoding per row that continues from here; each keeps its padding."""
+        """Returns one decoding per row, which continues the row from here; each keeps its
+        padding."""
         if not self.can_split:
             raise ValueError(
                 "these rows depend on one another: only `can_split` decodings can be split"
@@ -368,7 +374,7 @@ class SampleDecoding(Decoding):
                 streamer = RowStreamers([self.streamer.streamers[row]])
             part = SampleDecoding(inputs, streamer)
             part.finish_reasons = [self.finish_reasons[row]]
-            part._ends = [self._ends[row]]
+            part._end_lengths = [self._end_lengths[row]]
             part.open_rows = [0] if row in self.open_rows else []
             part.records = [self.records[row]]  # the same list
             parts.append(part)
@@ -381,6 +387,6 @@ class SampleDecoding(Decoding):
         self._ids = pad(rows, batch_first=True, padding_value=self._pad_token_id)
         self._new, self.length = [], self._ids.shape[1]
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
-        self._ends = [part._ends[0] for part in parts]
+        self._end_lengths = [part._end_lengths[0] for part in parts]
         self.open_rows = [row for row, part in enumerate(parts) if part.open_rows]
         return self

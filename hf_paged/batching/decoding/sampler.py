@@ -1,5 +1,5 @@
-"""One step of many decodings: tokens are chosen from logits on the device, and accepted on the
-host."""
+"""One step of many decodings: chooses their tokens from logits on the device, has each accept its
+own on the host. Leaves the rows' block tables and sequences to the ledger."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from .base import (
 )
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .scores import alternatives, argmax, invert, logprobs_of, pick, together
+from .scores import alternatives, argmax, draw_by_inversion, logprobs_of, pick, process_together
 
-Fetched = tuple["Choice", list[int], list[list[Any]]]
-"""A choice, its tokens and its log-probabilities on the host."""
+Fetched = tuple["SampledBatch", list[int], list[list[Any]]]
+"""A batch, with its tokens and its log-probabilities on the host."""
 
 _NO_TOKEN = -1  # for a row whose scores allow no token
-_TAKES_MAXIMUM = operator.attrgetter("takes_maximum")
+_CHOOSES_ARGMAX = operator.attrgetter("chooses_argmax")
 _IS_SIMPLE = operator.attrgetter("is_simple")
 
 
 @dataclass
-class Choice:
-    """The next tokens of a batch of decodings, on their device."""
+class SampledBatch:
+    """The next tokens of decodings that were sampled together, on their device."""
 
-    places: list[int]  # positions of the decodings in the step
-    batch: list[SampleDecoding]
+    indices: list[int]  # positions of the decodings in the step
+    decodings: list[SampleDecoding]
     tokens: Tensor  # (open rows,) int64, may contain `_NO_TOKEN`
     # if any row is recorded: (recorded rows,) log-probabilities before and after processors; if any
     # has alternatives: their (recorded rows, k) ids and both log-probabilities
     logprobs: list[Tensor]
 
     def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:
-        """Lets each decoding accept the tokens of its open rows; `columns` are `logprobs` on the
+        """Has each decoding accept the tokens of its open rows; `columns` are `logprobs` on the
         host. Returns the results."""
-        if all(map(_IS_SIMPLE, self.batch)) and _NO_TOKEN not in tokens:
-            return SampleDecoding.accept_each(self.batch, tokens)
+        if all(map(_IS_SIMPLE, self.decodings)) and _NO_TOKEN not in tokens:
+            return SampleDecoding.accept_simple(self.decodings, tokens)
         of_rows = iter(tokens)
         recorded = zip(*columns)
         results: list[Result] = []
-        for decoding in self.batch:
+        for decoding in self.decodings:
             num_rows = len(decoding.open_rows)
             chosen = list(itertools.islice(of_rows, num_rows))
             records: list[Record] = []
@@ -84,7 +84,7 @@ def sample_step(
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [index for index in drafted if ready[index][0].takes_runs]
+    greedy = [index for index in drafted if ready[index][0].accepts_runs]
     if greedy:
         logits = join_rows([ready[index][1] for index in greedy])
         tokens = iter(argmax(logits).tolist())  # with one argmax for all
@@ -94,13 +94,13 @@ def sample_step(
             num_tokens = rows.end - rows.start
             results[index] = decoding.accept_run(list(itertools.islice(tokens, num_tokens)))
     indices = range(len(ready))
-    rest = [index for index in indices if index not in results]
-    while rest:
-        members = [ready[index] for index in rest]
-        parts = [(decoding, _at(rows, decoding)) for decoding, rows in members]
-        for index, result in zip(rest, sample_position(parts)):
+    pending = [index for index in indices if index not in results]
+    while pending:
+        members = [ready[index] for index in pending]
+        parts = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
+        for index, result in zip(pending, sample_position(parts)):
             results[index] = _with_earlier(results.get(index), result)
-        rest = [index for index in rest if _goes_on(ready[index][0], results[index])]
+        pending = [index for index in pending if _is_draft_token(ready[index][0], results[index])]
     return [results[index] for index in indices]
 
 
@@ -129,9 +129,9 @@ def _with_earlier(before: Result | None, result: Result) -> Result:
     return result
 
 
-def _goes_on(decoding: Decoding, result: Result) -> bool:
-    """Whether the token just chosen is the draft's, so that the logits behind it are valid;
-    advances `draft.position` then."""
+def _is_draft_token(decoding: Decoding, result: Result) -> bool:
+    """Whether the token just chosen is the draft's, so that the logits after it are valid; if so,
+    advances `draft.position`."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
@@ -141,7 +141,7 @@ def _goes_on(decoding: Decoding, result: Result) -> bool:
     return True
 
 
-def _at(rows: LogitRows, decoding: Decoding) -> LogitRows:
+def _next_logits(rows: LogitRows, decoding: Decoding) -> LogitRows:
     """Returns the logits for the decoding's next token."""
     if decoding.draft is None:
         return rows
@@ -155,26 +155,26 @@ def sample_position(
 ) -> list[Result]:
     """Takes one step of each decoding with its logits, one row for each of its open rows. One-row
     decodings with equal `batch_key` are sampled as one batch; those without a seeded generator draw
-    by `invert`. An error or an interrupt in a caller's code becomes the result of its decoding
-    only. `fetch` brings the tokens of all open rows to the host, in the order of the decodings; it
-    is called at most once, and only if all have tokens."""
+    by `draw_by_inversion`. An error or an interrupt in a caller's code becomes the result of its
+    decoding only. `fetch` copies the tokens of all open rows to the host, in the order of the
+    decodings; it is called at most once, and only if all have tokens."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    choices: list[Choice] = []
+    batches: list[SampledBatch] = []
     for indices in _groups(ready):
-        _choose_or_fail(ready, indices, choices, results)
+        _choose_or_fail(ready, indices, batches, results)
     if results or fetch is None:
         fetch = Tensor.tolist
-    fetched = _fetch_or_fail(choices, fetch, results)
-    for choice, tokens, columns in fetched:
-        results.update(zip(choice.places, choice.accept(tokens, columns)))
+    fetched = _fetch_or_fail(batches, fetch, results)
+    for batch, tokens, columns in fetched:
+        results.update(zip(batch.indices, batch.accept(tokens, columns)))
     return [results[index] for index in range(len(ready))]
 
 
 def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
-    """Returns the indices of decodings that are sampled as one batch."""
+    """Returns the indices of the decodings of each batch."""
     constants = [None if row.draft is not None else row.constant_key for row, _ in ready]
     if None not in constants and len(set(constants)) == 1:
         return [range(len(ready))]
@@ -188,18 +188,18 @@ def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[in
 def _choose_or_fail(
     ready: Sequence[tuple[Any, LogitRows]],
     indices: Sequence[int],
-    choices: list[Choice],
+    batches: list[SampledBatch],
     results: dict[int, Result],
 ) -> None:
-    """Adds a choice for the decodings at these indices, which share a batch; if the batch fails,
-    chooses for each one separately, and stores the errors of those that fail."""
+    """Samples the decodings at these indices as one batch and adds it to `batches`. If that fails,
+    samples each decoding separately, and stores the errors of those that fail."""
     decoding, rows = ready[indices[0]]
     try:
         if isinstance(decoding, BeamDecoding):
             results[indices[0]] = decoding.step(rows.take())
         else:
-            batch, parts = zip(*[ready[index] for index in indices])
-            choices.append(_choose(list(indices), list(batch), join_rows(parts)))
+            decodings, parts = zip(*[ready[index] for index in indices])
+            batches.append(_choose(list(indices), list(decodings), join_rows(parts)))
     except BaseException as error:
         if len(indices) == 1:
             results[indices[0]] = error
@@ -207,28 +207,28 @@ def _choose_or_fail(
         if is_interrupt(error):
             raise
         for index in indices:
-            _choose_or_fail(ready, [index], choices, results)
+            _choose_or_fail(ready, [index], batches, results)
 
 
 def _choose(
-    places: list[int],
-    batch: list[SampleDecoding],
+    indices: list[int],
+    decodings: list[SampleDecoding],
     logits: Tensor,
-) -> Choice:
-    """Chooses tokens from the `(n, vocab)` logits of all open rows of the batch."""
-    if all(map(_TAKES_MAXIMUM, batch)):
-        return Choice(places, batch, argmax(logits), [])
-    if len(batch) == 1:
-        raw, scores = batch[0].process(logits)
+) -> SampledBatch:
+    """Chooses tokens from the `(n, vocab)` logits of all open rows of these decodings."""
+    if all(map(_CHOOSES_ARGMAX, decodings)):
+        return SampledBatch(indices, decodings, argmax(logits), [])
+    if len(decodings) == 1:
+        raw, scores = decodings[0].process(logits)
     else:
         raw = logits.to(torch.float32)
-        batchable = [row.batchable for row in batch if row.batchable is not None]
-        scores = together(raw, batchable)
-    if batch[0].do_sample:
-        tokens = _draw(batch, scores)
+        batchable = [row.batchable for row in decodings if row.batchable is not None]
+        scores = process_together(raw, batchable)
+    if decodings[0].do_sample:
+        tokens = _draw(decodings, scores)
     else:
         tokens = argmax(scores)
-    records = (decoding.record_logprobs for decoding in batch for _ in decoding.open_rows)
+    records = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
     recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
     logprobs: list[Tensor] = []
     if recorded:
@@ -238,81 +238,82 @@ def _choose(
         before = logprobs_of(kept_raw, chosen)
         after = logprobs_of(kept_scores, chosen)
         logprobs = [before, after]
-        num_top = max(decoding.num_top for decoding in batch)
+        num_top = max(decoding.num_top for decoding in decodings)
         if num_top:
             logprobs += alternatives(kept_raw, kept_scores, num_top)
-    return Choice(places, batch, tokens, logprobs)
+    return SampledBatch(indices, decodings, tokens, logprobs)
 
 
-def _draw(batch: list[SampleDecoding], scores: Tensor) -> Tensor:
+def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
     """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow none.
     For a single decoding on the CPU, raises torch's error instead."""
     probs = scores.softmax(dim=-1)
-    if len(batch) == 1 and probs.is_cpu:
-        return batch[0].draw(probs)
+    if len(decodings) == 1 and probs.is_cpu:
+        return decodings[0].draw(probs)
     is_drawn = probs.sum(dim=-1) > 0
     if not probs.is_cpu or not is_drawn.all():
-        # keeps the draws of the other rows as they are
+        # uniform where nothing can be drawn: all rows draw, so that the others' draws stay the same
         probs = torch.where(is_drawn[:, None], probs, 1.0)
-    return torch.where(is_drawn, _draw_rows(batch, probs), _NO_TOKEN)
+    return torch.where(is_drawn, _draw_rows(decodings, probs), _NO_TOKEN)
 
 
-def _draw_rows(batch: list[SampleDecoding], probs: Tensor) -> Tensor:
-    if len(batch) == 1:
-        return batch[0].draw(probs)
-    unseeded = [row for row, decoding in enumerate(batch) if decoding.generator is None]
-    if len(unseeded) == len(batch):
-        return invert(probs)
+def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
+    if len(decodings) == 1:
+        return decodings[0].draw(probs)
+    unseeded = [row for row, decoding in enumerate(decodings) if decoding.generator is None]
+    if len(unseeded) == len(decodings):
+        return draw_by_inversion(probs)
     inverted: Iterator[Tensor] = iter(())
     if unseeded:
-        inverted = iter(invert(pick(probs, unseeded)).split(1))
+        inverted = iter(draw_by_inversion(pick(probs, unseeded)).split(1))
     drawn = []
-    for decoding, row_probs in zip(batch, probs.split(1)):
+    for decoding, row_probs in zip(decodings, probs.split(1)):
         is_seeded = decoding.generator is not None
         drawn.append(decoding.draw(row_probs) if is_seeded else next(inverted))
     return torch.cat(drawn)
 
 
 def _fetch_or_fail(
-    choices: list[Choice],
+    batches: list[SampledBatch],
     fetch: Fetch,
     results: dict[int, Result],
 ) -> list[Fetched]:
-    """Returns each choice with its tokens and log-probabilities on the host. If fetching fails,
-    fetches each choice separately, and stores the errors of those that fail."""
+    """Returns each batch with its tokens and log-probabilities on the host. If fetching fails,
+    fetches each batch separately, and stores the errors of those that fail."""
     fetched: list[Fetched] = []
     try:
-        tokens_of_choices = _fetch(choices, fetch)
-        for choice, tokens in zip(choices, tokens_of_choices):
-            columns = list(map(Tensor.tolist, choice.logprobs))
-            fetched.append((choice, tokens, columns))
+        tokens_of_batches = _fetch(batches, fetch)
+        for batch, tokens in zip(batches, tokens_of_batches):
+            columns = list(map(Tensor.tolist, batch.logprobs))
+            fetched.append((batch, tokens, columns))
         return fetched
     except Exception as error:
-        if len(choices) == 1 or is_interrupt(error):
-            for choice in choices:
-                results.update(dict.fromkeys(choice.places, error))
+        if len(batches) == 1 or is_interrupt(error):
+            for batch in batches:
+                results.update(dict.fromkeys(batch.indices, error))
             return []
     fetched = []
-    for choice in choices:
-        fetched += _fetch_or_fail([choice], Tensor.tolist, results)
+    for batch in batches:
+        fetched += _fetch_or_fail([batch], Tensor.tolist, results)
     return fetched
 
 
-def _fetch(choices: list[Choice], fetch: Fetch) -> list[list[int]]:
-    """Returns the tokens of each choice, brought to the host by one call of `fetch`."""
-    if len(choices) < 2:
-        return [fetch(choice.tokens) for choice in choices]
-    device = choices[0].tokens.device
-    parts: dict[int, tuple[list[int], Tensor]] = {}  # by decoding, to which tokens its own go
-    tokens_of_choices: list[list[int]] = []
-    for choice in choices:
+def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
+    """Returns the tokens of each batch, copied to the host by one call of `fetch`."""
+    if len(batches) < 2:
+        return [fetch(batch.tokens) for batch in batches]
+    device = batches[0].tokens.device
+    # by decoding: the list that its tokens go to, and its tokens
+    parts: dict[int, tuple[list[int], Tensor]] = {}
+    tokens_of_batches: list[list[int]] = []
+    for batch in batches:
         on_host: list[int] = []
-        tokens_of_choices.append(on_host)
-        sizes = [len(decoding.open_rows) for decoding in choice.batch]
-        for place, tokens in zip(choice.places, choice.tokens.to(device).split(sizes)):
-            parts[place] = (on_host, tokens)
-    in_order = [parts[place] for place in sorted(parts)]
+        tokens_of_batches.append(on_host)
+        sizes = [len(decoding.open_rows) for decoding in batch.decodings]
+        for index, tokens in zip(batch.indices, batch.tokens.to(device).split(sizes)):
+            parts[index] = (on_host, tokens)
+    in_order = [parts[index] for index in sorted(parts)]
     fetched = iter(fetch(torch.cat([tokens for _, tokens in in_order])))
     for on_host, tokens in in_order:
         on_host += itertools.islice(fetched, len(tokens))
-    return tokens_of_choices
+    return tokens_of_batches

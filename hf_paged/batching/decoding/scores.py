@@ -1,5 +1,5 @@
 """Operations on `(rows, vocab)` scores: batched calls of transformers' logits processors, argmax,
-draws, logprobs."""
+draws, log-probabilities. They know scores and token ids, not requests."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as known
+from transformers.generation import logits_process as stock
 
 from ...kernels import cpp
 from ...step import numbers_on
 
-_PENALTY = known.RepetitionPenaltyLogitsProcessor
+_PENALTY = stock.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # tokens of the vocabulary per partial maximum or sum
 
-# Processors that read only the scores, with the name of the number that may differ between rows of
-# one call.
+# Processors that read only the scores, each with the attribute (a number) that may differ between
+# the rows of one call.
 _SEQUENCE_FREE: dict[type, str | None] = {
-    known.TemperatureLogitsWarper: "temperature",
-    known.TopKLogitsWarper: "top_k",
-    known.TopPLogitsWarper: "top_p",
-    known.MinPLogitsWarper: "min_p",
-    known.TopHLogitsWarper: None,
-    known.TypicalLogitsWarper: None,
-    known.EpsilonLogitsWarper: None,
-    known.EtaLogitsWarper: None,
-    known.SuppressTokensLogitsProcessor: None,
-    known.InfNanRemoveLogitsProcessor: None,
-    known.LogitNormalization: None,
+    stock.TemperatureLogitsWarper: "temperature",
+    stock.TopKLogitsWarper: "top_k",
+    stock.TopPLogitsWarper: "top_p",
+    stock.MinPLogitsWarper: "min_p",
+    stock.TopHLogitsWarper: None,
+    stock.TypicalLogitsWarper: None,
+    stock.EpsilonLogitsWarper: None,
+    stock.EtaLogitsWarper: None,
+    stock.SuppressTokensLogitsProcessor: None,
+    stock.InfNanRemoveLogitsProcessor: None,
+    stock.LogitNormalization: None,
 }
 
-# Processors that read only the scores and the length, and change nothing unless the predicate of
-# (self, length) holds.
+# Processors that read only the scores and the length, each with the predicate of (processor,
+# length) under which it changes scores.
 _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
-    known.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
-    known.MinNewTokensLengthLogitsProcessor: lambda p, length: (
+    stock.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
+    stock.MinNewTokensLengthLogitsProcessor: lambda p, length: (
         length < p.prompt_length_to_skip + p.min_new_tokens
     ),
-    known.ForcedBOSTokenLogitsProcessor: lambda p, length: length == 1,
-    known.ForcedEOSTokenLogitsProcessor: lambda p, length: length == p.max_length - 1,
-    known.ExponentialDecayLengthPenalty: lambda p, length: length > p.regulation_start,
-    known.SuppressTokensAtBeginLogitsProcessor: lambda p, length: length == p.begin_index,
+    stock.ForcedBOSTokenLogitsProcessor: lambda p, length: length == 1,
+    stock.ForcedEOSTokenLogitsProcessor: lambda p, length: length == p.max_length - 1,
+    stock.ExponentialDecayLengthPenalty: lambda p, length: length > p.regulation_start,
+    stock.SuppressTokensAtBeginLogitsProcessor: lambda p, length: length == p.begin_index,
 }
 
-_LEAST_LENGTHS = (known.MinLengthLogitsProcessor, known.MinNewTokensLengthLogitsProcessor)
+_LEAST_LENGTHS = (stock.MinLengthLogitsProcessor, stock.MinNewTokensLengthLogitsProcessor)
 
-# Processors that share calls (`BatchableProcessors`), and those that compute each row from that row
-# alone; some hold a value for each row of the call (`for_rows`).
+# Processors that share calls (`BatchableProcessors`), and processors that compute each row from
+# that row alone, some of which hold a value for each row of the call (`for_rows`).
 _BATCHABLE = {*_SEQUENCE_FREE, *_LENGTH_BOUND, _PENALTY}
 _ROW_WISE = {
     *_BATCHABLE,
-    known.NoRepeatNGramLogitsProcessor,
-    known.SequenceBiasLogitsProcessor,
-    known.NoBadWordsLogitsProcessor,
-    known.EncoderRepetitionPenaltyLogitsProcessor,
-    known.EncoderNoRepeatNGramLogitsProcessor,
-    known.WatermarkLogitsProcessor,
+    stock.NoRepeatNGramLogitsProcessor,
+    stock.SequenceBiasLogitsProcessor,
+    stock.NoBadWordsLogitsProcessor,
+    stock.EncoderRepetitionPenaltyLogitsProcessor,
+    stock.EncoderNoRepeatNGramLogitsProcessor,
+    stock.WatermarkLogitsProcessor,
 }
 
 
 def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether each row's scores depend on that row alone, and no caller's code sees the `num_rows`
     rows."""
-    kind = known.EncoderRepetitionPenaltyLogitsProcessor
+    kind = stock.EncoderRepetitionPenaltyLogitsProcessor
     # with fewer prompts than rows, transformers' versions differ in which rows of a prompt it
     # affects
     for processor in processors:
@@ -79,8 +79,7 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 
 def leaves_rows_alone(processor: Any) -> bool:
-    """Whether the processor may run on tokens that are only drafted: it holds no state, and forces
-    no token."""
+    """Whether the processor may run on draft tokens: it holds no state, and forces no token."""
     kind = type(processor)
     if kind not in _ROW_WISE:
         return False
@@ -100,7 +99,7 @@ def for_rows(
             of_rows = getattr(processor, name, None)
             if isinstance(of_rows, Tensor):
                 changed[name] = of_rows[list(rows)]
-        if type(processor) is known.EncoderNoRepeatNGramLogitsProcessor:
+        if type(processor) is stock.EncoderNoRepeatNGramLogitsProcessor:
             ngrams = processor.generated_ngrams
             num_prompts = processor.batch_size
             prompts = [row * num_prompts // num_rows for row in rows]
@@ -129,17 +128,17 @@ def _constants(processor: Any) -> tuple[Any, ...]:
 
 
 class BatchableProcessors:
-    """Processors of a one-row decoding that share calls with those of decodings of equal `key`.
-    These differ at most in their `seen` tokens and in the numbers that `together` takes per row.
-    `bound`: processors in `_LENGTH_BOUND`."""
+    """Processors of a one-row decoding, which share calls with those of decodings of equal `key`:
+    these differ at most in their `penalized` tokens and in the numbers that `process_together`
+    takes per row. `bound`: the processors in `_LENGTH_BOUND`."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors: list[Any] = []
         self.bound: list[tuple[Callable[[Any, int], bool], Any]] = []
-        # whether a processor reads the tokens, so that new ones are noted in `unseen`
+        # whether a processor reads the tokens, so that new ones must go to `pending_tokens`
         self.reads_tokens = False
-        # to be added to `seen`
-        self.unseen: list[int] = []
+        # new tokens that `penalized` does not hold yet
+        self.pending_tokens: list[int] = []
         processor: Any
         for processor in processors:
             acts = _LENGTH_BOUND.get(type(processor))
@@ -150,16 +149,16 @@ class BatchableProcessors:
             if type(processor) is _PENALTY:
                 self.reads_tokens = True
                 ignored = int(processor.prompt_ignore_length or 0)
-                self.unseen = input_ids[0, ignored:].tolist()
+                self.pending_tokens = input_ids[0, ignored:].tolist()
         self.key = tuple((type(processor), _constants(processor)) for processor in self.processors)
         # row `row` of `(rows, vocab)` bool: tokens to which the repetition penalty applies
-        self.seen: Tensor | None = None
+        self.penalized: Tensor | None = None
         self.row = 0
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
-        """Makes them for a row of `(1, length)` ids. `None` if a processor depends on the order of
-        tokens or is a caller's."""
+        """Returns the batchable processors of a row of `(1, length)` ids; `None` if a processor
+        depends on the order of tokens or is a caller's."""
         kinds = [type(processor) for processor in processors]
         is_plain = type(processors) is LogitsProcessorList
         if not is_plain or kinds.count(_PENALTY) > 1 or not _BATCHABLE.issuperset(kinds):
@@ -167,30 +166,37 @@ class BatchableProcessors:
         return cls(processors, input_ids)
 
 
-def _seen_by(members: Sequence[BatchableProcessors], vocab: int, device: torch.device) -> Tensor:
-    """Returns the members' `seen`, updated, as `(members, vocab)` bool. Afterwards these are the
-    rows of one tensor, so that the next step with the same members copies none and writes all new
+def _penalized_by(
+    members: Sequence[BatchableProcessors], vocab: int, device: torch.device
+) -> Tensor:
+    """Returns the members' updated `penalized` tokens as `(members, vocab)` bool. They are rows of
+    one tensor from then on: the next step with the same members copies none, and writes all new
     tokens at once."""
     numbers = range(len(members))
-    seen = members[0].seen
-    rows = [member.row for member in members if member.seen is seen]
-    if seen is None or rows != list(numbers):
-        nothing = torch.zeros(vocab, dtype=torch.bool, device=device)
-        parts = [nothing if member.seen is None else member.seen[member.row] for member in members]
-        seen = torch.stack(parts)
+    penalized = members[0].penalized
+    rows = [member.row for member in members if member.penalized is penalized]
+    if penalized is None or rows != list(numbers):
+        no_tokens = torch.zeros(vocab, dtype=torch.bool, device=device)
+        parts = [
+            no_tokens if member.penalized is None else member.penalized[member.row]
+            for member in members
+        ]
+        penalized = torch.stack(parts)
         for row, member in enumerate(members):
-            member.seen = seen
+            member.penalized = penalized
             member.row = row
-    new = [(row, token) for row in numbers for token in members[row].unseen if token < vocab]
+    new = [
+        (row, token) for row in numbers for token in members[row].pending_tokens if token < vocab
+    ]
     if new:
         rows_of_tokens, tokens = numbers_on(device, list(zip(*new)))
-        seen[rows_of_tokens, tokens] = True
+        penalized[rows_of_tokens, tokens] = True
     for member in members:
-        member.unseen = []
-    return seen[: len(members)]
+        member.pending_tokens = []
+    return penalized[: len(members)]
 
 
-def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
+def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
     """Applies each row's processors to `(rows, vocab)` float32 scores. All members have the same
     key."""
     for stage in zip(*(member.processors for member in members)):
@@ -202,11 +208,11 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
             values = [getattr(processor, name) for processor in stage]
         if kind is _PENALTY:
             vocab = scores.shape[1]
-            seen = _seen_by(members, vocab, scores.device)
+            penalized = _penalized_by(members, vocab, scores.device)
             penalties = [processor.penalty for processor in stage]
             penalty = numbers_on(scores.device, penalties, None)[:, None]
             lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
-            scores = torch.where(seen, lowered, scores)
+            scores = torch.where(penalized, lowered, scores)
         elif name is None or values.count(values[0]) == len(values):
             scores = first(None, scores)
         elif name == "top_k":
@@ -231,8 +237,8 @@ def together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """`argmax(dim=-1)`, first of equals. On the CPU torch finds a maximum ten times faster than its
-    index, and in half precision `max` finds that twice as fast as `argmax`."""
+    """Returns `argmax(dim=-1)`, the first of equals. On the CPU torch finds a maximum ten times
+    faster than its index, and in half precision `max` finds the index twice as fast as `argmax`."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -255,17 +261,17 @@ def _in_chunks(scores: Tensor, fill: float) -> Tensor:
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` for `(rows, vocab)`
-    probabilities: same tokens, same generator state afterwards. On a device without a sync, and
-    with arbitrary tokens for rows that torch rejects."""
+    """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` from `(rows, vocab)`
+    probabilities: the same tokens, the same generator state afterwards. On a device it does not
+    synchronize, and rows that torch would reject get arbitrary tokens."""
     if probs.is_cpu or not _races(probs.device):
         return cpp.multinomial(probs, generator)
     return race(probs, generator)
 
 
 def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws a token for each row: the smallest of independent exponential variables with these
-    rates, as `multinomial`."""
+    """Draws a token for each row as `multinomial` does: the smallest of independent exponential
+    variables with these rates."""
     times = torch.empty_like(probs).exponential_(1, generator=generator)
     return probs.div(times).argmax(dim=-1)
 
@@ -287,20 +293,20 @@ def _races(device: torch.device) -> bool:
     return True
 
 
-def invert(probs: Tensor) -> Tensor:
-    """Draws an index for each row of `(rows, vocab)` probabilities: first a chunk of the
-    vocabulary, then an index in it."""
+def draw_by_inversion(probs: Tensor) -> Tensor:
+    """Draws an index for each row of `(rows, vocab)` probabilities by inverting the cumulated ones:
+    first a chunk of the vocabulary, then an index in it."""
     chunks = _in_chunks(probs, 0.0)
     sums = chunks.sum(dim=-1).double()
     chunk_mass = sums.cumsum(dim=-1)
-    first = _invert_cumulated(chunk_mass)  # [rows]
+    first = _invert_cdf(chunk_mass)  # [rows]
     rows = torch.arange(len(first), device=first.device)
     inner = chunks[rows, first]  # [rows, CHUNK]
     mass = inner.double().cumsum(dim=-1)
-    return first * CHUNK + _invert_cumulated(mass)
+    return first * CHUNK + _invert_cdf(mass)
 
 
-def _invert_cumulated(mass: Tensor) -> Tensor:
+def _invert_cdf(mass: Tensor) -> Tensor:
     rows, width = mass.shape
     share = torch.rand((rows, 1), dtype=torch.double, device=mass.device)
     level = share * mass[:, -1:]
@@ -310,8 +316,8 @@ def _invert_cumulated(mass: Tensor) -> Tensor:
 
 
 def values_at(scores: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """`scores[rows, tokens]`; minus infinity for tokens past the last column, which a processor may
-    have added."""
+    """Returns `scores[rows, tokens]`; minus infinity for tokens past the last column: a processor
+    may have widened the scores."""
     last = scores.shape[1] - 1
     values = scores[rows, tokens.clamp(max=last)]
     return values.masked_fill(tokens > last, float("-inf"))
@@ -325,13 +331,13 @@ def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def pick(values: Tensor, rows: list[int]) -> Tensor:
-    """`values[rows]` for rising `rows`; the tensor itself if these are all rows."""
+    """Returns `values[rows]` for rising `rows`; the tensor itself if these are all rows."""
     if len(rows) == len(values):
         return values
     return values[numbers_on(values.device, rows)]
 
 
-def best_of(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
+def top_tokens(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
     """Returns the `count` best tokens of each row of `(rows, vocab)` logits: `(rows, count)` ids,
     and their values in the logits and in the processed scores."""
     most = min(count, raw.shape[1])
@@ -341,8 +347,8 @@ def best_of(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
-    """As `best_of`, with log-probabilities as the values."""
-    ids, best, processed = best_of(raw, scores, count)
+    """As `top_tokens`, with log-probabilities in place of logits and scores."""
+    ids, best, processed = top_tokens(raw, scores, count)
     unprocessed = best - raw.logsumexp(dim=-1, keepdim=True)
     return [ids, unprocessed, processed - scores.logsumexp(dim=-1, keepdim=True)]
 
@@ -359,24 +365,24 @@ class PromptLogprobs:
         self.values: list[float | None] = [None] * len(token_ids)
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
-    def num_wanted(self, start: int, end: int) -> int:
-        """Returns how many of the computed tokens `start` to `end` are followed by another prompt
-        token."""
+    def num_recorded(self, start: int, end: int) -> int:
+        """Returns for how many of the computed tokens `[start, end)` the next token is one of the
+        prompt, whose log-probability their logits give."""
         last = min(end, len(self.token_ids) - 1)
         return max(0, last - start)
 
     def record(self, start: int, logits: Tensor) -> None:
-        """Records from the `(n, vocab)` logits, in the model's dtype, of the tokens from `start`
-        on."""
+        """Records log-probabilities from the `(n, vocab)` logits, in the model's dtype, of the
+        tokens from `start` on."""
         for part in logits.split(self.MAX_ROWS):
-            behind = slice(start + 1, start + 1 + len(part))
+            following = slice(start + 1, start + 1 + len(part))
             part = part.float()
-            following = self.token_ids[behind]
-            tokens = torch.tensor(following, device=part.device)
-            self.values[behind] = logprobs_of(part, tokens).tolist()
+            next_ids = self.token_ids[following]
+            tokens = torch.tensor(next_ids, device=part.device)
+            self.values[following] = logprobs_of(part, tokens).tolist()
             if self.num_top:
                 top = alternatives(part, part, self.num_top)
                 ids, best, _ = (values.tolist() for values in top)
                 pairs = zip(ids, best)
-                self.top[behind] = [list(zip(*pair)) for pair in pairs]
+                self.top[following] = [list(zip(*pair)) for pair in pairs]
             start += len(part)

@@ -1,4 +1,5 @@
-"""Stop strings of an engine's requests, found in the text of a row's last tokens."""
+"""Stop strings of an engine's requests, found in the text of a row's last tokens. When to look for
+them is up to `sample.py`."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ _vocabularies = weakref.WeakKeyDictionary()
 
 
 class StopStrings(StoppingCriteria):
-    """Ends the rows that `StopStringCriteria` ends. transformers' class makes a table with an entry
+    """Ends the same rows as `StopStringCriteria`. transformers' class builds a table with an entry
     for each token of the vocabulary, string and position: minutes and gigabytes for long strings.
-    This one keeps the text of the tokens that it has seen."""
+    This one caches the texts of the tokens that have occurred."""
 
     def __init__(self, tokenizer: Any, stop_strings: str | list[str]) -> None:
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         self.stop_strings = tuple(stop_strings)
         self._strings = compat.stop_texts(tokenizer, self.stop_strings)
-        # tokens that are looked at, as in `StopStringCriteria`
+        # how many of the last tokens are read, as in `StopStringCriteria`
         self.maximum_token_len = max(map(len, self._strings))
         self._tokenizer = tokenizer
         self._names, self._texts = _vocabulary(tokenizer)
@@ -41,7 +42,7 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(are_hits, device=input_ids.device)
 
     def hits(self, rows: list[list[int]]) -> list[bool]:
-        """Whether each row has just completed one of the strings: it ends within the last token."""
+        """Whether one of the strings ends within the last token of each row."""
         return [self._is_hit(tokens) for tokens in rows]
 
     def _is_hit(self, tokens: list[int]) -> bool:
@@ -54,11 +55,12 @@ class StopStrings(StoppingCriteria):
         earlier = map(self._text, reversed(tokens[-self.maximum_token_len : -1]))
         parts = [last, *itertools.takewhile(lambda text: text is not None, earlier)]
         tail = last[:0].join(reversed(parts))
-        before = len(tail) - len(last)
-        return any(tail.find(string, max(0, before - len(string) + 1)) >= 0 for string in strings)
+        start = len(tail) - len(last)
+        return any(tail.find(string, max(0, start - len(string) + 1)) >= 0 for string in strings)
 
     def _text(self, token: int) -> _Text | None:
-        """The text of a token; `None` for ids without one, which no string spans."""
+        """Returns the text of a token; `None` for ids without one, across which no string
+        matches."""
         if token not in self._texts:
             name = self._names.get(token)
             text = None
@@ -69,11 +71,11 @@ class StopStrings(StoppingCriteria):
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[int, str], dict[int, _Text | None]]:
-    """Returns the names of a tokenizer's tokens, and the texts of those seen so far, which its
-    requests share."""
+    """Returns the names of a tokenizer's tokens, and the texts of those that have occurred, which
+    its requests share."""
     size = len(tokenizer)
-    known = _vocabularies.get(tokenizer)
-    if known is None or known[0] != size:  # new, or tokens were added
+    entry = _vocabularies.get(tokenizer)
+    if entry is None or entry[0] != size:  # new, or tokens were added
         names = {token: name for name, token in tokenizer.get_vocab().items()}
-        known = _vocabularies[tokenizer] = (size, names, {})
-    return known[1:]
+        entry = _vocabularies[tokenizer] = (size, names, {})
+    return entry[1:]

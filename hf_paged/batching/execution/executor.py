@@ -1,4 +1,5 @@
-"""Runs one model's forwards for the batching loop, one at a time, and notices model changes."""
+"""Runs one model's forwards for the batching loop, one at a time, and detects changes of the model.
+It chooses no rows and samples nothing."""
 
 from __future__ import annotations
 
@@ -40,13 +41,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Window:
-    """A period in which no other code changes the model (`model.weights.WeightsGuard`): a step or a
-    `generate` call."""
+class StableSpan:
+    """A span of time in which no other code changes the model (`model.weights.WeightsGuard`): a
+    step or a `generate` call."""
 
     is_call: bool = False
     is_open: bool = False
-    is_settled: bool = False
+    is_committed: bool = False
 
 
 class Executor:
@@ -71,15 +72,15 @@ class Executor:
         self.replays = False  # whether graphs are used
         self.adapters = adapters or OnDemand[Adapters]()
         # launches decodes before their tokens are on the host
-        self.ahead: RunAhead | None = None
+        self.run_ahead: RunAhead | None = None
         if runner.recorder is not None:
-            self.ahead = runner.recorder.run_ahead(memory, scheduler)
-        self._num_forwards = 0  # of the runner, at the last look at the state
-        # around each step: compiled layers run without compiled code, and configs name our
-        # attention
+            self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
+        self._num_forwards = 0  # the runner's, when the model's state was last accepted
+        # contexts around each step: compiled layers run without compiled code, and configs name
+        # our attention
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        self._num_changes = -1  # `guard.num_changes` at the last `notice_model`
-        self._is_state_due = False  # whether the runner must still get the model's state
+        self._num_changes = -1  # `guard.num_changes` at the last `handle_model_change`
+        self._is_state_due = False  # whether the model's state must be read for the runner
         self._state: ModelState | None = None
         self.runs_code = False  # whether other code runs between steps (`begin`)
         # whether other code may have changed the model since the last step
@@ -92,13 +93,13 @@ class Executor:
         replays: bool = True,
         runs_code: bool = True,
     ) -> None:
-        """Starts work on the model; called first, and only while nothing is in flight. Without
-        `check_weights` the prefix cache is not used. Without `replays` no graphs are used, so the
+        """Starts work on the model; called first, and only while no step is in flight. Without
+        `check_weights` the prefix cache is not used. Without `replays` no graphs are used, and the
         model's state is not read. Without `switch_attention` the caller has set the model's
         attention to `"hf_paged"`. Without `runs_code` only code of transformers and the model runs
         between steps."""
         self._device = compute_device(self.model)
-        # of all forwards, whichever thread runs the steps
+        # the dtype of all forwards, whichever thread runs the steps
         self.autocast = autocast_dtype(self._device)
         self.checks_weights = check_weights
         self.replays = replays
@@ -108,23 +109,24 @@ class Executor:
         self.runner.pack()
         self.forget_model()
 
-    def open(self, window: Window) -> None:
-        """Before a window's first step, which checks the model, and before an engine's others."""
-        if window.is_open:
-            self.doubt_model()  # another thread may not have paused the engine
+    def open(self, span: StableSpan) -> None:
+        """Called before a span's first step, where it checks the model, and before an engine's
+        other steps."""
+        if span.is_open:
+            self.doubt_model()  # another thread may change the model without a pause
         else:
             with self.lock:
                 self.guard.open()
-                self.notice_model()
-            window.is_open = self.is_unchecked = True
+                self.handle_model_change()
+            span.is_open = self.is_unchecked = True
 
-    def settle(self, window: Window, runs_code: bool = False) -> None:
-        """Before other code runs (in a call, after its first token): fingerprints the weights of
-        computed blocks. If that code may change the model before the next step, as between an
-        engine's steps and, with `runs_code`, within a call, reads the state with which
-        `check_model` compares it."""
-        is_read = runs_code or not window.is_call
-        is_done = window.is_settled and (not is_read or self.guard.is_watched)
+    def commit(self, span: StableSpan, runs_code: bool = False) -> None:
+        """Fingerprints the weights of computed blocks before control returns to other code (in a
+        call, after its first token). If that code may change the model before the next step, as
+        between an engine's steps and, with `runs_code`, within a call, also reads the state with
+        which `check_model` compares the model."""
+        is_read = runs_code or not span.is_call
+        is_done = span.is_committed and (not is_read or self.guard.is_watched)
         if self.guard.is_on and not is_done:
             with self.lock:
                 state = None
@@ -132,51 +134,52 @@ class Executor:
                     with self.attention():
                         self._read_model()
                     state = self._state
-                if not window.is_settled:
-                    self.guard.settle(window.is_call, state)
+                if not span.is_committed:
+                    self.guard.commit(span.is_call, state)
                 if is_read and self._state is not None and not self.guard.is_watched:
                     self._state.watch()
                     self.guard.is_watched = True
-        window.is_settled = True
+        span.is_committed = True
 
-    def leave(self, window: Window) -> None:
-        """Ends the window, perhaps after a failure: blocks computed without a `settle` are not
+    def leave(self, span: StableSpan) -> None:
+        """Ends the span, perhaps after a failure: blocks computed without a `commit` are not
         reused."""
-        if window.is_open and not window.is_settled:
+        if span.is_open and not span.is_committed:
             self.guard.abandon()
 
-    def rest(self) -> None:
-        self.clear_ahead()
-        self.runner.rest()
+    def go_idle(self) -> None:
+        """Releases what is held for steps, once no request is unfinished."""
+        self.clear_run_ahead()
+        self.runner.go_idle()
         with self.lock:
             self.guard.rest()
         self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
-        """Between steps: notes that the weights have changed, so that nothing cached before is
-        reused."""
+        """Between steps: after a change of weights, makes all blocks cached before unusable."""
         self.guard.change()
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops what is known of the model: no graph is used before its state is read again;
-        configs may differ."""
+        """Drops everything derived from the model: no graph is used before its state is read
+        again, and configs may differ."""
         self._num_changes, self._switches, self._is_state_due = -1, None, False
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
-        self.clear_ahead()
-        if self.adapters.made is not None:
-            self.adapters.made.forget_model()
+        self.clear_run_ahead()
+        if self.adapters.instance is not None:
+            self.adapters.instance.forget_model()
         self.runner.begin(None)
 
-    def clear_ahead(self) -> None:
-        """Forgets the step launched ahead."""
-        if self.ahead is not None:
-            self.ahead.clear()
+    def clear_run_ahead(self) -> None:
+        """Drops the step launched ahead."""
+        if self.run_ahead is not None:
+            self.run_ahead.clear()
 
-    def notice_model(self) -> None:
-        """If the guard has found the model changed, drops graphs and the step launched ahead."""
+    def handle_model_change(self) -> None:
+        """If the guard has detected a change of the model, drops graphs and the step launched
+        ahead."""
         if self.guard.num_changes != self._num_changes:
             self.forget_model()
             self._num_changes = self.guard.num_changes
@@ -184,9 +187,9 @@ class Executor:
             self._is_state_due = self.replays and is_read
 
     def check_model(self) -> None:
-        """Before a step, within `attention`: if other code may have run since the last one
+        """Before a step, within `attention`: if other code may have run since the last step
         (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
-        launched ahead. Rows are packed no more if its structure rules that out now."""
+        launched ahead. Stops packing rows if the model's structure now rules that out."""
         is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due or self._state is None:
             return
@@ -194,30 +197,32 @@ class Executor:
             self._unpack()
 
     def doubt_model(self) -> None:
-        """Before the next replay, looks whether other code has replaced modules or tensors."""
+        """Has the next replay check whether other code has replaced modules or tensors."""
         if self._state is not None:
             self._state.doubt()
 
     def _read_model(self) -> bool:
-        """Reads the model's state, within `attention`. If it is not what it was, drops cached
-        prefixes, graphs and the step launched ahead; returns whether it is not."""
-        before = self._state
-        now = read_state(self.model)
+        """Reads the model's state, within `attention`. If it has changed, drops cached prefixes,
+        graphs and the step launched ahead; returns whether it has."""
+        previous = self._state
+        state = read_state(self.model)
         has_changed = False
-        if before is not None:
-            if now is not None and self.guard.is_watched:
-                now.watch()
-            has_changed = now is None or not now.is_like(before)
+        if previous is not None:
+            if state is not None and self.guard.is_watched:
+                state.watch()
+            has_changed = state is None or not state.is_like(previous)
         if has_changed:
             self.change_weights()
             self._num_changes = self.guard.num_changes
-        self._state, self._is_state_due = now, False
-        if now is not None:
+        self._state, self._is_state_due = state, False
+        if state is not None:
             if self.runs_code:
-                now.accept()
-            if not self._switches_attention:  # a call: it is not asked before each replay
-                now.keep_memory()
-        recordable = None if self.runner.recorder is None else now
+                state.accept()
+            if (
+                not self._switches_attention
+            ):  # a call, which doubts the state only after its forwards
+                state.keep_memory()
+        recordable = None if self.runner.recorder is None else state
         self.runner.begin(recordable)
         return has_changed
 
@@ -227,13 +232,13 @@ class Executor:
         cache without compiled code, and turns off mask observers."""
         switches = self._switches  # `begin` resets it, perhaps in another call's thread
         if switches is None:
-            every = list(self.model.modules())
-            modules = every if self._switches_attention else []
-            wrap_expansions(modules)
-            eagerly = running_eagerly(compiled_layers(every))
+            modules = list(self.model.modules())
+            switched = modules if self._switches_attention else []
+            wrap_expansions(switched)
+            eagerly = running_eagerly(compiled_layers(modules))
             with eagerly:
-                self.runner.choose_products(every)
-            paged = use_paged_attention(switchable_configs(modules))
+                self.runner.choose_products(modules)
+            paged = use_paged_attention(switchable_configs(switched))
             switches = self._switches = eagerly, paged
         eagerly, paged = switches
         tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
@@ -248,30 +253,30 @@ class Executor:
             unsupported_reasons.reset(tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """As [`Runner`]'s `run`; takes the step launched ahead, if any, and computes the rest."""
+        """As `Runner.run`; takes the rows launched ahead, if any, and computes the rest."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
-        ahead, num_ahead = None, 0
-        if self.ahead is not None:
-            ahead, num_ahead = self.ahead.take(plan)
+        launched, num_launched = None, 0
+        if self.run_ahead is not None:
+            launched, num_launched = self.run_ahead.take(plan)
         rest = plan
-        if ahead is not None:
-            if num_ahead == len(plan):
-                return ahead
-            rest = plan.select(range(num_ahead, len(plan)))
+        if launched is not None:
+            if num_launched == len(plan):
+                return launched
+            rest = plan.select(range(num_launched, len(plan)))
         logits = self.run_rows(rest)
         if self._state is not None and self._num_forwards != self.runner.num_forwards:
             if self.runs_code:
                 self._state.accept()
             self._num_forwards = self.runner.num_forwards
-        if ahead is None:
+        if launched is None:
             return logits
-        return torch.cat([ahead, logits])
+        return torch.cat([launched, logits])
 
     def run_rows(self, plan: StepPlan) -> Tensor:
-        """As `run`, with nothing launched ahead. If a packed forward turns out to be impossible,
-        for instance since the caller's code changed the model, the same step, and all later ones,
-        run without packing."""
+        """As `run`, without rows launched ahead. If a packed forward turns out to be impossible,
+        for instance because the caller's code changed the model, this step and all later steps run
+        without packing."""
         try:
             return self._run_rows(plan)
         except NotPackable as error:
@@ -281,7 +286,7 @@ class Executor:
 
     def _unpack(self, failure: str | None = None, finding: str = "") -> bool:
         """As `Runner.unpack`, with a warning of the reason, which `finding` introduces; returns
-        whether rows are packed no more."""
+        whether it stopped packing rows."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
@@ -300,18 +305,19 @@ class Executor:
         return self.compute(self.runner.run, plan, None)
 
     def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs a forward, `work`: one of the runner's methods."""
-        # which other processes may compute as well
-        window = NOTHING if self._processes is None else self._processes.forward()
-        with self._cast(), window:
+        """Runs a forward: `work`, one of the runner's methods."""
+        shared_forward = NOTHING if self._processes is None else self._processes.forward()
+        with self._cast(), shared_forward:
             return work(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        if self.ahead is None or not self.runner.is_packed:
+        """Returns a function that copies tokens to the host while the next step is launched; `None`
+        if these rows need the host (`RunAhead.fetch`)."""
+        if self.run_ahead is None or not self.runner.is_packed:
             return None
-        return self.ahead.fetch(ready, self._run_ahead)
+        return self.run_ahead.fetch(ready, self._launch_next)
 
-    def _run_ahead(
+    def _launch_next(
         self,
         sequences: list[Sequence],
         token_ids: Tensor,
@@ -319,13 +325,13 @@ class Executor:
         adapter, *others = {sequence.request.adapter for sequence in sequences}
         if others:
             return None
-        # the host reports ids out of range once it has them
-        known = token_ids.clamp(0, self.num_embeddings - 1)
+        # the host raises for ids out of range once it has them
+        valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
         using: AbstractContextManager[ForwardContext | None] = nullcontext()
         if adapter is not None:
             using = self.adapters().using(adapter)
         with self.lock, self._cast(), using as context:
-            return self.runner.run_ahead(sequences, known, context)
+            return self.runner.run_ahead(sequences, valid_ids, context)
 
     def _cast(self) -> AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:

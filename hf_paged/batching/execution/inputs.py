@@ -1,5 +1,5 @@
-"""A packed step on the host: its tokens one behind the other, their slots and block tables; these
-tables as tensors."""
+"""A packed step on the host: its tokens in one row, their slots and block tables; block tables as
+tensors. It launches no forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GroupTokens(NamedTuple):
     slots: list[int]  # by token
     tables: list[list[int]]  # block ids of each row
     seq_lens: list[int]  # tokens in each table, the step's included
-    origins: list[int]  # sequence position at which each table begins
+    origins: list[int]  # position in its sequence at which each table begins
 
 
 class PackedTokens(NamedTuple):
@@ -34,9 +34,9 @@ class PackedTokens(NamedTuple):
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
     rope_factors: list[int]  # by token; empty if all tokens use the factors of short sequences
-    # positions on each axis, if a sequence does not just count tokens
+    # positions on each axis; `None` if all sequences' positions count tokens
     axes: list[list[int]] | None = None
-    has_drafts: bool = False  # whether some rows are draft tokens of a row before them
+    has_drafts: bool = False  # whether some rows are draft tokens of an earlier row
 
 
 def pack(
@@ -46,9 +46,9 @@ def pack(
     is_ahead: bool = False,
 ) -> PackedTokens:
     """Lays out the tokens of a step, for layer groups with blocks of these sizes. `rope`: rotary
-    factors that depend on a sequence's length (`model.rope.LengthRope`), or `None`. `is_ahead`: the
-    tokens are on the device only, one of each row."""
-    # leading rows of one token each, whose columns need no look at each row
+    factors that depend on a sequence's length (`model.rope.LengthRope`), or `None`. `is_ahead`:
+    whether the tokens, one of each row, are on the device only."""
+    # leading rows of one token each, which are laid out column by column
     num_plain = plan.num_decodes
     if plan.has_drafts or rope is not None:
         num_plain = 0
@@ -69,7 +69,7 @@ def pack(
         draft = sequence.draft
         end = start + count
         first = len(token_ids)
-        behind = first + count
+        stop = first + count
         if num_decodes == first and (draft or count == 1):  # only leading ones
             num_decodes += count
         if is_ahead:
@@ -79,7 +79,7 @@ def pack(
             token_ids += draft
         positions += range(start, end)
         query_start += _row_ends(first, count, draft)
-        last += range(behind - plan.num_logits[row], behind)
+        last += range(stop - plan.num_logits[row], stop)
         if rope is not None:
             num_prompt_tokens = sequence.request.num_prompt_tokens
             length = max(end, len(sequence.token_ids))
@@ -103,22 +103,22 @@ def pack(
 
 
 def _row_ends(first: int, count: int, draft: list[int]) -> range:
-    """Where the rows of `count` tokens from `first` on end: one row, or with a draft rows of one
-    token each."""
+    """Returns where the rows of `count` tokens from `first` on end: one row, or with a draft rows
+    of one token each."""
     step = 1 if draft else count
     return range(first + step, first + count + 1, step)
 
 
 def _pack_group(plan: StepPlan, number: int, size: int, num_plain: int) -> GroupTokens:
-    held = [sequence.blocks.tables[number] for sequence in plan.sequences]
-    plain = held[:num_plain]
+    all_tables = [sequence.blocks.tables[number] for sequence in plan.sequences]
+    plain = all_tables[:num_plain]
     origins = [table.num_dropped * size for table in plain]
     tables = list(map(_BLOCK_IDS, plain))
     indices = list(map(operator.sub, plan.starts, origins))
     slots = [ids[index // size] * size + index % size for ids, index in zip(tables, indices)]
     seq_lens = list(map((1).__add__, indices))
-    for row in range(num_plain, len(held)):
-        table = held[row]
+    for row in range(num_plain, len(all_tables)):
+        table = all_tables[row]
         count = plan.counts[row]
         origin = table.num_dropped * size
         first = plan.starts[row] - origin
@@ -132,14 +132,14 @@ def _pack_group(plan: StepPlan, number: int, size: int, num_plain: int) -> Group
 
 def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
     """Returns, for each prompt whose log-probabilities are recorded: the recording, the position of
-    the first token computed now, and the packed tokens that a prompt token follows."""
+    the first token of this step, and the packed tokens that another prompt token follows."""
     recordings = []
     first = 0
     for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):
         recording = sequence.request.prompt_logprobs
         if recording is not None:
             # a draft is not among the computed tokens
-            count = recording.num_wanted(start, start + num_tokens - len(sequence.draft))
+            count = recording.num_recorded(start, start + num_tokens - len(sequence.draft))
             if count:
                 tokens = range(first, first + count)
                 recordings.append((recording, start, tokens))
@@ -148,7 +148,7 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
 
 
 def axes_of(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
-    """Makes `PackedTokens.axes`; sequences with several axes must have equally many."""
+    """Returns `PackedTokens.axes`; all sequences with several axes must have the same number."""
     axes_of_rows: list[list[list[int]]] = []
     for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
         row_axes = None
@@ -171,23 +171,24 @@ def axes_of(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
 def write_changed(
     ints: Any,
     width: int,
-    known: list[list[int]],
+    written: list[list[int]],
     tables: Iterable[list[int]],
     first: int = 0,
 ) -> None:
-    """Writes changed rows of `width`, from row `first` on: only the new block ids if a table has
-    only grown since `known`, as most do from step to step, else the whole row."""
+    """Writes changed rows of `width` numbers, from row `first` on: only the new block ids if a
+    table has only grown since it was `written`, as most do from step to step, else the whole
+    row."""
     for row, block_ids in enumerate(tables, first):
-        held = known[row]
-        if held == block_ids:
+        row_ids = written[row]
+        if row_ids == block_ids:
             continue
-        if held != block_ids[: len(held)]:
-            known[row] = held = []
+        if row_ids != block_ids[: len(row_ids)]:
+            written[row] = row_ids = []
         start = row * width
-        added = block_ids[len(held) :]
-        begin = start + len(held)
+        added = block_ids[len(row_ids) :]
+        begin = start + len(row_ids)
         ints[begin : begin + len(added)] = array("i", added)
-        held += added  # after the write, which an interrupt may prevent
+        row_ids += added  # after the write, which an interrupt may prevent
 
 
 class TableRows:
@@ -195,25 +196,25 @@ class TableRows:
     no code may still use the previous step's tensor."""
 
     def __init__(self) -> None:
-        self._known: list[list[int]] = []
+        self._written: list[list[int]] = []
         self._tensor = torch.empty(0, 0, dtype=torch.int32, device="cpu")
-        self._numbers = memoryview(b"")  # its memory
+        self._numbers = memoryview(b"")  # the tensor's memory
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
-        """`(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
-        rows = len(tables)
+        """Returns `(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
+        num_rows = len(tables)
         width = max(map(len, tables), default=0)
-        rows_held, width_held = self._tensor.shape
-        if rows > rows_held or width > width_held:
-            rows_held = max(rows, rows_held)
-            # block tables grow by one block at a time
-            width_held = max(width + width // 2, width_held)
-            tensor = torch.zeros(rows_held, width_held, dtype=torch.int32, device="cpu")
-            known: list[list[int]] = [[] for _ in range(rows_held)]
+        row_capacity, column_capacity = self._tensor.shape
+        if num_rows > row_capacity or width > column_capacity:
+            row_capacity = max(num_rows, row_capacity)
+            # spare columns, since block tables grow by one block at a time
+            column_capacity = max(width + width // 2, column_capacity)
+            tensor = torch.zeros(row_capacity, column_capacity, dtype=torch.int32, device="cpu")
+            written: list[list[int]] = [[] for _ in range(row_capacity)]
             numbers = memoryview(tensor.view(-1).numpy())
-            self._known, self._numbers, self._tensor = known, numbers, tensor
-        write_changed(self._numbers, width_held, self._known, tables)
-        return self._tensor[:rows]
+            self._written, self._numbers, self._tensor = written, numbers, tensor
+        write_changed(self._numbers, column_capacity, self._written, tables)
+        return self._tensor[:num_rows]
 
 
 Bounds = tuple[int, int]

@@ -1,4 +1,5 @@
-"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding."""
+"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding. It advances
+no row, and reads the rows' block tables as they are."""
 
 from __future__ import annotations
 
@@ -34,21 +35,21 @@ from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .rectangle import padding_mask
-from .runner import Part, Runner, Whole, in_order, num_cached
+from .runner import LogitsPart, Runner, WholePrompts, in_order, num_cached
 
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERTS = 64
-"""Up to this many tokens, each token's expert weights are copied: an estimate of a small amount of
+"""Up to this many tokens, each token's expert weights are copied, which is estimated to take little
 memory."""
 
 
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
-    The caller has switched the model's attention. `cache`, empty, tells which layers share block
-    tables. `mixed_lengths`: whether rows of different lengths may be padded, once they are not
+    The caller has switched the model's attention. The empty `cache` defines which layers share
+    block tables. `mixed_lengths`: whether rows of different lengths may be padded once they are not
     packed any more (`unpack`). `is_invariant`: whether a row's bits must not depend on the other
-    rows. `processes`: those that compute each forward together."""
+    rows. `processes`: the processes that compute each forward together."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class PackedRunner(Runner):
         self.is_packed = True
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
-        """Between forwards: from now on, each passes its tokens' last hidden states `(1, n,
-        hidden_size)` to `store` while the cache's layers have its slots."""
+        """Between forwards: from now on each forward passes its tokens' last hidden states `(1, n,
+        hidden_size)` to `store`, while the cache's layers hold the forward's slots."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None = None) -> str | None:
@@ -103,8 +104,7 @@ class PackedRunner(Runner):
         return reason
 
     def begin(self, state: ModelState | None) -> None:
-        """Starts work on a model that stays in this state. Without one, as at first, no step is a
-        replay."""
+        """Starts work on a model that stays in this state. Without a state no step is a replay."""
         self._state = state
         parameters = inspect.signature(self.model.forward).parameters
         self._picks_logits = "logits_to_keep" in parameters
@@ -116,7 +116,7 @@ class PackedRunner(Runner):
         if state is not None and self.recorder is not None:
             self.recorder.begin(state)
 
-    def rest(self) -> None:
+    def go_idle(self) -> None:
         self._state = None  # it holds the weights
 
     def run(
@@ -136,54 +136,57 @@ class PackedRunner(Runner):
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
-        parts, others = self.run_wholes(plan)
-        for places in self._divide(plan, others):
-            logits = self._run_packed(plan.select(places), context)
-            parts.append((places, logits))
+        parts, others = self.run_whole_prompts(plan)
+        for indices in self._divide(plan, others):
+            logits = self._run_packed(plan.select(indices), context)
+            parts.append((indices, logits))
         return in_order(parts, plan.num_logits)
 
-    def _divide(self, plan: StepPlan, places: list[int]) -> Iterable[list[int]]:
-        """Divides these places into forwards of rows with equally many position axes; if they are
-        not packed, of rows with one token each, or of one row."""
-        axes: list[int] = []
-        for place in places:
-            prompts, row = plan.sequences[place].request.inputs or (None, 0)
-            axes.append(0 if prompts is None else prompts.num_axes(row))
-        has_one_number = len({*axes} - {0}) < 2
+    def _divide(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
+        """Divides rows, by their indices in the step, into forwards of rows with equally many
+        position axes; if rows are not packed, into forwards of rows with one token each, or of one
+        row."""
+        axis_counts: list[int] = []
+        for index in indices:
+            prompts, row = plan.sequences[index].request.inputs or (None, 0)
+            axis_counts.append(0 if prompts is None else prompts.num_axes(row))
+        is_uniform = len({*axis_counts} - {0}) < 2
         forwards: dict[Hashable, list[int]] = {}
-        for place, num_axes in zip(places, axes):
+        for index, num_axes in zip(indices, axis_counts):
             # positions that count tokens are the same on any number of axes
-            kind: Hashable = 0 if has_one_number else num_axes
+            kind: Hashable = 0 if is_uniform else num_axes
             if not self.is_packed:
-                count = plan.counts[place]
-                length = 0 if self._mixed_lengths else plan.starts[place] + count
+                count = plan.counts[index]
+                length = 0 if self._mixed_lengths else plan.starts[index] + count
                 is_alone = count > 1 or num_axes or self.rope is not None
-                kind = ("row", place) if is_alone else ("length", length)
-            forwards.setdefault(kind, []).append(place)
+                kind = ("row", index) if is_alone else ("length", length)
+            forwards.setdefault(kind, []).append(index)
         return forwards.values()
 
-    def _run_prompts(self, wholes: list[Whole], plan: StepPlan) -> Part:
-        rows: dict[int, int] = {}
+    def _run_prompts(self, groups: list[WholePrompts], plan: StepPlan) -> LogitsPart:
+        index_by_row: dict[int, int] = {}
         num_rows = 0
-        for each, places in wholes:
-            for row, place in places.items():
-                rows[num_rows + row] = place
-            num_rows += len(each.paddings)
-        prompts, *others = [each for each, _ in wholes]
+        for prompts, indices in groups:
+            for row, index in indices.items():
+                index_by_row[num_rows + row] = index
+            num_rows += len(prompts.paddings)
+        prompts, *others = [prompts for prompts, _ in groups]
         if others:
             prompts = prompts.merged(others, pad_token_id(self.model))
-        sequences = {row: plan.sequences[place] for row, place in rows.items()}
+        sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
         with self._rotating([]), self.products:
-            num_computed = num_cached(rows, plan)
-            logits, ahead = prompts.forward(self.model, cache, sequences, num_computed)
+            num_computed = num_cached(index_by_row, plan)
+            logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_computed)
         content = prompts.content(self.model.config)
-        # the prefix cache may only share K/V whose key covers all that the token has seen
+        # the prefix cache may share K/V only if the key covers all tokens that they depend on: text
+        # tokens must not attend to later ones
         for row, sequence in sequences.items():
-            if ahead is None or content is None or bool((ahead[row] & ~content[row].cpu()).any()):
+            text = None if content is None else ~content[row].cpu()
+            if looks_ahead is None or text is None or bool((looks_ahead[row] & text).any()):
                 sequence.request.namespace = UNCACHED
-        answered = {row: place for row, place in rows.items() if plan.num_logits[place]}
-        return list(answered.values()), logits[list(answered)]
+        with_logits = {row: index for row, index in index_by_row.items() if plan.num_logits[index]}
+        return list(with_logits.values()), logits[list(with_logits)]
 
     def _run_packed(
         self,
@@ -192,26 +195,26 @@ class PackedRunner(Runner):
     ) -> Tensor:
         tokens = pack(plan, self._block_sizes, self.rope)
         # decodes compute no prompt tokens whose log-probabilities are recorded
-        wanted: list[tuple[PromptLogprobs, int, range]] = []
+        recordings: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
-            wanted = recorded_prompts(plan)
-        if not wanted:
+            recordings = recorded_prompts(plan)
+        if not recordings:
             replayed = self._replay(tokens, context)
             if replayed is not None:
                 return replayed
-        others = [token for *_, tokens_of_prompt in wanted for token in tokens_of_prompt]
+        extra = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
         if self._processes is not None:
             names = None
             if context is not None:
                 names = context.names
-            self._processes.run(tokens, others, names)
+            self._processes.run(tokens, extra, names)
         rows = None
         if not self.is_packed:
             rows = plan
-        logits = self.compute(tokens, others, rows, context)
+        logits = self.compute(tokens, extra, rows, context)
         end = len(tokens.last)
-        for recording, position, places in wanted:
-            stop = end + len(places)
+        for recording, position, prompt_tokens in recordings:
+            stop = end + len(prompt_tokens)
             recording.record(position, logits[end:stop])
             end = stop
         return logits[: len(tokens.last)]
@@ -252,22 +255,22 @@ class PackedRunner(Runner):
     def compute(
         self,
         tokens: PackedTokens,
-        others: list[int],
+        extra: list[int],
         rows: StepPlan | None = None,
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a graph; returns logits of `tokens.last`, then of the packed
-        tokens `others`. If `rows` are given, these are not packed: each has one token, or there is
-        one row."""
+        tokens `extra`. `rows`: the step if its rows are not packed; then each has one token, or
+        there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
         kept = None
-        wanted = None
+        logit_tokens = None
         arguments = {}
-        if others or len(tokens.last) < num_tokens:
-            # at least one row: a head with another library's weights may fail on none
-            wanted = tokens.last + others or [num_tokens - 1]
-            kept = numbers_on(self.device, wanted)
+        if extra or len(tokens.last) < num_tokens:
+            # at least one token: a head with another library's weights may fail on none
+            logit_tokens = tokens.last + extra or [num_tokens - 1]
+            kept = numbers_on(self.device, logit_tokens)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:
@@ -280,7 +283,7 @@ class PackedRunner(Runner):
                 steps,
                 kept,
                 context,
-                wanted,
+                logit_tokens,
                 rows,
                 **arguments,
             )
@@ -325,8 +328,8 @@ class PackedRunner(Runner):
             or num_tokens > MAX_GATHERED_EXPERTS
         ):
             return NOTHING
-        # for few tokens on a device the expert products that `generate` uses for decodes: in other
-        # dtypes than bfloat16, grouped ones wait for the device, and cannot be recorded
+        # few tokens on a device get the expert products that `generate` uses for decodes: in dtypes
+        # other than bfloat16, grouped products wait for the device, and cannot be recorded
         experts: AbstractContextManager[Any] = compat.with_experts_of_decodes(self.model)
         return experts
 
@@ -342,13 +345,13 @@ class PackedRunner(Runner):
         steps: list[StepMetadata],
         kept: Tensor | None,
         context: ForwardContext | None,
-        wanted: list[int] | None = None,
+        logit_tokens: list[int] | None = None,
         rows: StepPlan | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns logits `(kept,
-        vocab_size)` of the tokens `kept` `(kept,)` int64, or of all. `wanted`: `kept` on the host.
-        `rows` as in `compute`."""
+        vocab_size)` of the tokens `kept` `(kept,)` int64, or of all. `logit_tokens`: `kept` on the
+        host. `rows` as in `compute`."""
         is_one_row = rows is None or len(rows) == 1
         picks_logits = kept is not None and self._picks_logits and is_one_row
         if picks_logits:
@@ -369,7 +372,7 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
         if context is not None:
-            picked = wanted or [] if picks_logits else None
+            picked = logit_tokens or [] if picks_logits else None
             context.begin(num_tokens, picked)
         store_hidden = self.store_hidden
         if store_hidden is not None:
@@ -406,8 +409,8 @@ class PackedRunner(Runner):
         rows: StepPlan,
         num_new: int,
     ) -> tuple[PagedCache, Tensor]:
-        """Returns a cache with the tables of these rows, padded on the left, whose last `num_new`
-        tokens are not computed, and the attention mask `(rows, columns)` int64."""
+        """Returns a cache that borrows the tables of these rows, padded on the left, of which the
+        last `num_new` tokens are not computed, and the attention mask `(rows, columns)` int64."""
         lengths = [start + count for start, count in zip(rows.starts, rows.counts)]
         width = max(lengths)
         paddings = [width - length for length in lengths]

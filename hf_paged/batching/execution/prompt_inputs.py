@@ -1,5 +1,5 @@
 """What the prompts of a call hold: their tokens, positions and other content, and their keys in the
-prefix cache."""
+prefix cache. It runs no forward and looks nothing up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ... import compat
 from ...cache.prefix_index import MARSHAL_VERSION
 from .rectangle import padding_mask
 
-# Inputs without prompt content, or with one value per token.
+# inputs without prompt content, or with one value per token
 COMMON_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
@@ -27,8 +27,8 @@ COMMON_INPUTS = {
     "attention_mask",
     "position_ids",
 }
-# Parts of the config names of placeholder tokens, which stand for images or other media, or mark
-# them.
+# words in the config's names of placeholder tokens, which stand for images or other media, or mark
+# them
 _MEDIA = (
     "image",
     "video",
@@ -45,7 +45,7 @@ _MEDIA = (
 
 class Keys(NamedTuple):
     """A prompt's keys in the prefix cache, by token; the number of tokens up to the last
-    placeholder for other content, and of those before the first."""
+    placeholder for other content, and of the tokens before the first placeholder."""
 
     tokens: list[Hashable]
     num_content: int
@@ -54,7 +54,8 @@ class Keys(NamedTuple):
 
 @dataclass(eq=False)
 class PromptInputs:
-    """The inputs of the model's first forward over the prompts of a call, each once."""
+    """The inputs of the model's first forward over the prompts of a call, without repeated
+    prompts."""
 
     input_ids: Tensor
     """`(rows, length)` as transformers' loops get them, one row per prompt; the decoder's if the
@@ -71,7 +72,7 @@ class PromptInputs:
     def length(self) -> int:
         """Columns of the first forward, padding included."""
         embeds = self.model_kwargs.get("inputs_embeds")
-        # with an encoder, the embeddings were the encoder's
+        # a model with an encoder passes the embeddings to it
         if embeds is None or self.num_encoder_tokens:
             return int(self.input_ids.shape[1])
         return int(embeds.shape[1])
@@ -87,7 +88,7 @@ class PromptInputs:
 
     @functools.cached_property
     def axes(self) -> list[list[list[int]] | None]:
-        """Each row's positions on each axis; `None` for a row whose positions just count tokens."""
+        """Each row's positions on each axis; `None` for a row whose positions count its tokens."""
         ids = self.position_ids
         if ids is None:
             return [None] * len(self.input_ids)
@@ -103,12 +104,12 @@ class PromptInputs:
         return rows
 
     def num_axes(self, row: int) -> int:
-        """Number of position axes of a row; 0 if positions just count tokens."""
+        """Returns the number of position axes of a row; 0 if positions count tokens."""
         return len(self.axes[row] or ())
 
     def shift(self, row: int, counts_padding: bool = False) -> int:
-        """How many more positions a row's prompt takes than it has tokens; `counts_padding`: its
-        padding takes some where the model itself counts columns."""
+        """Returns how many more positions a row's prompt takes than it has tokens;
+        `counts_padding`: its padding takes some if the model itself counts columns."""
         axes = self.axes[row]
         if axes is not None:
             return max(max(axis) + 1 - len(axis) for axis in axes)
@@ -127,8 +128,8 @@ class PromptInputs:
         first: int,
         end: int,
     ) -> list[list[int]] | None:
-        """Positions of a row's tokens `[first, end)` on each axis, which count on after the prompt,
-        as floats if the model's are; `None` if they just count tokens."""
+        """Returns the positions of a row's tokens `[first, end)` on each axis, which count on after
+        the prompt, as floats if the model's are floats; `None` if positions count tokens."""
         axes = self.axes[row]
         if axes is None:
             return None
@@ -136,8 +137,8 @@ class PromptInputs:
         num_counted = end - max(first, length)
         positions = []
         for axis in axes:
-            behind = axis[-1] + 1 + max(first - length, 0)
-            counted = [behind + number for number in range(num_counted)]
+            start = axis[-1] + 1 + max(first - length, 0)
+            counted = [start + number for number in range(num_counted)]
             positions.append([*axis[first:end], *counted])
         return positions
 
@@ -158,8 +159,8 @@ class PromptInputs:
         return types
 
     def content(self, config: PreTrainedConfig) -> Tensor | None:
-        """Which tokens `(rows, length)` are placeholders for other content, such as images; `None`
-        if unknown."""
+        """Returns which tokens `(rows, length)` are placeholders for other content, such as images;
+        `None` if that is unknown."""
         ids = self.input_ids
         if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
@@ -173,21 +174,22 @@ class PromptInputs:
             if is_token and any(word in name for word in _MEDIA):
                 content |= ids == value
         content &= padding_mask(self.paddings, self.length, ids.device)
-        # without placeholders, other inputs than types may stand anywhere
+        # without placeholders, inputs other than token types may belong to any token
         is_unknown = not bool(content.any()) and len(types) != len(self.names)
         return None if is_unknown else content
 
     def num_text(self, config: PreTrainedConfig) -> int:
-        """Number of tokens before the first placeholder of a single row; 0 for several rows, or if
-        it is unknown."""
+        """Returns the number of tokens before the first placeholder of a single row; 0 for several
+        rows, or if it is unknown."""
         content = self.content(config) if len(self.paddings) == 1 else None
         if content is None or not bool(content.any()):
             return 0
         return int(content[0].nonzero()[0, 0]) - self.paddings[0]
 
     def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
-        """Each row's prefix-cache keys, in the namespace of `names`; a placeholder's key includes a
-        hash of all inputs. `None` if the prefix cache cannot be used for these prompts."""
+        """Returns each row's prefix-cache keys, in the namespace of `names`; a placeholder's key
+        includes a hash of all inputs. `None` if the prefix cache cannot be used for these
+        prompts."""
         content = self.content(config)
         if content is None:
             return None
@@ -195,27 +197,27 @@ class PromptInputs:
         others = {name: self.model_kwargs[name] for name in self.names if name not in types}
         # models assign images and sound to placeholder tokens in order, over all rows
         kinds = (self.input_ids, *types.values())
-        placed = []
-        for row, stands in enumerate(content):
-            placed.append([kind[row, stands].tolist() for kind in kinds])
+        placeholders = []
+        for row, are_content in enumerate(content):
+            placeholders.append([kind[row, are_content].tolist() for kind in kinds])
         try:
-            digest = _digest([others, placed])
+            digest = _digest([others, placeholders])
         except TypeError:
             return None
         rows = list[Keys]()
         num_text = self.num_text(config)
         for row, padding in enumerate(self.paddings):
             ids = self.input_ids[row, padding:].tolist()
-            stands = content[row, padding:].tolist()
+            are_content = content[row, padding:].tolist()
             num_content = 0
-            if any(stands):
-                num_content = len(ids) - stands[::-1].index(True)
+            if any(are_content):
+                num_content = len(ids) - are_content[::-1].index(True)
             axes = self.axes[row] or []
             columns = [token_types[row, padding:].tolist() for token_types in types.values()]
             columns += axes
             keys: list[Hashable] = list(ids)
-            for i, (token, is_content) in enumerate(zip(ids, stands)):
-                # unknown how the inputs affect a row without placeholders
+            for i, (token, is_content) in enumerate(zip(ids, are_content)):
+                # the inputs may affect any token of a row without placeholders
                 is_content |= bool(others) and num_content == 0
                 if is_content or any(axis[i] != i for axis in axes):
                     source = (digest, row) if is_content else None
@@ -223,9 +225,9 @@ class PromptInputs:
             rows.append(Keys(keys, num_content, num_text))
         return rows
 
-    def keys_behind(self, row: int, token_ids: list[int]) -> list[Hashable]:
-        """Prefix-cache keys of tokens that follow a row's prompt: as if they were more of its
-        text."""
+    def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:
+        """Returns the prefix-cache keys of tokens that follow a row's prompt, as if they were more
+        of its text."""
         axes = self.axes[row]
         if axes is None:
             return list(token_ids)
@@ -233,13 +235,13 @@ class PromptInputs:
         if all(axis[-1] + 1 == first for axis in axes):
             return list(token_ids)
         types = [0] * len(self._types)
-        behind = self.positions(row, first, first + len(token_ids)) or ()
-        columns = zip(token_ids, *behind)
+        following = self.positions(row, first, first + len(token_ids)) or ()
+        columns = zip(token_ids, *following)
         return [(token, (*types, *positions), None) for token, *positions in columns]
 
 
 def other_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Sorted names of the inputs that are set, beyond the common ones."""
+    """Returns the sorted names of the inputs that are set, beyond the common ones."""
     names = []
     for name in sorted(model_kwargs.keys() - COMMON_INPUTS):
         value = model_kwargs[name]
@@ -254,9 +256,9 @@ def is_flag(value: Any) -> bool:
 
 
 def _digest(value: Any) -> bytes:
-    """Hashes all tensors and plain values in nested containers, so that no two inputs with equal
-    digests can be constructed: a user could otherwise be served another's content. Raises
-    `TypeError` for other objects."""
+    """Hashes all tensors and plain values in nested containers, cryptographically: whoever could
+    construct two inputs of equal digests could be served another user's content. Raises `TypeError`
+    for other objects."""
     tensors: list[Tensor] = []
 
     def described(value: Any) -> Any:
@@ -279,7 +281,7 @@ def _digest(value: Any) -> bytes:
             return value
         raise TypeError(f"a {type(value).__name__} among the inputs of a model")
 
-    # the form says where each tensor's bytes end, and so precedes them
+    # the form comes first, since it defines where each tensor's bytes end
     form = marshal.dumps(described(value), MARSHAL_VERSION)
     digest = hashlib.blake2b(form, digest_size=32)
     for tensor in tensors:

@@ -1,5 +1,5 @@
-"""The prompts of a call, computed by the model's own forward: what they share it with, and how its
-results reach the rows."""
+"""The prompts of a call, computed by the model's own forward: which prompts can share it, and how
+its results reach the rows. When a prompt runs is up to the scheduler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .rectangle import Rectangle
 
 
 class PromptsError(RowsError):
-    """A forward of prompts failed; the step's other work is not affected."""
+    """A forward of prompts failed; it concerns only their requests."""
 
     def __init__(self, prompts: Prompts, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -42,11 +42,11 @@ class PromptsError(RowsError):
         return request.inputs is not None and request.inputs[0] is self.prompts
 
 
-class Joins(NamedTuple):
-    """Rows of prompts with equal `Joins` may continue in one rectangle."""
+class JoinKey(NamedTuple):
+    """Rows of prompts with equal keys may continue in one rectangle."""
 
     equal_lengths: bool  # whether only rows of equal length may
-    shapes: Hashable  # of the inputs, without the dimensions that can be padded
+    shapes: Hashable  # shapes of the inputs, without the dimensions that can be padded
 
 
 @dataclass(eq=False)
@@ -55,13 +55,13 @@ class Prompts(PromptInputs):
     model's `prepare_inputs_for_generation`. That forward runs over all rows at once, since images
     and sound cannot be assigned to rows."""
 
-    joins: Joins | None = None  # in rectangles; `None`: they join no others
-    # prompts with equal values share one forward; `None`: they share none
-    merges: Hashable | None = None
+    join_key: JoinKey | None = None  # for rectangles; `None`: the rows join no others
+    # prompts of equal keys share one forward; `None`: this one shares none
+    merge_key: Hashable | None = None
 
-    def set_joins(self, verdict: tuple[bool, bool] | None) -> None:
-        """Sets `joins` and `merges`. `verdict`: whether joined rows must have equal lengths, and
-        equal encoder lengths; `None`: they cannot join."""
+    def set_join_keys(self, verdict: tuple[bool, bool] | None) -> None:
+        """Sets `join_key` and `merge_key`. `verdict`: whether joined rows must have equal lengths,
+        and equal encoder lengths; `None`: rows cannot join."""
         shapes: list[Hashable] = []
         flags: list[Any] = []
         has_media = False
@@ -83,19 +83,19 @@ class Prompts(PromptInputs):
                 shapes.append((name, str(x.dtype), *shape))
         equal_lengths, equal_widths = verdict
         encoder_width = equal_widths and self.num_encoder_tokens
-        self.joins = Joins(equal_lengths, (*shapes, encoder_width))
+        self.join_key = JoinKey(equal_lengths, (*shapes, encoder_width))
         is_plain = all(is_flag(value) for _, value in flags)
         if is_plain and not has_media and not any(self.paddings):
-            self.merges = (self.joins, self.length, *flags)
+            self.merge_key = (self.join_key, self.length, *flags)
 
-    def likeness(self, config: PreTrainedConfig) -> Hashable | None:
-        """A key: prompts with equal keys differ only in text, length and floats, which
+    def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
+        """Returns a key: prompts with equal keys differ only in text, length and floats, which
         `merge_check` varies. `None` for prompts that must not be merged."""
         content = self.content(config)
         if content is None:
             return None
-        # the placeholder tokens of each row: too many in one prompt must not make up for too few in
-        # another
+        # the placeholder tokens of each row, since too many in one prompt must not make up for too
+        # few in another
         kind: list[Hashable] = []
         for ids, is_content in zip(self.input_ids, content):
             kind.append(tuple(sorted(ids[is_content].tolist())))
@@ -109,7 +109,7 @@ class Prompts(PromptInputs):
                     return None
                 kind.append((name, value.dtype, value.dim()))
             else:
-                # some models mix rows up where parts of an image are masked, and drop images that
+                # some models mix rows up if parts of an image are masked, and some drop images that
                 # are zero
                 is_partial = "mask" in name and not bool(value.all())
                 if not value.dim() or is_partial or _has_zero_parts(value):
@@ -121,7 +121,7 @@ class Prompts(PromptInputs):
 
     @property
     def hides_tokens(self) -> bool:
-        """Whether the attention mask hides more than padding."""
+        """Whether the attention mask hides tokens besides padding."""
         mask = self._mask
         shape = (len(self.paddings), self.length)
         if not isinstance(mask, Tensor) or mask.shape != shape:
@@ -131,10 +131,10 @@ class Prompts(PromptInputs):
 
     @property
     def _mask(self) -> Tensor:
-        """The attention mask `(rows, length)` int64, all ones if none was given."""
-        given: Tensor | None = self.model_kwargs.get("attention_mask")
-        if given is not None:
-            return given
+        """The attention mask `(rows, length)` int64, by default all ones."""
+        mask: Tensor | None = self.model_kwargs.get("attention_mask")
+        if mask is not None:
+            return mask
         return self.input_ids.new_ones(len(self.paddings), self.length)
 
     @property
@@ -142,10 +142,10 @@ class Prompts(PromptInputs):
         return {**self.model_kwargs, "attention_mask": self._mask}
 
     def longer(self, token_id: int) -> Prompts:
-        """The prompts with one more token each and other images, for a check that merges them with
-        these."""
-        given = dict(self.model_kwargs)
-        for name, value in given.items():
+        """Returns the prompts with one more token each and other images, for a check that merges
+        them with these."""
+        model_kwargs = dict(self.model_kwargs)
+        for name, value in model_kwargs.items():
             if not isinstance(value, Tensor):
                 continue
             if value.is_floating_point():
@@ -157,13 +157,13 @@ class Prompts(PromptInputs):
                 elif name != "attention_mask":
                     more = more * 0
                 value = torch.cat([value, more], dim=-1)
-            given[name] = value
+            model_kwargs[name] = value
         ids = functional.pad(self.input_ids, (0, 1), value=token_id)
-        return Prompts(ids, given, self.paddings)
+        return Prompts(ids, model_kwargs, self.paddings)
 
     def merged(self, others: Items[Prompts], pad_token_id: int) -> Prompts:
-        """Merges prompts of equal `merges` as if from one call: all rows in order, padded on the
-        left."""
+        """Merges prompts of equal `merge_key` as if they came from one call: all rows in order,
+        padded on the left."""
         parts = (self, *others)
         width = max(part.length for part in parts)
 
@@ -175,18 +175,18 @@ class Prompts(PromptInputs):
             return torch.cat(wide, dim=-2)
 
         inputs = [part._masked for part in parts]
-        given = inputs[0]
-        for name, value in given.items():
+        merged = inputs[0]
+        for name, value in merged.items():
             if isinstance(value, Tensor):
                 values = [part[name] for part in inputs]
                 join = padded if _is_per_token(name) else torch.cat
-                given[name] = join(values)
+                merged[name] = join(values)
         ids = padded([part.input_ids for part in parts], pad_token_id)
         paddings = []
         for part in parts:
             shift = width - part.length
             paddings += [shift + padding for padding in part.paddings]
-        return Prompts(ids, given, paddings)
+        return Prompts(ids, merged, paddings)
 
     def lay_out(
         self,
@@ -194,16 +194,17 @@ class Prompts(PromptInputs):
         cache: PagedCache | EncoderDecoderCache | None,
         rows: dict[int, Sequence],
     ) -> Rectangle:
-        """Returns all rows on the empty `cache`, which is to borrow the tables of those given."""
+        """Returns all rows as a rectangle on the empty `cache`, which borrows the tables of the
+        sequences in `rows`."""
         inputs = dict(self.model_kwargs)
-        nothing = no_encoder = NO_BLOCKS
+        no_blocks = no_encoder = NO_BLOCKS
         if cache is not None:
             inputs[compat.cache_name(model)] = cache
             caches = cache_parts(cache)
-            nothing = _no_blocks(caches[0])
-            no_encoder = _no_blocks(caches[-1])
+            no_blocks = _empty_blocks(caches[0])
+            no_encoder = _empty_blocks(caches[-1])
         num_rows = len(self.paddings)
-        blocks = [nothing] * num_rows
+        blocks = [no_blocks] * num_rows
         encoded = [no_encoder] * num_rows
         paddings = [self.length] * num_rows
         for row, sequence in rows.items():
@@ -219,15 +220,16 @@ class Prompts(PromptInputs):
         rows: dict[int, Sequence],
         num_cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the model's own forward over all rows, and stores K/V of the given `rows` in their
-        tables, which have room and which the empty `cache` borrows. A single row may hold
+        """Runs the model's own forward over all rows, and stores K/V of the sequences in `rows` in
+        their tables, which have room and which the empty `cache` borrows. A single row may hold
         `num_cached` tokens already. Returns logits `(all rows, vocab_size)`, and which positions
-        `(all rows, length)` saw later ones, or lie between; `None` if that is unknown."""
+        `(all rows, length)` attended to later ones or lie between them; `None` if that is
+        unknown."""
         first = self.paddings[0] + num_cached if num_cached else 0
-        looks = LookAhead(self.paddings, self.length, first)
+        observer = LookAhead(self.paddings, self.length, first)
         rectangle = self.lay_out(model, cache, rows)
         rectangle.borrow(first)
-        token = attention_observer.set(looks)
+        token = attention_observer.set(observer)
         try:
             inputs = rectangle.inputs
             logits, _ = next_logits(model, self.input_ids, inputs, begins=True, num_cached=first)
@@ -237,11 +239,11 @@ class Prompts(PromptInputs):
         counts = [layer.num_positions for layer in layers if layer.num_positions]
         if any(count != self.length for count in counts):
             raise ValueError(f"the model made {counts[0]} keys and values of {self.length} tokens")
-        if looks.num_calls < len(counts):
+        if observer.num_calls < len(counts):
             return logits, None
-        return logits, looks.positions()
+        return logits, observer.positions()
 
-    def give(
+    def assign(
         self,
         request: Request,
         row: int,
@@ -249,8 +251,8 @@ class Prompts(PromptInputs):
         begins_behind_text: bool = False,
     ) -> None:
         """Makes a row the prompt of a request; without `keys` the prefix cache is not used for it.
-        `begins_behind_text`: the text before the first placeholder is shared with other prompts,
-        with or without other content."""
+        `begins_behind_text`: whether the text before the first placeholder is shared with other
+        prompts, with or without other content."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
@@ -261,8 +263,8 @@ class Prompts(PromptInputs):
                 request.namespace = (request.namespace, self.names)
 
     def find_positions(self, model: Any) -> None:
-        """Sets `position_ids` by the model's own preparation; if that gives none, the model counts
-        columns."""
+        """Sets `position_ids` to those of the model's own preparation or, if it returns none, to
+        the columns, which the model then counts itself."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
             return
@@ -280,11 +282,11 @@ class Prompts(PromptInputs):
 
 
 def _has_zero_parts(media: Tensor) -> bool:
-    """Whether an image or patch (counted by the first axes) is all zeros."""
+    """Whether an image or patch (the last three axes at most) is all zeros."""
     if not media.is_floating_point():
         return False
     first = max(1, media.dim() - 3)
-    parts = media.reshape(-1, media.shape[first:].numel())  # of a vector, single numbers
+    parts = media.reshape(-1, media.shape[first:].numel())  # single numbers, for a vector
     return bool((parts == 0).all(-1).any())
 
 
@@ -293,8 +295,8 @@ def _is_per_token(name: str) -> bool:
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
-def _no_blocks(cache: PagedCache) -> SequenceBlocks:
-    """Empty tables, for a row that is not stored."""
+def _empty_blocks(cache: PagedCache) -> SequenceBlocks:
+    """Returns empty tables, for a row that is not stored."""
     groups = [group.blocks for group in cache.groups.values()]
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
 
@@ -304,17 +306,17 @@ def prompts_of(
     model_kwargs: dict[str, Any],
     is_decoder: bool,
 ) -> Prompts:
-    """Makes `Prompts` from `generate`'s inputs before it repeated rows, and its `model_kwargs` for
-    the loop. `is_decoder`: for a model with an encoder. Only leading zeros of an attention mask
-    count as padding."""
-    ids, given = unexpanded
-    given = {
+    """Makes `Prompts` from `generate`'s inputs before it repeats rows (`unexpanded`), and its
+    `model_kwargs` for the loop. `is_decoder`: the model has an encoder, and these are the decoder's
+    prompts. Only leading zeros of an attention mask count as padding."""
+    ids, inputs = unexpanded
+    inputs = {
         name: map_tensors(_without_graph, value)
-        for name, value in {**model_kwargs, **given}.items()
+        for name, value in {**model_kwargs, **inputs}.items()
         if name not in compat.CACHE_NAMES
     }
-    mask = given.get("decoder_attention_mask" if is_decoder else "attention_mask")
-    prompts = Prompts(ids, given, [0] * len(ids))
+    mask = inputs.get("decoder_attention_mask" if is_decoder else "attention_mask")
+    prompts = Prompts(ids, inputs, [0] * len(ids))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)
         is_empty = paddings == prompts.length
@@ -323,18 +325,18 @@ def prompts_of(
 
 
 def _without_graph(x: Tensor) -> Tensor:
-    """The tensor without its autograd graph, so that it can be copied and keeps nothing else
-    alive."""
+    """Returns the tensor without its autograd graph, so that it can be copied and keeps no other
+    tensors alive."""
     return x.detach() if x.requires_grad else x
 
 
 def unshared(value: Any) -> Any:
-    """Copies nested dicts, not their tensors: `generate` repeats the rows of their entries in
-    place."""
+    """Copies nested dicts, but not their tensors, since `generate` repeats the rows of their
+    entries in place."""
     if not isinstance(value, dict):
         return value
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     for name, part in value.items():
         if isinstance(part, dict):
-            twin[name] = unshared(part)
-    return twin
+            copied[name] = unshared(part)
+    return copied

@@ -1,4 +1,5 @@
-"""Rows that are computed side by side, and what they carry from step to step."""
+"""Rows that are computed side by side, and the inputs they carry from step to step. Which rows go
+together is up to the runner."""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """A batch of rows that ran together, with the inputs of their next step. A row's index gives
-    the place of its states, and of all else that `generate`'s loop carries from step to step."""
+    """A batch of rows that ran together, with the inputs of their next step. The states, and all
+    else that `generate`'s loop carries from step to step, are ordered by row."""
 
     blocks: list[SequenceBlocks]
     # blocks of each row's encoder keys and values, if there is an encoder
     encoded: list[SequenceBlocks]
-    width: int  # columns: tokens of each row, with the padding in front of them
+    width: int  # columns: tokens of each row, and the padding before them
     paddings: list[int]
     token_ids: Tensor  # (rows, width) int64; without columns for embeddings
-    cache: Any  # borrows the rows' tables; `None` for a model that makes its cache itself
-    # carried to the next forward, as by `generate`: attention mask, position ids, the cache
+    cache: Any  # borrows the rows' tables; `None` for a model that makes its own cache
+    # inputs of the next forward, as `generate` carries them: attention mask, position ids, cache
     inputs: dict[str, Any]
     # names of inputs that are the same in every step
     constants: set[str] = dataclasses.field(default_factory=set)
-    row_bytes: int = 0  # of a row's states
+    row_bytes: int = 0  # bytes of a row's states
 
     def __post_init__(self) -> None:
         self.origins = list(range(len(self.blocks)))  # each row's index in the first step
@@ -52,8 +53,7 @@ class Rectangle:
         return state_layers(cache_parts(self.cache)[0])
 
     def borrow(self, num_cached: int) -> None:
-        """Makes the cache use the rows' tables, of whose columns the first `num_cached` are
-        computed."""
+        """Makes the cache borrow the rows' tables; the first `num_cached` columns are computed."""
         if self.cache is None:
             return
         cache, *others = cache_parts(self.cache)
@@ -66,8 +66,8 @@ class Rectangle:
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
-        """Returns row `rows[i]` as row `i`, with `cache` in the place of this one's; it must then
-        get these rows, and borrow the tables."""
+        """Returns a rectangle with row `rows[i]` as row `i`, on `cache`, which the caller must give
+        these rows and have borrow the tables."""
         index = torch.tensor(rows, device=self.token_ids.device)
         selected = copy.copy(self)
         for name in ("blocks", "encoded", "paddings", "origins"):
@@ -86,8 +86,8 @@ class Rectangle:
         return selected
 
     def fork_cache(self, cache: Any) -> Any:
-        """Makes an empty `cache` continue from this one's; nothing may be written to it before its
-        rows are reordered. Returns it."""
+        """Makes an empty `cache` continue from this rectangle's, and returns it. Its rows must be
+        reordered before anything is written to it."""
         paged, *others = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
         for cross in others:
@@ -139,7 +139,7 @@ class Rectangle:
         return joined
 
     def _mask_encoder(self) -> None:
-        """Adds the mask of encoder tokens that the model may take as given."""
+        """Adds an attention mask of ones over the encoder tokens if the inputs have none."""
         if self.inputs.get(_ENCODER_MASK) is None:
             self.inputs[_ENCODER_MASK] = torch.ones(
                 (len(self.blocks), self.encoder_width),
@@ -148,18 +148,18 @@ class Rectangle:
             )
 
     def append(self, plan: StepPlan) -> None:
-        """Appends the token that the step computes of each sequence to its row, and takes over the
-        sequences' blocks."""
+        """Appends to each row the token that the step computes, and takes over the sequences'
+        blocks."""
         blocks = [sequence.blocks for sequence in plan.sequences]
         tokens = [[row.token_ids[start]] for row, start in zip(plan.sequences, plan.starts)]
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
-        # after what may raise: the rows then still fit together
+        # assigned last, after all that may raise, so that the attributes agree
         self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
 
 
 def padding_mask(paddings: list[int], width: int, device: torch.device) -> Tensor:
-    """Which of `width` columns are no padding, `(rows, width)` bool."""
+    """Returns which of `width` columns are no padding, `(rows, width)` bool."""
     columns = torch.arange(width, device=device)
     first_columns = torch.tensor(paddings, device=device)[:, None]
     return columns >= first_columns

@@ -1,5 +1,5 @@
-"""Runs a scheduled batch as rectangles `[rows, query_len]`, batches padded on the left as in
-`generate`."""
+"""Runs a scheduled batch as rectangles `[rows, query_len]`: batches padded on the left as in
+`generate`. Block tables are left to the block manager."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from ... import compat
 from ...cache.paged_cache import PagedCache
@@ -22,27 +23,30 @@ from ...model.layout import Layout
 from ...model.own_loop import (
     cache_parts,
     first_inputs,
-    next_logits,
+    next_inputs,
     pad_token_id,
+    prepare,
     with_cross,
 )
 from ...model.registry import warn_once
+from ...model.state import ModelState
 from ...plan import StepPlan
-from ...seams import ForwardContext
+from ...seams import ForwardContext, Recorder
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
-from .runner import Part, Runner, Whole, in_order
+from .replays import RectangleReplays
+from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 
 class RectangleRunner(Runner):
     """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the
     next tokens of all rows together. The caller has switched the model's attention. Padding is not
-    stored. Prompts after cached tokens, and drafts, only run with rows of equally many new tokens,
-    since padding between would change their states.
+    stored. Prompts after cached tokens, and drafts, run only with rows of equally many new tokens,
+    since padding between the tokens would change their states.
 
-    Rows whose layout demands it, and all whose request has `inputs`, stay in the batch they began
-    with, and keep what `generate`'s loop carries; when rows leave or fork, the others are selected.
-    Rows whose `Prompts` have `joins` continue with others of equal `joins`."""
+    Rows whose layout requires it, and rows whose request has `inputs`, stay in the batch they began
+    in, and keep the state of `generate`'s loop; when rows leave or fork, the others are selected.
+    Rows whose `Prompts` have a `join_key` continue with rows of equal `join_key`."""
 
     has_states = True
 
@@ -52,11 +56,12 @@ class RectangleRunner(Runner):
         cache: PagedCache,
         states: StateStorage,
         layout: Layout,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         self.memory = cache.memory
         self.counters = cache.counters
-        # states are stored by the last table of each sequence
+        # states are stored under the first block id of each sequence's last table
         self.states = states
         self.layout = layout
         if cache.cross is not None:
@@ -65,9 +70,19 @@ class RectangleRunner(Runner):
         self._has_cache = compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
         self.takes_drafts = layout.reason_against_drafts is None
+        self._replays: RectangleReplays | None = None
+        is_on_host = compute_device(model).type == "cpu"  # where reading masks waits for nothing
+        if recorder is not None and is_on_host and self._has_cache and not self._knows_states:
+            self.recorder = recorder
+            self._replays = RectangleReplays(model, cache, recorder)
         self._holders: set[Any] = set()  # rectangles whose states are in use
 
-    def rest(self) -> None:
+    def begin(self, state: ModelState | None) -> None:
+        if self._replays is not None:
+            self._replays.begin(state)
+
+    def go_idle(self) -> None:
+        self.begin(None)  # the state holds the weights
         self._copy_kept_states()
         self._holders = set()
 
@@ -77,55 +92,56 @@ class RectangleRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_kept_states()
-        parts, others = self.run_wholes(plan)
-        rows = [(self._kind(plan, place), 1, plan.counts[place], place) for place in others]
-        for places in self.divide(rows):
-            part = plan.select(places)
-            if _begins(plan, places[0]):
+        parts, others = self.run_whole_prompts(plan)
+        rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in others]
+        for indices in self.divide(rows):
+            part = plan.select(indices)
+            if _begins(plan, indices[0]):
                 logits = self._forward(self._lay_out(part), begins=True)
             else:
                 logits = self._continue(part)
-            parts.append((places, logits))
+            parts.append((indices, logits))
         self._holders = set(self.states.holders())
-        num_rows = [max(1, number) for number in plan.num_logits]  # of logits, wanted or not
+        # one row of logits also for sequences whose logits the plan does not ask for
+        num_rows = [max(1, number) for number in plan.num_logits]
         logits = in_order(parts, num_rows)
         if all(plan.num_logits):
             return logits
         counted = zip(plan.num_logits, num_rows)
         return logits[[number > 0 for number, count in counted for _ in range(count)]]
 
-    def _kind(self, plan: StepPlan, place: int) -> Hashable:
-        """Rows of one kind share a forward."""
-        sequence = plan.sequences[place]
-        start = plan.starts[place]
-        count = plan.counts[place]
-        begins = _begins(plan, place)
+    def _kind(self, plan: StepPlan, index: int) -> Hashable:
+        """Returns the kind of a row; rows of one kind share a forward."""
+        sequence = plan.sequences[index]
+        start = plan.starts[index]
+        count = plan.counts[index]
+        begins = _begins(plan, index)
         prompts, _ = sequence.request.inputs or (None, 0)
-        if prompts is None and self.layout.side_by_side:
-            is_any_length = begins and self.layout.mixed_lengths
+        if prompts is None and self.layout.is_side_by_side:
+            is_any_length = begins and self.layout.can_mix_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
-        if begins or not self._has_cache:  # each row runs alone with a copy of the model's
-            return place
-        if prompts is None or prompts.joins is None:
+        if begins or not self._has_cache:  # the row runs alone, with its own copy of the cache
+            return index
+        if prompts is None or prompts.join_key is None:
             holder, _ = self.states.find(_slot(sequence.blocks))
             return holder
-        return prompts.joins, prompts.joins.equal_lengths and start
+        return prompts.join_key, prompts.join_key.equal_lengths and start
 
-    def _run_prompts(self, wholes: list[Whole], plan: StepPlan) -> Part:
+    def _run_prompts(self, groups: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         sources = []
-        all_places: list[int] = []
-        for prompts, places in wholes:
-            sequences = {row: plan.sequences[place] for row, place in places.items()}
+        all_indices: list[int] = []
+        for prompts, indices in groups:
+            sequences = {row: plan.sequences[index] for row, index in indices.items()}
             rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
-            sources.append((rectangle, list(places)))
-            all_places += places.values()
+            sources.append((rectangle, list(indices)))
+            all_indices += indices.values()
         rectangle, rows = sources[0]
         if len(sources) > 1:
             rectangle = Rectangle.join(sources, self._new_cache())
-            rows = list(range(len(all_places)))
+            rows = list(range(len(all_indices)))
         rectangle.borrow(0)
         logits = self._forward(rectangle, begins=True, rows=rows)
-        return all_places, logits[rows]
+        return all_indices, logits[rows]
 
     def _forward(
         self,
@@ -138,16 +154,12 @@ class RectangleRunner(Runner):
         """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
         of each row's last tokens."""
         before = dict(rectangle.inputs)
-        self.num_forwards += 1
-        with self.products:
-            logits, rectangle.inputs = next_logits(
-                self.model,
-                rectangle.token_ids,
-                rectangle.inputs,
-                begins,
-                num_new,
-                num_logits,
-            )
+        prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
+        logits = None
+        if not begins and num_new == 1:
+            logits = self._replay(rectangle, prepared)
+        if logits is None:
+            logits = self._compute(rectangle, prepared, num_logits)
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]
@@ -177,11 +189,45 @@ class RectangleRunner(Runner):
         slots = [_slot(blocks) for blocks in rectangle.blocks]
         self.states.put(slots, rectangle, rectangle.row_bytes)
         self._holders.add(rectangle)
-        return logits.contiguous()  # the logits of a prompt's other tokens are not kept
+        return logits.contiguous()  # a copy, which does not keep the prompt's other logits alive
+
+    def _compute(
+        self, rectangle: Rectangle, prepared: dict[str, Any], num_logits: int = 1
+    ) -> Tensor:
+        """Runs the model's own forward on these arguments; returns logits as `_forward` does, and
+        carries the rectangle's inputs on."""
+        self.num_forwards += 1
+        if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
+            prepared["logits_to_keep"] = num_logits
+        with self.products:
+            outputs = self.model(**prepared, return_dict=True)
+        logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
+        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        return logits
+
+    def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
+        """As `_compute`, of one new token a row, as a replay; `None` if no recorded step serves
+        it."""
+        replays = self._replays
+        if replays is None:
+            return None
+        replayed = replays.run(rectangle, prepared)
+        if replayed is None:
+            return None
+        if not replays.is_checked(prepared):
+            logits = self._compute(rectangle, prepared)
+            replays.check(prepared, replayed, logits)
+            return logits
+        self.num_captured_steps += 1
+        cache, *_ = cache_parts(rectangle.cache)
+        cache.note_step(rectangle.width)
+        outputs = ModelOutput({compat.OUTPUT_CACHE: rectangle.cache})
+        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
-        """Computes equally many more tokens of each row; returns logits `(rows, vocab)`, of drafts
-        of `n` tokens `(rows * (n + 1), vocab)`."""
+        """Computes equally many more tokens of each row; returns logits `(rows, vocab)`, with
+        drafts of `n` tokens `(rows * (n + 1), vocab)`."""
         sequences = plan.sequences
         num_new = plan.counts[0]
         slots = [_slot(sequence.blocks) for sequence in sequences]
@@ -214,12 +260,12 @@ class RectangleRunner(Runner):
         return self._forward(rectangle, begins=False)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
-        """Returns these rows of a rectangle, from which others continue if it `is_shared`; the
-        cache must borrow the tables again."""
-        if not self._has_cache:  # it is among the inputs
-            alone = copy.copy(rectangle)
-            alone.inputs = copy.deepcopy(rectangle.inputs)
-            return alone
+        """Returns these rows of a rectangle, which other sequences continue from as well if it
+        `is_shared`; the cache must borrow the tables again."""
+        if not self._has_cache:  # the model's own cache is among the inputs
+            copied = copy.copy(rectangle)
+            copied.inputs = copy.deepcopy(rectangle.inputs)
+            return copied
         cache = rectangle.cache
         if is_shared:
             cache = rectangle.fork_cache(self._new_cache())
@@ -228,15 +274,15 @@ class RectangleRunner(Runner):
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
         """Whether the next column is past the model's positions, which its code may count with the
-        padding, and no row needs it: a longer one has left."""
+        padding, although no row needs that column, since a longer row has left."""
         most = self.layout.max_positions
-        if most is None or not self.layout.side_by_side or rectangle.width < most:
+        if most is None or not self.layout.is_side_by_side or rectangle.width < most:
             return False
         return all(rectangle.paddings[row] for row in rows)
 
     def _find(self, slot: int) -> tuple[Any, int]:
-        """Returns the rectangle with the state of a slot, and the row in it; `(None, 0)` if the
-        model has no states and the sequence starts after cached tokens."""
+        """Returns the rectangle that holds the state of a slot, and the row in it; `(None, 0)` if
+        the model has no states and the sequence starts after cached tokens."""
         try:
             return self.states.find(slot)
         except KeyError:
@@ -286,8 +332,8 @@ class RectangleRunner(Runner):
         return with_cross(twin)
 
 
-def _begins(plan: StepPlan, place: int) -> bool:
-    return not plan.starts[place] and not plan.sequences[place].draft
+def _begins(plan: StepPlan, index: int) -> bool:
+    return not plan.starts[index] and not plan.sequences[index].draft
 
 
 def _slot(blocks: SequenceBlocks) -> int:

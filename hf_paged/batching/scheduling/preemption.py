@@ -1,5 +1,5 @@
-"""Allocates, swaps and frees the blocks of whole requests, with a cost model. Plain Python: no
-tensors."""
+"""Allocates, swaps and frees the blocks of whole requests, with a cost model that chooses between
+swap and recompute. Plain Python: no tensors; the scheduler chooses the requests."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class CostModel:
     HALF_LIFE = 32
 
     def __init__(self, bytes_per_second: float = 10e9) -> None:
-        # between pool and host memory; an estimate until a swap is observed
-        self._given_speed = bytes_per_second
+        # between pool and host memory, until a swap is observed
+        self._assumed_speed = bytes_per_second
         self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        self._prefills = self._with(self._prefills, num_tokens, seconds)
+        self._prefills = self._decayed(self._prefills, num_tokens, seconds)
 
     def observe_swap(self, num_bytes: int, seconds: float) -> None:
-        self._swaps = self._with(self._swaps, num_bytes, seconds)
+        self._swaps = self._decayed(self._swaps, num_bytes, seconds)
 
-    def _with(
+    def _decayed(
         self,
         sums: tuple[float, float],
         amount: int,
         seconds: float,
     ) -> tuple[float, float]:
-        keep = 0.5 ** (1 / self.HALF_LIFE)
+        decay = 0.5 ** (1 / self.HALF_LIFE)
         total, total_seconds = sums
-        return keep * total + amount, keep * total_seconds + seconds
+        return decay * total + amount, decay * total_seconds + seconds
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -64,11 +64,11 @@ class CostModel:
         num_bytes, seconds = self._swaps
         if seconds > 0:
             return num_bytes / seconds
-        return self._given_speed
+        return self._assumed_speed
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
-        """`"swap"` if copying `num_bytes` out and back takes less time than `num_tokens` tokens,
-        else `"recompute"`."""
+        """Returns `"swap"` if copying `num_bytes` out and back takes less time than computing
+        `num_tokens` tokens, else `"recompute"`."""
         per_token = self.seconds_per_token or 0.0
         seconds = 2 * num_bytes / self.bytes_per_second
         if seconds < num_tokens * per_token:
@@ -76,11 +76,11 @@ class CostModel:
         return "recompute"
 
 
-# In rectangles, the tokens behind a cache hit or a snapshot need a separate forward, which takes
+# In rectangles, the tokens after a cache hit or a snapshot need a separate forward, which takes
 # about as long as `FORWARD_TOKENS` tokens: a hit must save at least that many, and so must a
 # snapshot where other prompts diverged. The snapshot at the end of a prompt may never be reused: it
-# must be `SNAPSHOT_TOKENS` past the previous one. Where waiting prompts part, both the first one,
-# which stops there, and those that begin there need such a forward.
+# must be `SNAPSHOT_TOKENS` past the previous one. Where waiting prompts diverge, both the first
+# one, which stops there, and the others, which begin there, need such a forward.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
@@ -90,19 +90,19 @@ class Preemption:
     stay shared."""
 
     blocks: BlockManager
-    preempt: str = "recompute"  # or "swap", or "auto": as `cost` chooses
+    mode: str = "recompute"  # or "swap", or "auto": as `cost` chooses
     swapper: BlockSwapper | None = None  # without one, everything is recomputed
-    # returns whether cached blocks from before this window are still valid
+    # returns whether cached blocks from before this span are still valid
     # (`Epochs.needs_verification`); if not, it has dropped them
-    vouch: Callable[[], bool] | None = None
-    # whether a sequence may be computed in chunks; else as a whole, then token by token
+    verify: Callable[[], bool] | None = None
+    # whether a sequence may be computed in chunks; if not, as a whole and then token by token
     chunks: bool = True
     replays: bool = False  # without chunks: whether `replays_prompt` holds for all requests
     # for a model with an encoder: the blocks of its output
     encoder_blocks: BlockManager | None = None
-    cost: CostModel | None = None  # learns from times of prefills and swaps
-    # for processes that must schedule alike but measure different times: returns the first
-    # process's value
+    cost: CostModel | None = None  # learns from the times of prefills and swaps
+    # returns the first process's value, for processes that must schedule alike but measure
+    # different times
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out
     # the requests of the scheduler's queue that may share a prefill
@@ -115,15 +115,15 @@ class Preemption:
         self.waiting = WaitingPrompts(self.blocks.block_size)
 
     def replays_prompt(self, request: Request) -> bool:
-        """Whether recomputation runs the prompt as a whole again, and then token by token."""
+        """Whether recomputation runs the prompt as a whole again, then token by token."""
         if self.chunks:
             return False
         return self.replays or request.inputs is not None
 
     def may_stop(self, request: Request) -> bool:
-        """Whether its first prefill may stop where others can begin. If sequences are computed in
-        chunks, others can begin anywhere, since each layer stores all K and V of a step before
-        attention."""
+        """Whether its first prefill may stop where other requests can begin. If sequences are
+        computed in chunks, others can begin anywhere, since each layer stores all K and V of a step
+        before attention."""
         if not self.blocks.prefix_caching or request.namespace is UNCACHED:
             return False
         if self.chunks or request.num_preemptions:
@@ -164,26 +164,26 @@ class Preemption:
         pairs = zip(common, unshared)
         return [together + rows * alone for together, alone in pairs]
 
-    def bring_in(
+    def admit(
         self,
         request: Request,
         chunk: int,
         reserve: int,
         is_alone: bool,
     ) -> bool:
-        """Swaps a waiting request in, or gives its rows their cached blocks, if there is room for
-        all that it has to compute, at most `chunk` tokens at a time, with `reserve` blocks left;
-        returns whether it did. While no other request runs (`is_alone`), a request that cannot be
-        swapped in is recomputed: there will never be more room. If this raises, its tables may be
-        half changed."""
+        """Swaps a waiting request in, or attaches its rows to their cached blocks, if the pool has
+        room for all tokens that it has to compute, at most `chunk` at a time, with `reserve` blocks
+        left; returns whether it did. While no other request runs (`is_alone`), a request that
+        cannot be swapped in is recomputed: there will never be more room. If this raises, the
+        request's tables may be half changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, reserve, is_alone):
                 return True
             if not is_alone:
                 return False
-            self.forget(request)
-        # a retry starts from the arguments again
+            self.reset(request)
+        # new names, since a retry needs the arguments
         reserved = reserve + self._num_encoder_blocks(request)
         longest = chunk
         if reserved >= manager.num_free:
@@ -194,26 +194,26 @@ class Preemption:
             num_tokens = sequence.num_tokens
             is_prompt = num_tokens == num_prompt_tokens
             skips = not first and request.inputs is not None and is_prompt
-            if first and sequence.is_whole:
+            if first and sequence.computes_whole_prompt:
                 longest = num_prompt_tokens
             step = 1 if skips else longest
             more = manager.num_spanned(first, num_tokens, step, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
         if not manager.has_room(needs, reserved):
-            self.forget(request)
+            self.reset(request)
             return False
         is_restorable = self._is_restorable(request)
-        may_be_old = is_restorable or any(
+        may_be_outdated = is_restorable or any(
             manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
         )
-        if may_be_old and self.vouch is not None and not self.vouch():
-            self.forget(request)
-            # `vouch` has dropped the old blocks: try again without them
-            return self.bring_in(request, chunk, reserve, is_alone)
+        if may_be_outdated and self.verify is not None and not self.verify():
+            self.reset(request)
+            # `verify` has dropped the old blocks: retry without them
+            return self.admit(request, chunk, reserve, is_alone)
         if is_restorable:
             self._restore(request)
         if request.num_encoder_tokens and not self._take_encoder_blocks(request):
-            self.forget(request)
+            self.reset(request)
             return False
         num_tokens = request.sequences[0].num_tokens
         if not request.num_preemptions and num_tokens == num_prompt_tokens:
@@ -240,17 +240,17 @@ class Preemption:
         num_needed = self.swapper.num_blocks(request) + sum(growth)
         if num_needed + reserve > manager.num_free:
             return False
-        manager.flush_copies()  # the targets of queued copies may be handed out again
+        manager.flush_copies()  # the targets of queued copies may be allocated again
         if not self.swapper.swap_in(request):
             return False
         if manager.has_room(growth):
             return True
-        self.send_out(request)
+        self.swap_out_or_free(request)
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
-        """Gives open rows their cached blocks; returns each row with its number of cached or shared
-        tokens. The common beginning of all rows (with `replays`, the prompt) is shared again: if it
+        """Attaches open rows to their cached blocks; returns each row with its number of cached or
+        shared tokens. All rows share their common prefix (with `replays`, the prompt) again: if it
         is not cached, the first row computes it (`num_until_shared`)."""
         manager = self.blocks
         size = manager.block_size
@@ -269,16 +269,16 @@ class Preemption:
                     shared = num_prompt_tokens
             elif self.chunks:
                 tokens = [sequence.token_ids for sequence in rows]
-                parting = min(map(len, tokens)) - 1
+                divergence = min(map(len, tokens)) - 1
                 for position, column in enumerate(zip(*tokens)):
                     if len(set(column)) > 1:
-                        parting = min(position, parting)
+                        divergence = min(position, divergence)
                         break
-                shared = parting // size * size
+                shared = divergence // size * size
         attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
         if all(num_computed >= shared for _, num_computed in attached):
             return attached
-        self.forget(request)
+        self.reset(request)
         first, *others = rows
         request.num_shared_tokens = shared
         self._match(first, first.keys[: shared + 1])
@@ -299,8 +299,7 @@ class Preemption:
         return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Copies that prefix from the tier into newly allocated blocks of the row, as after a
-        swap."""
+        """Copies the tier's prefix into newly allocated blocks of the row, as a swap-in does."""
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
@@ -309,18 +308,18 @@ class Preemption:
             self._match(sequence, sequence.keys)
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Gives a row blocks, with the longest prefix of `keys` that is cached, and its stops."""
+        """Attaches a row to the longest cached prefix of `keys`, and sets its stops."""
         request = sequence.request
         sequence.blocks = self.blocks.new()
         sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
             return
-        if request.drafts_first:  # leaves a token for the step before the last token's
+        if request.drafts_first_token:  # leaves a token for the step before that of the last token
             keys = keys[:-1]
-        saved = 0 if self.chunks else FORWARD_TOKENS
-        least = max(request.num_content, saved)
+        min_saved = 0 if self.chunks else FORWARD_TOKENS
+        min_matched = max(request.num_content, min_saved)
         namespace = request.namespace
-        num_matched = self.blocks.match(sequence.blocks, keys, namespace, least)
+        num_matched = self.blocks.match(sequence.blocks, keys, namespace, min_matched)
         if not num_matched and request.num_text:
             text_keys = keys[: request.num_text + 1]
             num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
@@ -329,26 +328,26 @@ class Preemption:
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the positions where its prefill stops, so that others can begin there: where
-        waiting prompts part from this one, and with states, for snapshots, where earlier prompts
+        waiting prompts diverge from this one and, for snapshots of states, where earlier prompts
         diverged (as SGLang does for hybrid models) and after its last full block."""
         request = sequence.request
         size = self.blocks.block_size
-        done = sequence.num_computed_tokens
+        num_computed = sequence.num_computed_tokens
         if not self.may_stop(request):
             return ()
-        least: dict[int, int] = {}
+        min_saved: dict[int, int] = {}  # by stop, the number of tokens that it must save
         if self.blocks.keeps_states:
             last = (sequence.num_tokens - 1) // size * size
-            least[last] = SNAPSHOT_TOKENS
-        partings = self.waiting.partings(request)
-        least |= dict.fromkeys(partings, 2 * FORWARD_TOKENS)
+            min_saved[last] = SNAPSHOT_TOKENS
+        divergences = self.waiting.divergences(request)
+        min_saved |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
-            num_matching = self.blocks.num_matching(sequence.keys, request.namespace)
-            least[num_matching] = FORWARD_TOKENS
+            num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
+            min_saved[num_indexed] = FORWARD_TOKENS
         stops: list[int] = []
-        for stop, num_tokens in sorted(least.items()):  # each must save that many tokens
-            before = max(done, *stops, 0)
-            if stop - before >= num_tokens:
+        for stop, num_tokens in sorted(min_saved.items()):
+            previous = max(num_computed, *stops, 0)
+            if stop - previous >= num_tokens:
                 stops.append(stop)
         return tuple(stops)
 
@@ -367,46 +366,46 @@ class Preemption:
         return sequence.num_to_compute
 
     def limit(self, request: Request, sequence: Sequence, count: int) -> int:
-        """Returns how many of `count` tokens, above 1, a sequence of the request may compute in a
-        step, its budget aside."""
+        """Returns how many of `count` tokens (more than one) a sequence of the request may compute
+        in a step, apart from the step's budget."""
         num_computed = sequence.num_computed_tokens
         # a prompt that is computed as a whole ends its step
-        if sequence.is_whole or self.replays_prompt(request):
+        if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
-        # others may begin where a prefill stops
+        # other requests may begin where a prefill stops
         for stop in sequence.blocks.stops:
             if stop > num_computed:
                 count = min(count, stop - num_computed)
         # Under a limit in bytes, blocks that leave a window can be reused only by layers of that
-        # window: a request that did not fit alone goes on block by block.
+        # window: a request that did not fit alone advances block by block.
         is_windowed = self.chunks and self.blocks.has_windows
         if is_windowed and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
         # the last prompt token has a step of its own if the first new token is drafted
-        if request.drafts_first and count == sequence.num_to_compute:
+        if request.drafts_first_token and count == sequence.num_to_compute:
             return count - 1
         return count
 
-    def send_out(self, request: Request) -> None:
+    def swap_out_or_free(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
         full blocks. Blocks from before a change of the model are swapped out if possible."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        # a request that replays its prompt needs more than the content of its blocks
+        # the content of its blocks is not enough for a request that replays its prompt
         can_swap = not self.replays_prompt(request) and all(
             sequence.blocks is not NO_BLOCKS for sequence in rows
         )
         if self.swapper is not None and can_swap:
-            how = self.preempt
+            mode = self.mode
             num_bytes = 0
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
-                # computed again, the tokens would get keys and values of the changed model
-                how = "swap"
+                # recomputed tokens would get keys and values of the changed model
+                mode = "swap"
             elif self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # blocks shared with others stay in the pool and are found again; swapped copies
+                # blocks shared with others stay in the pool and are matched again; swapped copies
                 # would need new blocks
                 num_rows = len(rows)
                 is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
@@ -414,8 +413,8 @@ class Preemption:
                 if not is_shared:
                     choice = self.cost.choose(num_tokens, num_bytes)
                 index = self.agree(PREEMPTION.index(choice))
-                how = PREEMPTION[index]
-            if how == "swap":
+                mode = PREEMPTION[index]
+            if mode == "swap":
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
@@ -423,14 +422,16 @@ class Preemption:
                         seconds = time.perf_counter() - start
                         self.cost.observe_swap(num_bytes, seconds)
                     for sequence in rows:
-                        # after swap-in the first write must take the slow path
+                        # the first append after the swap-in must take the slow path
                         sequence.blocks.capacity = 0
                     return
-        self.forget(request)
+        self.reset(request)
 
-    def forget(self, request: Request) -> None:
+    def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, and resets its computed
-        tokens."""
+        tokens: it is recomputed. Reasons: a preemption that does not swap; a swapped request that
+        does not fit while alone; other rotary factors or weights (`weights_update`); a failed step
+        with states, or split bookkeeping (`StepLoop.recover`)."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)
@@ -448,7 +449,7 @@ class Preemption:
             self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
-        sequence.blocks.stops = ()  # no further step would copy the state
+        sequence.blocks.stops = ()  # no later step copies the state
         self.blocks.register(
             sequence.blocks,
             sequence.keys,

@@ -1,5 +1,6 @@
-"""The unfinished requests of a scheduler, running and waiting, each in the order of their keys;
-which of them a failed forward may be the fault of; the errors for lack of blocks."""
+"""The unfinished requests of a scheduler, running and waiting, in the order of their keys; which of
+them may have made a forward fail; the errors for lack of blocks. What a step computes is up to the
+scheduler."""
 
 from __future__ import annotations
 
@@ -23,19 +24,19 @@ _by_key = attrgetter("key")
 
 
 class NeverFits(OutOfBlocksError):
-    """`request` needs more blocks than there are, and no other request holds any."""
+    """`request` needs more blocks than there are, although no other request holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
         self.request = request
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OutOfBlocksError, (str(self),)  # a copy needs no request, which holds blocks
+        return OutOfBlocksError, (str(self),)  # without the request, which holds blocks
 
 
 class Suspects(deque[set[Request]]):
     """Groups of requests whose common forward failed. Steps compute the first group alone, then the
-    next one, and a group that fails again is halved, so that only those end which fail alone."""
+    next one, and a group that fails again is halved, so that only requests end which fail alone."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -43,40 +44,40 @@ class Suspects(deque[set[Request]]):
             self.popleft()
         return self[0] if self else None
 
-    def halve(self, parties: Items[list[Request]]) -> None:
-        """Makes the next steps compute these parties, whose forward failed, in two halves, one
-        after the other; the requests of a party remain together."""
-        middle = len(parties) // 2
-        for half in (parties[middle:], parties[:middle]):
-            requests = {request for party in half for request in party if not request.is_finished}
-            self.exonerate(requests)  # the forward was for requests of the first group
+    def halve(self, units: Items[list[Request]]) -> None:
+        """Makes the next steps compute these units, whose forward failed, in two halves, one after
+        the other; the requests of a unit stay together."""
+        middle = len(units) // 2
+        for half in (units[middle:], units[:middle]):
+            requests = {request for unit in half for request in unit if not request.is_finished}
+            self.discard(requests)  # the forward was for requests of the first group
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
-        """After a forward that did not fail: takes those of its requests out that have nothing left
-        to compute before they get their next tokens."""
-        self.exonerate({request for request in self[0] if _has_logits(request)})
+        """After a forward that succeeded: removes its requests that have nothing left to compute
+        before they get their next tokens."""
+        self.discard({request for request in self[0] if _has_logits(request)})
 
-    def exonerate(self, requests: set[Request]) -> None:
-        """Takes requests out of their groups."""
+    def discard(self, requests: set[Request]) -> None:
+        """Removes requests from their groups."""
         for group in self:
             group -= requests
 
 
 @dataclass(eq=False)
 class RequestQueue:
-    """Every unfinished request is in `running` or in `waiting`. `preemption` allocates their blocks
-    and frees them."""
+    """Every unfinished request is in `running` or in `waiting`. `preemption` allocates and frees
+    their blocks."""
 
     preemption: Preemption
     aging: float  # one unit of priority weighs as much as this many arrivals
-    # what brings in requests whose adapters take memory in the pool (`Request.adapter_bytes`)
+    # admits requests whose adapters take memory in the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
-    # the only requests that this step may compute, the first group of suspects; `None`: all
-    only: Set[Request] | None = None
+    # the requests that this step may compute: the first group of suspects; `None`: all
+    allowed: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
-    # preempted ones may just wait for a token
+    # a preempted request may only wait for a token
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
@@ -87,16 +88,16 @@ class RequestQueue:
         return next(filter(self.may_begin, self.waiting), None)
 
     def may_begin(self, request: Request) -> bool:
-        """Whether a waiting request may be admitted, and has something to compute."""
-        return self.may_run(request) and not request.is_answered
+        """Whether a waiting request may be admitted, and has tokens to compute."""
+        return self.may_run(request) and not request.awaits_tokens
 
     def may_run(self, request: Request) -> bool:
-        return self.only is None or request in self.only
+        return self.allowed is None or request in self.allowed
 
     def add(self, request: Request) -> None:
         """Queues a new request."""
         if request.adapter_bytes:
-            self.adapters()  # is made now, and may prefetch
+            self.adapters()  # makes it, so that it can prefetch
         arrival = self._num_arrivals
         request.key = (arrival + request.priority * self.aging, arrival)
         self._num_arrivals += 1
@@ -109,7 +110,7 @@ class RequestQueue:
             self.preemption.waiting.add(request)
 
     def run(self, request: Request) -> None:
-        """Makes a waiting request run, whose blocks are there."""
+        """Makes a waiting request run; its blocks are allocated."""
         self.remove(request)
         request.status = Status.RUNNING
         self.num_rows += request.num_open_rows
@@ -126,7 +127,7 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Notes that a row of the request has ended, and others have not."""
+        """Counts a row of the request that has ended while others have not."""
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self.num_rows -= 1
@@ -137,21 +138,21 @@ class RequestQueue:
         self.num_rows = 0
         self.preemption.forget_waiting()
 
-    def bring_in(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.bring_in`, with what the request's adapter needs. If this raises
+    def admit(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
+        """`Preemption.admit`, with the memory that the request's adapter needs. If this raises
         `OutOfBlocksError`, the request holds no blocks and is recomputed."""
-        bring_in = functools.partial(self.preemption.bring_in, request, chunk, reserve, is_alone)
+        admit = functools.partial(self.preemption.admit, request, chunk, reserve, is_alone)
         try:
             if not request.adapter_bytes:
-                return bring_in()
-            return self.adapters().admit(request, bring_in)
+                return admit()
+            return self.adapters().admit(request, admit)
         except OutOfBlocksError:
-            self.preemption.forget(request)
+            self.preemption.reset(request)
             raise
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
-        """Makes the error for a step that could schedule nothing for lack of blocks for `request`:
-        `NeverFits` if no other holds any."""
+        """Returns the error of a step that could schedule nothing because blocks for `request` are
+        missing: `NeverFits` if no other request holds any."""
         blocks = self.preemption.blocks
         total = "any number of"
         if blocks.num_total < sys.maxsize:
@@ -172,12 +173,11 @@ class RequestQueue:
             )
         return NeverFits(
             request,
-            shortage
-            + "No other holds blocks: raise `num_blocks`, `memory_fraction` or `hf_paged.budget`,"
-            " free memory, or lower `max_new_tokens`, the prompt length or the number of"
-            " sequences",
+            shortage + "No other request holds blocks: raise `num_blocks`, `memory_fraction` or"
+            " `hf_paged.budget`, free memory, or lower `max_new_tokens`, the prompt length or the"
+            " number of sequences",
         )
 
 
 def _has_logits(request: Request) -> bool:
-    return request.is_finished or request.is_computed or request.is_answered
+    return request.is_finished or request.is_computed or request.awaits_tokens

@@ -1,4 +1,5 @@
-"""What a step has scheduled so far, and how many tokens it may still schedule."""
+"""What a step has scheduled so far, and how many tokens it may still schedule. Plain Python: no
+tensors, no policy."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from ..request import Request, Sequence
 class Budget:
     """Tokens that running requests may still get in a step."""
 
-    left: int  # of all tokens
-    chunks: int  # of chunks beside decodes
-    drafts: int  # of drafts
-    reserved: int = -1  # for decodes that come later; below 0 until the first chunk counts them
+    left: int  # of all kinds
+    chunks: int  # in chunks beside decodes
+    drafts: int  # in drafts
+    reserved: int = -1  # for later decodes; below 0 until the first chunk counts these
 
 
 @dataclass
 class Scheduled:
-    """What is scheduled so far: becomes the step's plan."""
+    """The sequences scheduled so far, which become the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
-    has_parts: bool = False  # whether some of these have more to compute
+    has_parts: bool = False  # whether some of these have more tokens to compute
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)  # a last token and a draft
     # chunks of prefill or recomputation
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -31,7 +32,7 @@ class Scheduled:
     admitted: list[Request] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether there is something to compute."""
+        """Whether any token is scheduled."""
         return bool(self.decodes or self.drafted or self.chunks)
 
     def has_rows_of(self, request: Request) -> bool:
@@ -39,13 +40,13 @@ class Scheduled:
         return any(sequence.request is request for sequence in self.plan().sequences)
 
     def shares_forward(self, request: Request) -> bool:
-        """Whether the step's prefills all run in the forward that this prompt needs. Then a prompt
-        computed as a whole may exceed the token budget."""
+        """Whether all prefills of the step run in the forward that this prompt needs; then this
+        prompt, computed as a whole, may exceed the token budget."""
         if request.inputs is None:
             return False
         for sequence, _ in self.chunks:
-            others = sequence.request.inputs
-            if others is None or others[0] is not request.inputs[0]:
+            inputs = sequence.request.inputs
+            if inputs is None or inputs[0] is not request.inputs[0]:
                 return False
         return True
 

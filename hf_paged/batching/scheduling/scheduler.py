@@ -1,4 +1,5 @@
-"""Schedules each step: which sequences run, with how many tokens. Plain Python: no tensors."""
+"""Schedules each step: which sequences run, with how many tokens. Plain Python: no tensors; blocks
+are allocated by `preemption.py`."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
     preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). In the order of
-    `arrival + priority * aging`, running requests get their tokens and may preempt later ones; then
-    waiting requests are admitted as long as the first of them fits."""
+    `arrival + priority * aging`, running requests get their tokens and may preempt later requests;
+    then waiting requests are admitted as long as the first of them fits."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step
-    # running sequences; exceeded only by one large request, or if running requests wait for others
+    # limit of running sequences; exceeded only by a single large request, or to admit requests that
+    # running ones wait for
     max_num_seqs: int
-    # prefill tokens in a step with decodes; `None`: as many as fit into the step
+    # limit of prefill tokens in a step with decodes; `None`: as many as fit into the step
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission leaves to running requests
     aging: float = AGING
@@ -45,11 +47,10 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
         self._chunks = self.preemption.chunks
-        # every running sequence must be able to decode in every step, and one prefill to advance
-        # beside them
+        # every running sequence must be able to decode in every step, with one prefill beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.queue = RequestQueue(self.preemption, self.aging, self.adapters)
-        # the first waiting request, if this step had no room for it (`max_num_seqs`, blocks)
+        # the first waiting request, if this step had no room for it (`max_num_seqs` or blocks)
         self._refused: Request | None = None
         self._scheduled = Scheduled()
         self._is_committed = False  # whether the rows of the last step may have advanced
@@ -78,9 +79,9 @@ class Scheduler:
             self.timeline.waits(request)
 
     def schedule(self) -> StepPlan:
-        """Returns the next step, to be ended by `commit` or `fail_step`. Raises `OutOfBlocksError`,
+        """Returns the next step, which `commit` or `fail_step` must end. Raises `OutOfBlocksError`,
         with nothing scheduled, if others hold the blocks that the first request needs, `NeverFits`
-        if no other holds any. After another exception, `recover` is due."""
+        if no other request holds any. After any other exception the caller must `recover`."""
         self._is_committed = False
         self._scheduled = Scheduled()
         self._schedule(self._scheduled)
@@ -90,14 +91,14 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the step, whose tokens are in their blocks now. Rows that another
-        thread ended meanwhile have none."""
+        """Advances the rows of the step, whose K and V are in their blocks now. Rows that another
+        thread ended meanwhile have no blocks."""
         self._is_committed = True
         self.blocks.index.end_step()
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
             if sequence.blocks is NO_BLOCKS:
                 continue
-            if sequence.draft:  # whose tokens are not accepted yet
+            if sequence.draft:  # draft tokens are not accepted yet
                 count = 1
             sequence.num_computed_tokens = start + count
         if not plan.has_chunks:
@@ -112,19 +113,19 @@ class Scheduler:
                     sequence.num_computed_tokens,
                     request.namespace,
                 )
-            # frees window blocks that only the chunk's tokens could see
+            # frees window blocks that no token after the chunk attends to
             self.blocks.trim(sequence.blocks)
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
-        self.queue.only = self.queue.suspects.first() if self.queue.suspects else None
+        self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.waiting.awaited:
             self.preemption.waiting.awaited.clear()
         self._refused = None
         if self.rope is not None and self.rope.restarts:
             for request in list(self.queue.running):
                 if request.update_factors(self.rope):
-                    self._preempt(request, keeps=False)
+                    self._preempt(request, keeps_kv=False)
                     # not for lack of blocks: this step may admit it again
                     scheduled.preempted.pop()
         left = self._continue_running()
@@ -134,16 +135,17 @@ class Scheduler:
             self._admit_first()
 
     def _admit_first(self) -> None:
-        """Admits the first waiting request when every running one waits for a token that depends on
-        a request that does not run. Raises `OutOfBlocksError`."""
+        """Admits the first waiting request when every running request waits for tokens that depend
+        on a request that does not run. Raises `OutOfBlocksError`."""
         is_released = False
         while (first := self.queue.first_waiting) is not None:
-            self._admit(self.max_num_batched_tokens, any_rows=True)
+            self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
-            latest = reversed(self.queue.running)
-            movable = (one for one in latest if one.is_computed or not self.queue.may_run(one))
-            victim = next(movable, None)
+            latest_first = reversed(self.queue.running)
+            may_run = self.queue.may_run
+            victims = (one for one in latest_first if one.is_computed or not may_run(one))
+            victim = next(victims, None)
             if victim is not None:
                 self._preempt(victim)
             elif self._scheduled.preempted:  # the next step can use the blocks that it freed
@@ -160,9 +162,9 @@ class Scheduler:
         left = self.max_num_batched_tokens
         chunks = left if self.max_chunk_tokens is None else self.max_chunk_tokens
         budget = Budget(left, chunks, drafts=left - self.queue.num_rows)
-        only = self.queue.only
-        for request in self.queue.running:  # the body removes only this request, or later ones
-            if only is not None and request not in only:
+        allowed = self.queue.allowed
+        for request in self.queue.running:  # the body removes only this request or later ones
+            if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
@@ -171,7 +173,7 @@ class Scheduler:
                     continue
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
-                # the tail block has room and is not shared
+                # a fast path: the tail block has room and is not shared
                 if is_decode and num_tokens <= blocks.capacity and budget.left > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
@@ -186,8 +188,8 @@ class Scheduler:
         return budget.left
 
     def _continue(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
-        """Schedules tokens of a running sequence that is drafted for, needs a block or has several
-        to compute; returns whether later requests may get tokens."""
+        """Schedules tokens of a running sequence that has a draft, needs a block or has several
+        tokens to compute; returns whether later requests may get tokens."""
         scheduled = self._scheduled
         if sequence.num_to_compute == 1:
             if budget.left <= 0:
@@ -222,7 +224,7 @@ class Scheduler:
             limit = min(budget.left - budget.reserved, budget.chunks)
         first = self.queue.first_waiting
         if first is not None and first.key < request.key:
-            # leaves budget to admit a waiting request that sorts before this one
+            # leaves half of the budget to admit a waiting request that sorts before this one
             limit -= limit // 2
         return limit
 
@@ -236,7 +238,7 @@ class Scheduler:
         """Schedules up to `limit` tokens of `sequence`; returns how many. If blocks are short,
         preempts later requests, then shrinks the chunk, then preempts `request` itself."""
         count = sequence.num_to_compute
-        is_whole = sequence.is_whole
+        is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
             count = min(count, self.preemption.num_until_shared(request, sequence))
         if count > 1:
@@ -255,7 +257,7 @@ class Scheduler:
         count = self._append(request, sequence, count, skips, may_preempt)
         if not count:
             return 0
-        if request.num_shared_tokens:  # no fast path past the point where the rows diverge
+        if request.num_shared_tokens:  # no fast path past the end of the shared tokens
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, skips)
@@ -272,8 +274,8 @@ class Scheduler:
         skips: bool,
         may_preempt: bool,
     ) -> int:
-        """Appends up to `count` tokens to the sequence's blocks; returns how many, 0 if blocks are
-        short."""
+        """Appends up to `count` tokens to the sequence's blocks, preempting later requests if it
+        `may_preempt`; returns how many, 0 if blocks are short."""
         can_shrink = self.blocks.has_windows and not skips
         while not self.blocks.append(sequence.blocks, count, skips=skips):
             if self.reclaim():
@@ -289,7 +291,7 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts the only request left that could give blocks: the one that needs them. Raises
+        """Preempts the request that needs blocks, since no later one can give any. Raises
         `OutOfBlocksError` if it has made no progress since it was last preempted alone."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
@@ -308,16 +310,16 @@ class Scheduler:
         end = sequence.num_computed_tokens + count
         if blocks.stops:
             stops = [stop for stop in blocks.stops if stop >= end]
-            self.preemption.waiting.begin(request, stops)
+            self.preemption.waiting.note_running(request, stops)
         if not skips:
-            # later requests of this step may share the blocks: each layer stores all K and V before
-            # attention
+            # later requests of this step may share the blocks, since each layer stores all K and V
+            # before attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
         self._scheduled.chunks.append((sequence, count))
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates blocks for one more token of each sequence (all have their logits), if the next
-        step will contain exactly these decodes. Other running sequences, `num_ending`, end before.
+        step will contain exactly these decodes; `num_ending` other running sequences end before.
         Returns `False` if a waiting request might be admitted, or if blocks are short."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False
@@ -338,9 +340,9 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, left: int, any_rows: bool = False) -> None:
-        """Admits waiting requests while there is room, except those that can begin behind tokens
-        that this step computes for another."""
+    def _admit(self, left: int, ignores_row_limit: bool = False) -> None:
+        """Admits waiting requests while there is room, except those that can soon begin after
+        tokens that this step computes for another request."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -350,7 +352,7 @@ class Scheduler:
                 return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
-            if not (is_alone or any_rows) and num_rows > self.max_num_seqs:
+            if not (is_alone or ignores_row_limit) and num_rows > self.max_num_seqs:
                 self._refused = request
                 return
             if self.preemption.waiting.awaited and self.preemption.waiting.is_awaited(request):
@@ -362,17 +364,17 @@ class Scheduler:
             # a request alone may shrink its chunks to one token; a sequence computed as a whole
             # skips blocks outside its windows
             chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            while not self.queue.bring_in(request, chunk, reserve, is_alone):
+            while not self.queue.admit(request, chunk, reserve, is_alone):
                 if not self.reclaim():
                     self._refused = request
                     return
             self.queue.run(request)
-            before = left
+            num_left = left
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
                     left -= self._catch_up(request, sequence, left, may_preempt=False)
-            if left == before:  # a single layer group is short of blocks
-                self._send_back(request, keeps=True)
+            if left == num_left:  # a single layer group is short of blocks
+                self._requeue(request, keeps_kv=True)
                 return
             self._scheduled.admitted.append(request)
 
@@ -380,53 +382,53 @@ class Scheduler:
         self.queue.wait(request)
         self.timeline.waits(request)
 
-    def _preempt(self, request: Request, keeps: bool = True) -> None:
+    def _preempt(self, request: Request, keeps_kv: bool = True) -> None:
         request.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
-                sequence.num_answered_tokens = sequence.num_tokens
+                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
-        self._send_back(request, keeps)
+        self._requeue(request, keeps_kv)
 
     def reclaim(self) -> bool:
-        """As [`Drafter`]'s `reclaim`."""
-        return self.drafter.made is not None and self.drafter.made.reclaim()
+        """Frees the drafter's blocks; returns whether there were any (`Drafter.reclaim`)."""
+        return self.drafter.instance is not None and self.drafter.instance.reclaim()
 
     def recompute(self) -> list[Request]:
-        """Between steps: drops the K/V of unfinished requests. Returns those that were running, now
-        preempted."""
+        """Between steps: drops the K/V of unfinished requests. Returns the requests that were
+        running, which are preempted now."""
         self._scheduled = Scheduled()
         for request in list(self.queue.running):
-            self._preempt(request, keeps=False)
+            self._preempt(request, keeps_kv=False)
         for request in self.queue.waiting:
-            self.preemption.forget(request)
+            self.preemption.reset(request)
         return self._scheduled.preempted
 
-    def _send_back(self, request: Request, keeps: bool = False) -> None:
-        """Returns a running request to the queue: with nothing computed, or with what
-        `Preemption.send_out` keeps."""
+    def _requeue(self, request: Request, keeps_kv: bool = False) -> None:
+        """Moves a running request back to the waiting ones: with nothing computed or, with
+        `keeps_kv`, with the K/V that `Preemption.swap_out_or_free` keeps."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
-            sequence.settle_draft(self.blocks)
+            sequence.commit_draft(self.blocks)
         try:
-            give_up = self.preemption.send_out if keeps else self.preemption.forget
-            give_up(request)
+            release = self.preemption.swap_out_or_free if keeps_kv else self.preemption.reset
+            release(request)
         finally:
             self._wait(request)
 
     def fail_step(self) -> None:
         """Undoes the last step: its forward raised, or, in a child process, the thread that took it
-        is gone, perhaps while it scheduled the step, or before it gave the logits to anyone."""
+        is gone, perhaps while it scheduled the step, or before it delivered the logits."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
-        again = plan.admitted  # they may hold blocks that others should have written in this step
+        requeued = plan.admitted  # they may share blocks that other rows should have written
         if self._is_committed:  # blocks may have left windows
-            again = dict.fromkeys(sequence.request for sequence in plan.sequences)
+            requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
         self._scheduled = Scheduled()
-        for request in again:
+        for request in requeued:
             if request.status is Status.RUNNING:
-                self._send_back(request)
+                self._requeue(request)
         for sequence in plan.sequences:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
@@ -435,14 +437,15 @@ class Scheduler:
                 sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:
-        """Makes the unfinished ones of these requests, and no others, wait with nothing computed,
-        whatever an exception left half changed. The pools agree with the tables."""
-        known = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
+        """After an exception that may have left anything half changed: the unfinished ones of these
+        requests, and no others, wait with nothing computed. The pools agree with the tables
+        already."""
+        requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._refused = None
         self._scheduled = Scheduled()
-        for request in known:
-            self.preemption.forget(request)
+        for request in requests_to_reset:
+            self.preemption.reset(request)
             for sequence in request.sequences:
                 sequence.draft = []
             if request in requests and not request.is_finished:
@@ -462,11 +465,11 @@ class Scheduler:
         self.queue.end_row(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a request, running or waiting. Not to be called between `schedule` and the end of
+        """Ends a request, running or waiting. Must not be called between `schedule` and the end of
         the forward."""
         if request.status is Status.FINISHED:
             return
-        # before its blocks are cached: what its adapter releases may evict cached blocks
+        # before its blocks are cached: releasing its adapter may evict cached blocks
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.finished(request)

@@ -1,4 +1,5 @@
-"""Records what each request did in which steps, as intervals. Plain Python: no tensors."""
+"""Records when each request was prefilled, decoded or waiting, as intervals of steps. Plain Python:
+no tensors, no pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """What a request does over some steps. In the last three it holds no blocks of the pool."""
+    """What a request does over some steps. In the last three states it holds no blocks of the
+    pool."""
 
     PREFILL = "prefill"
     RECOMPUTE = "recompute"  # a prefill after a preemption
@@ -29,7 +31,7 @@ class Activity(Enum):
 class Interval(NamedTuple):
     """Steps `[first_step, end_step)` in which a request had one activity."""
 
-    number: int  # of the request, in order of arrival; ids may be reused
+    number: int  # the request's, in order of arrival, since ids may be reused
     request_id: Hashable
     activity: Activity
     first_step: int
@@ -42,7 +44,7 @@ class Interval(NamedTuple):
 class Verification(NamedTuple):
     """A step that verified a draft of a request."""
 
-    number: int  # of the request, as in `Interval`
+    number: int  # the request's, as in `Interval`
     step: int
     start: float  # seconds since the timeline was made
     end: float
@@ -65,10 +67,10 @@ class Timeline:
         self._origin = time.perf_counter()
 
     def waits(self, request: Request) -> None:
-        """Records that a request waits: it is new, or has just lost its blocks."""
+        """Records that a request waits: it is new, or has just been preempted."""
         self._prefilling.discard(request)
-        before = self._open.get(request)
-        was_in_batch = before is not None and before.activity is not Activity.WAITING
+        previous = self._open.get(request)
+        was_in_batch = previous is not None and previous.activity is not Activity.WAITING
         activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
         self._change(request, Activity.SWAPPED if request.is_swapped else activity)
 
@@ -79,19 +81,20 @@ class Timeline:
             chunked = {sequence.request for sequence in chunks}
             counts = dict(zip(plan.sequences, plan.counts))
             for request in self._prefilling | chunked | set(plan.admitted):
-                if request.status is not Status.RUNNING:  # it lost its blocks again
+                if request.status is not Status.RUNNING:  # it was preempted again
                     continue
-                before = self._open[request].activity
-                # once the step is done
+                previous = self._open[request].activity
+                # after this step
                 is_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
                 )
                 if request not in chunked and is_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # without a chunk in this step, its next chunk is still to come
-                    redone = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
-                    self._change(request, Activity.RECOMPUTE if redone else Activity.PREFILL)
+                else:  # even without a chunk in this step: its next chunk is still to come
+                    was_preempted = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
+                    activity = Activity.RECOMPUTE if was_preempted else Activity.PREFILL
+                    self._change(request, activity)
                     self._prefilling.add(request)
         self._step_start = self._now()
         self.num_steps += 1
@@ -112,13 +115,13 @@ class Timeline:
             self._close(request, is_last=True)
 
     def intervals(self) -> list[Interval]:
-        """Returns all intervals, by request in order of arrival; open ones end now."""
-        going_on = [
+        """Returns all intervals, by request in order of arrival; open intervals end now."""
+        running = [
             interval._replace(end_step=self.num_steps, end=self._now())
             for interval in self._open.values()
         ]
         return sorted(
-            [*self._closed, *going_on], key=lambda interval: (interval.number, interval.start)
+            [*self._closed, *running], key=lambda interval: (interval.number, interval.start)
         )
 
     def verifications(self) -> list[Verification]:
@@ -129,16 +132,16 @@ class Timeline:
         return time.perf_counter() - self._origin
 
     def _change(self, request: Request, activity: Activity) -> None:
-        before = self._open.get(request)
+        previous = self._open.get(request)
         step = self.num_steps
-        if before is None:
+        if previous is None:
             number = self._num_requests
             now = self._now()
             self._num_requests += 1
-        elif before.activity is activity:
+        elif previous.activity is activity:
             return
         else:
-            number = before.number
+            number = previous.number
             now = self._close(request).end
         self._open[request] = Interval(
             number, request.request_id, activity, step, step, now, now, is_last=False

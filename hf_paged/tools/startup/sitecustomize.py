@@ -1,7 +1,7 @@
-"""Run by Python at startup (`site`) in processes that `python -m hf_paged run` started: it puts
-this folder on PYTHONPATH, as `opentelemetry-instrument` and `ddtrace-run` do with theirs. Imports
-`hf_paged` as soon as transformers' models are usable; processes that do not import them import
-nothing.
+"""Imports `hf_paged` in processes that `python -m hf_paged run` started, as soon as transformers'
+models are usable; in processes that do not import these, it imports nothing. Python runs this file
+at startup (`site`), since the command puts this folder on PYTHONPATH, as `opentelemetry-instrument`
+and `ddtrace-run` do with theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SERVER = "transformers.cli.serving.server"
 
 
 class AfterImport(MetaPathFinder):
-    """Finds the `hf_paged` that this file belongs to, and imports it after the modules of
-    transformers in `MODELS`."""
+    """Finds the `hf_paged` to which this file belongs, and imports it after transformers' modules
+    in `MODELS`."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
@@ -63,7 +63,7 @@ def is_complete(name: str) -> bool:
 
 
 def run_next_one() -> None:
-    """Imports the `sitecustomize` that this one hides, if any, for instance the system's."""
+    """Imports the `sitecustomize` that this file hides, if any, for instance the system's."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
     ours = sys.modules.pop("sitecustomize", None)
     try:

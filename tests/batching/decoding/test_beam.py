@@ -17,8 +17,8 @@ from hf_paged.batching.decoding.base import LogitRows
 from hf_paged.batching.decoding.beam import BeamDecoding
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.sampler import sample_step
+from tests.batching.decoding.driver import drive, generate_by_decoding
 from tests.support import models
-from tests.support.driver import drive, generate_by_decoding
 
 ONE_EOS, SOME_EOS, MANY_EOS = [70], list(range(4, 128, 17)), list(range(4, 128, 4))
 NEW = 12

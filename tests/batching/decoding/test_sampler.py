@@ -30,10 +30,16 @@ from hf_paged.batching.decoding.scores import (
     are_row_wise,
     argmax,
     for_rows,
-    together,
+    process_together,
+)
+from tests.batching.decoding.driver import (
+    drive,
+    generate_by_decoding,
+    logits_of,
+    take_step,
+    tokens_of,
 )
 from tests.support import models
-from tests.support.driver import drive, generate_by_decoding, logits_of, take_step, tokens_of
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
 NEW = 14
@@ -508,8 +514,8 @@ def test_decodings_that_share_steps_stay_what_they_are_alone(
     batches: list[int] = []
     monkeypatch.setattr(
         sampler,
-        "together",
-        lambda scores, members: batches.append(len(members)) or together(scores, members),
+        "process_together",
+        lambda scores, members: batches.append(len(members)) or process_together(scores, members),
     )
 
     def made() -> list[Any]:
@@ -691,7 +697,7 @@ def test_one_number_a_row_is_transformers_formula(
     members = [shareable for shareable in shareables if shareable is not None]
     assert len({member.key for member in members}) == 1
     expected = torch.cat([own(None, row) for own, row in zip(processors, scores.split(1))])
-    assert torch.equal(together(scores, members), expected)
+    assert torch.equal(process_together(scores, members), expected)
 
 
 def test_processors_that_hold_a_value_for_each_row() -> None:

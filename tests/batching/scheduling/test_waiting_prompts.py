@@ -22,11 +22,11 @@ def request(tokens: list[int], namespace: Any = None) -> Request:
 def num_shared(one: Request, other: Request) -> int:
     """Tokens in the blocks that two prompts have in common, each without its last token."""
     first, second = (each.sequences[0].token_ids[:-1] for each in (one, other))
-    parting = next(
+    divergence = next(
         (n for n, pair in enumerate(zip(first, second)) if pair[0] != pair[1]),
         min(len(first), len(second)),
     )
-    return parting // SIZE * SIZE if one.namespace == other.namespace else 0
+    return divergence // SIZE * SIZE if one.namespace == other.namespace else 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,7 +47,7 @@ def test_prompts_part_where_a_comparison_of_all_pairs_finds_it(seed: int) -> Non
             prompts.add(waiting[-1])
         for each in waiting:
             expected = {num_shared(each, other) for other in waiting if other is not each} - {0}
-            assert prompts.partings(each) == sorted(expected)
+            assert prompts.divergences(each) == sorted(expected)
     assert len(prompts) == len(waiting)
     for each in waiting:
         prompts.discard(each)
@@ -62,16 +62,16 @@ def test_a_prompt_awaits_those_that_stop_where_it_can_begin() -> None:
     for each in (first, second, third, shorter, stranger):
         prompts.add(each)
     assert (
-        prompts.partings(first) == [8, 16]
-        and prompts.partings(shorter) == [8]
-        and prompts.partings(other) == []
+        prompts.divergences(first) == [8, 16]
+        and prompts.divergences(shorter) == [8]
+        and prompts.divergences(other) == []
     )
     prompts.discard(first)
-    prompts.begin(first, (16,))
+    prompts.note_running(first, (16,))
     assert [prompts.is_awaited(each) for each in (second, third, shorter, stranger, other)] == [
         True
     ] * 2 + [False] * 3
-    prompts.begin(first, (8, 16))
+    prompts.note_running(first, (8, 16))
     assert prompts.is_awaited(shorter) and not prompts.is_awaited(stranger)
     prompts.awaited.clear()
     assert not prompts.is_awaited(second)
@@ -96,7 +96,7 @@ def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPa
         for each in waiting:
             prompts.add(each)
         for each in waiting:
-            prompts.partings(each)
+            prompts.divergences(each)
             prompts.discard(each)
         costs.append(num_blocks / count)
     assert max(costs) == 10 + 30 and costs[1] == costs[0]

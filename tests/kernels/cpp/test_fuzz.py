@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.build import NAMES
 from tests.support import kernel_fuzz, sanitize
+from tests.support.tools import run_apart
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -32,15 +30,6 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_address_sanitizer_reports_nothing() -> None:
     """`sanitize` fails unless a known error is reported first."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.sanitize",
-        "address",
-        "--calls",
-        "100",
-        "--no-tests",
-    ]
-    done = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True, timeout=900)
+    done = run_apart(".sanitize", "address", "--calls", 100, "--no-tests", timeout=900)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "1,000 calls, 0 reports, 0 failed" in done.stdout

@@ -93,7 +93,7 @@ def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
 @pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
 def test_mixed_steps_compile_few_variants(chip: str) -> None:
     """200 steps of decodes with any row count, and of chunks, with metadata at any address."""
-    found = run_apart("tests.support.kernels.variants", "--chip", chip)
+    found = run_apart(".kernels.variants", "--chip", chip)
     most = {"_store_kernel": 1, "_shrink_kernel": 1, "_expand_kernel": 1}
     most |= {"merge_kernel": 3, "attention_kernel of one query": 3}
     # few queries fill 16, 32 or 64 rows of a tile, chunks half of one or more; both are split or
@@ -105,7 +105,7 @@ def test_mixed_steps_compile_few_variants(chip: str) -> None:
 
 @pytest.mark.slow
 def test_more_variants_would_be_seen() -> None:
-    found = run_apart("tests.support.kernels.variants", "--specialize")
+    found = run_apart(".kernels.variants", "--specialize")
     assert (
         found["_store_kernel"] > 1
         and found["attention_kernel of one query"] > 10
@@ -116,7 +116,7 @@ def test_more_variants_would_be_seen() -> None:
 @pytest.mark.slow
 def test_a_generate_compiles_few_kernels_before_its_first_token() -> None:
     """The self-check, prompts of odd lengths, decodes, and then the chunks of an engine."""
-    found = run_apart("tests.support.kernels.first_call")
+    found = run_apart(".kernels.first_call")
     # stores: the trial on a new device, and the model's; attention: long and short chunks, unsplit
     # and split decodes
     assert found["before"] == {"_store_kernel": 2, "attention_kernel": 3}

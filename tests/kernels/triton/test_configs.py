@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig, find_config
-from tests.support.kernels.aot import ROOT
 from tests.support.kernels.device import DEVICE, available
 
 
@@ -153,20 +149,3 @@ def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["benchmarks.tune"])
     with pytest.raises(SystemExit, match="on a CUDA device, and there is none here"):
         tune.main()
-
-
-@pytest.mark.slow
-def test_tune_compiles_without_a_gpu(tmp_path: Path) -> None:
-    """The second run finds the first run's compiled kernels."""
-    arguments = "--compile-only --target sm_90 --dims 64 --kernels decode --jobs 1 --quick".split()
-    command = [sys.executable, "-m", "benchmarks.tune", *arguments, "--cache", str(tmp_path)]
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = []
-    for _ in range(2):
-        done = subprocess.run(
-            command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
-        )
-        assert done.stdout.startswith("2 of 2 candidates compiled for sm_90")
-        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")})
-    assert {path.stem for path in found[0]} == {"attention_kernel", "merge_kernel"}
-    assert found[0] == found[1]

@@ -24,22 +24,8 @@ interpreted = pytest.mark.skipif(
 
 
 def to_device(call: Call, device: torch.device = DEVICE) -> Call:
-    """The call with its tensors on the device, and lengths that the host knows."""
-    return dataclasses.replace(
-        call,
-        query=call.query.to(device),
-        key_blocks=call.key_blocks.to(device),
-        value_blocks=call.value_blocks.to(device),
-        step=dataclasses.replace(call.step, block_tables=call.step.block_tables.to(device)),
-        options={
-            name: x.to(device) if isinstance(x, Tensor) else x for name, x in call.options.items()
-        },
-    )
-
-
-def on_device(call: Call) -> Call:
-    """The call with its tensors on `DEVICE`; K and V stay views of shared tensors; lengths are
-    unknown to the host."""
+    """The call with its tensors on the device, where K and V stay views of shared tensors, and
+    lengths that the host knows."""
     moved: dict[int, Tensor] = {}
 
     def move(tensor: Any) -> Any:
@@ -49,28 +35,23 @@ def on_device(call: Call) -> Call:
         whole = moved.get(storage.data_ptr())
         if whole is None:
             flat = torch.empty(0, dtype=tensor.dtype).set_(storage)
-            whole = moved[storage.data_ptr()] = flat.to(DEVICE)
+            whole = moved[storage.data_ptr()] = flat.to(device)
         return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    step = call.step
-    lengths = [
-        torch.tensor(values, dtype=torch.int32, device=DEVICE)
-        for values in (step.seq_lens, step.starts)
-    ]
-    return dataclasses.replace(
-        call,
-        query=move(call.query),
-        key_blocks=move(call.key_blocks),
-        value_blocks=move(call.value_blocks),
-        step=dataclasses.replace(
-            step,
-            block_tables=poisoned_tables(step).to(DEVICE),
-            seq_lens=(),
-            starts=(),
-            lengths=Lengths(*lengths),
-        ),
-        options={name: move(value) for name, value in call.options.items()},
-    )
+    tensors = {name: move(getattr(call, name)) for name in ("query", "key_blocks", "value_blocks")}
+    step = dataclasses.replace(call.step, block_tables=move(call.step.block_tables))
+    options = {name: move(value) for name, value in call.options.items()}
+    return dataclasses.replace(call, **tensors, step=step, options=options)
+
+
+def on_device(call: Call) -> Call:
+    """As `to_device`, with lengths that the host does not know."""
+    step, names = call.step, ("seq_lens", "starts")
+    ints = {"dtype": torch.int32, "device": DEVICE}
+    lengths = Lengths(*(torch.tensor(getattr(step, name), **ints) for name in names))
+    tables = poisoned_tables(step).to(DEVICE)
+    step = dataclasses.replace(step, block_tables=tables, seq_lens=(), starts=(), lengths=lengths)
+    return dataclasses.replace(to_device(call), step=step)
 
 
 def poisoned_tables(step: StepMetadata) -> Tensor:

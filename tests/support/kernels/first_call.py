@@ -8,14 +8,14 @@ decode step on, are left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import LogitsProcessor
 
 import hf_paged
 from benchmarks.aot import Launch, only_compile
@@ -26,26 +26,13 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import VARIABLE, triton
 from hf_paged.kernels.triton import store
+from tests.support import models, tools
+from tests.support.kernels.variants import variants
 
 PROMPTS = (3, 121, 33, 17)
 """Tokens of the prompts of `generate`; odd, so that slices of metadata begin at any address."""
 CHUNK, LONG = 37, 301
 """Tokens of a step of an engine, and of its prompts, which are computed in chunks."""
-
-
-def make_model() -> LlamaForCausalLM:
-    """A small Llama with the heads of one of 1 billion parameters."""
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=128,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 class Mark(LogitsProcessor):
@@ -63,22 +50,19 @@ class Mark(LogitsProcessor):
 
 def run(launches: list[Launch]) -> int:
     """Runs the calls; returns the number of launches before the first token."""
-    model, mark = make_model(), Mark(launches)
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    # with the heads of one of 1 billion parameters
+    model: Any = models.build("llama", hidden_size=256, **heads).to(torch.bfloat16)
+    mark = Mark(launches)
     triton._runs_on.__wrapped__(torch.device("cpu"))  # the first use of a GPU stores one token
-    width = max(PROMPTS)
-    ids = torch.randint(1, 128, (len(PROMPTS), width))
-    mask = torch.stack([(torch.arange(width) >= width - length).long() for length in PROMPTS])
-    call = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model.generate(
-        ids, attention_mask=mask, logits_processor=[mark], cache_implementation="paged", **call
-    )
+    inputs = models.padded_prompt("llama", PROMPTS)
+    call = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": "paged"}
+    model.generate(**inputs, logits_processor=[mark], **call)
     assert hf_paged.last_route(model).road == "engine"
     config = hf_paged.PagedConfig(max_num_batched_tokens=CHUNK)
     with hf_paged.PagedEngine(model, config) as engine:
-        engine.generate(
-            [ids[0, :1].tolist() * LONG, ids[1].tolist()],
-            {"max_new_tokens": 9, "eos_token_id": None},
-        )
+        prompts = models.token_ids(2, LONG).tolist()
+        engine.generate([prompts[0], prompts[1][: max(PROMPTS)]], {"max_new_tokens": 9})
     assert mark.num_before is not None
     return mark.num_before
 
@@ -103,19 +87,13 @@ def count(chip: str) -> dict[str, dict[str, int]]:
         only_compile(CHIPS[chip], is_compiling=False) as launches,
     ):
         num_before = run(launches)
-    return {"before": _variants(launches[:num_before]), "all": _variants(launches)}
-
-
-def _variants(launches: list[Launch]) -> dict[str, int]:
-    keys: dict[str, set[str]] = {}
-    for launch in launches:
-        keys.setdefault(launch.kernel, set()).add(launch.key)
-    return {kernel: len(variants) for kernel, variants in sorted(keys.items())}
+    counted = {"before": launches[:num_before], "all": launches}
+    return {name: variants(some, lambda launch: launch.kernel) for name, some in counted.items()}
 
 
 def main() -> None:
     """Prints the counts as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = tools.parser(__doc__)
     parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
     print(json.dumps(count(parser.parse_args().chip)))
 

@@ -8,22 +8,23 @@ CPU tensors, whose addresses are real, and only the keys are computed: nothing i
 
 from __future__ import annotations
 
-import argparse
 import functools
+import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from benchmarks.aot import only_compile
+from benchmarks.aot import Launch, only_compile
 from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import attention_kernel, lora, merge, store
 from hf_paged.step import Lengths, StepMetadata
+from tests.support import tools
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 32, 8, 128, 16, 64
 STEPS = 200
@@ -48,34 +49,28 @@ def mixed_steps(seed: int = 0, device: str = "cpu") -> Iterator[StepMetadata]:
     """Decodes of any row count, as in recorded steps, rows of 2 to 16 queries, and packed steps of
     decodes and chunks; tables that grow; metadata at every offset of four bytes."""
     draw = random.Random(seed)
-
     ints = functools.partial(_ints, device=device)
     for index in range(STEPS):
         width, offset = 4 + index // 2, index % 4
+        lengths, seq_lens = None, list[int]()
         if index % 5 == 0:
-            rows, query_len = draw.randrange(1, 5), draw.randrange(2, 17)
-            slots = ints(offset % 2, 1, rows * query_len, dtype=torch.int64)
-            tables = ints(offset, rows, width)
-            yield StepMetadata.rectangle(
-                tables, (query_len,) * rows, BLOCK_SIZE, query_len=query_len, slots=slots
-            )
-            continue
-        if index % 2:
-            rows = draw.choice((1, 2, 3, 8, 31, 32, 33, 100, 255, 256))
-            lengths = Lengths(*(ints((offset + i) % 4, rows) for i in range(2)))
-            slots = ints(offset % 2, 1, rows, dtype=torch.int64)
-            tables = ints(offset, rows, width)
-            yield StepMetadata.rectangle(tables, (), BLOCK_SIZE, slots=slots, lengths=lengths)
-            continue
-        chunks = [draw.choice((1, 2, 17, 63, 64, 500)) for _ in range(draw.randrange(1, 5))]
-        queries = [1] * draw.randrange(1, 40) + chunks
+            rows = draw.randrange(1, 5)
+            seq_lens = queries = [draw.randrange(2, 17)] * rows
+        elif index % 2:
+            queries = [1] * draw.choice((1, 2, 3, 8, 31, 32, 33, 100, 255, 256))
+            lengths = Lengths(*(ints((offset + i) % 4, len(queries)) for i in range(2)))
+        else:
+            chunks = [draw.choice((1, 2, 17, 63, 64, 500)) for _ in range(draw.randrange(1, 5))]
+            queries = [1] * draw.randrange(1, 40) + chunks
+            seq_lens = [max(count, draw.randrange(width * BLOCK_SIZE)) for count in queries]
         yield StepMetadata(
             block_tables=ints(offset, len(queries), width),
-            query_start=tuple(sum(queries[:row]) for row in range(len(queries) + 1)),
-            seq_lens=tuple(max(count, draw.randrange(width * BLOCK_SIZE)) for count in queries),
-            starts=(0,) * len(queries),
+            query_start=(0, *itertools.accumulate(queries)),
+            seq_lens=tuple(seq_lens),
+            starts=(0,) * len(seq_lens),
             block_size=BLOCK_SIZE,
             slots=ints(offset % 2, 1, sum(queries), dtype=torch.int64),
+            lengths=lengths,
         )
 
 
@@ -89,33 +84,38 @@ def run(step: StepMetadata, blocks: Tensor, heads: int = HEADS) -> None:
     keys, values = blocks.chunk(2, dim=1)
     store.store(states[:, :KV_HEADS], states[:, KV_HEADS:], keys, values, step.slots)
     query = torch.empty(tokens, heads, DIM, **half)
-    backend.attend(
-        AttentionCall(query, KVBlocks((keys, values), keys, values), step, scale=DIM**-0.5)
-    )
+    both = KVBlocks((keys, values), keys, values)
+    backend.attend(AttentionCall(query, both, step, scale=DIM**-0.5))
     parts = _ints(0, 1, 5, dtype=torch.int64, device=device)
     ranges = _ints(tokens % 2, 1, 2, dtype=torch.int64, device=device)
-    table = lora.LoraTable(
-        parts, ranges, torch.empty(1, device=device), torch.bfloat16, rank=16, max_rows=tokens
-    )
+    scales = torch.empty(1, device=device)
+    table = lora.LoraTable(parts, ranges, scales, torch.bfloat16, rank=16, max_rows=tokens)
     lora.add_deltas(query[:, 0], query[:, 1], table)
 
 
 def count(steps: Iterator[StepMetadata], chip: str) -> dict[str, int]:
     """Variants by kernel. Attention counts as three: one query per row, equally many (few) queries
     per row, and others."""
-    blocks = torch.empty(
-        NUM_BLOCKS, 2 * KV_HEADS, BLOCK_SIZE, DIM, dtype=torch.bfloat16, device="cpu"
-    )
+    blocks = torch.empty(NUM_BLOCKS, 2 * KV_HEADS, BLOCK_SIZE, DIM, dtype=torch.bfloat16)
     with only_compile(CHIPS[chip], is_compiling=False) as launches:
         for step in steps:
             run(step, blocks)
-    found: dict[str, set[str]] = {}
+    return variants(launches, kind)
+
+
+def kind(launch: Launch) -> str:
+    """A launch's kernel, of attention with the rows that it is for."""
+    if not launch.options.get("BY_LENGTH"):
+        return launch.kernel
+    return launch.kernel + (" of one query" if launch.options["ONE_QUERY"] else " of few")
+
+
+def variants(launches: Iterable[Launch], name: Callable[[Launch], str]) -> dict[str, int]:
+    """Number of different keys by the names of launches."""
+    keys: dict[str, set[str]] = {}
     for launch in launches:
-        kind = ""
-        if launch.options.get("BY_LENGTH"):
-            kind = " of one query" if launch.options["ONE_QUERY"] else " of few"
-        found.setdefault(launch.kernel + kind, set()).add(launch.key)
-    return {name: len(keys) for name, keys in sorted(found.items())}
+        keys.setdefault(name(launch), set()).add(launch.key)
+    return {name: len(found) for name, found in sorted(keys.items())}
 
 
 def specialize_on_all() -> None:
@@ -128,13 +128,9 @@ def specialize_on_all() -> None:
 
 def main() -> None:
     """Prints the counts as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = tools.parser(__doc__)
     parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
-    parser.add_argument(
-        "--specialize",
-        action="store_true",
-        help="on all arguments: what happens without exceptions",
-    )
+    parser.add_argument("--specialize", action="store_true", help="on all arguments")
     options = parser.parse_args()
     if options.specialize:
         specialize_on_all()

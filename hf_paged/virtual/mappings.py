@@ -1,5 +1,5 @@
-"""The pages of the block tensors of a layer, and the places: the rows' address ranges, where they
-are mapped again."""
+"""Maps the pages of a layer's block tensors at the blocks' addresses, and a second time in the
+address ranges of its rows. Leaves which row goes where to `row_slots.py`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .row_slots import Row
 
 @dataclass(frozen=True)
 class Planes:
-    """The layout of one block tensor in planes of pages: consecutive tokens, of one head or of all
-    heads."""
+    """The layout of one block tensor in planes of pages, each with consecutive tokens of one head,
+    or of all heads."""
 
     count: int
     inner: int  # heads per token of a plane
     width: int  # head dim
     block_size: int
     dtype: torch.dtype
-    parts: int  # 2 if one block tensor has keys and values, which are separate in rows; else 1
+    parts: int  # 2 if one block tensor has both keys and values, which rows separate; else 1
 
     @property
     def unit(self) -> int:
@@ -46,8 +46,8 @@ class Planes:
         parts: int,
         page: int,
     ) -> Planes | None:
-        """Returns a layout in which each of the blocks `(n, heads, block_size, width)` fills whole
-        pages per plane, or `None`."""
+        """Returns a layout in which every one of the blocks `(n, heads, block_size, width)` fills
+        whole pages in each plane, or `None`."""
         _, heads, block_size, width = blocks.shape
         of_one_head = cls(heads, 1, width, block_size, blocks.dtype, parts)
         of_all_heads = cls(1, heads, width, block_size, blocks.dtype, 1)
@@ -70,7 +70,7 @@ class Region:
         backing: Backing | None = None,
     ) -> None:
         """Uses the pages of `backing`, by default new ones, and maps those of `num_backed` blocks,
-        of all if that takes no memory. Raises `MemoryError` without free addresses."""
+        or of all blocks if that takes no memory. Raises `MemoryError` without free addresses."""
         self.pages = pages
         self.planes = planes
         self.num_blocks = num_blocks
@@ -83,7 +83,7 @@ class Region:
         num_units = max(1, planes.count * num_blocks)
         addresses = pages.reserve(num_units * planes.block_bytes)
         self._addresses = addresses
-        addresses.holds = backing
+        addresses.backing = backing
         self.address = addresses.address
         heads = planes.count * planes.inner
         width = planes.width
@@ -102,7 +102,7 @@ class Region:
         return plane_offset + block_id * self.planes.block_bytes
 
     def back(self, num_blocks: int) -> None:
-        """Maps the pages of the first `num_blocks` blocks, so that they can be written. Raises
+        """Maps the pages of the first `num_blocks` blocks, so that these can be written. Raises
         `MemoryError`."""
         size = self.planes.block_bytes
         first = self.num_mapped
@@ -115,21 +115,21 @@ class Region:
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
-        """Returns a region with the same pages at new addresses, with room for `num_blocks`
+        """Returns a region that has the same pages at new addresses, enough for `num_blocks`
         blocks."""
         return Region(self.pages, self.planes, num_blocks, self.num_mapped, self.backing)
 
-    def map_fresh(self, pages: Pages) -> None:
-        """In a child process: maps other pages at the same addresses."""
+    def remap(self, pages: Pages) -> None:
+        """In a child process, maps other pages at the same addresses."""
         num_mapped = self.num_mapped
         self.pages, self.num_mapped = pages, 0
-        self._addresses.holds = self.backing = Backing(
+        self._addresses.backing = self.backing = Backing(
             pages, self.backing.offset, self.backing.size
         )
         self.back(num_mapped)
 
     def close(self) -> None:
-        """Returns its pages to the system. No table may hold a block."""
+        """Returns the pages to the system. No table may hold a block."""
         size = self.planes.block_bytes
         if not self.pages.maps_over:
             for plane in range(self.planes.count):
@@ -139,29 +139,29 @@ class Region:
 
 
 class RowsOfPlane(NamedTuple):
-    """Where the rows of one plane are, one in each slot."""
+    """The addresses of the rows of one plane, one row per slot."""
 
     address: int  # of the first slot
     slot_bytes: int
     block_bytes: int
     offset: int  # of the page of block 0
-    part: int  # which of the views it belongs to
+    part: int  # index of the view that the plane belongs to
 
     def at(self, slot: int, position: int) -> int:
         return self.address + slot * self.slot_bytes + position * self.block_bytes
 
 
-class Loan(NamedTuple):
-    """A view of rows lent to the model's own code."""
+class BorrowedView(NamedTuple):
+    """A view of rows that the model's own code may still hold."""
 
-    addresses: weakref.ref[Addresses]  # dead once all its tensors are freed
+    addresses: weakref.ref[Addresses]  # dead once all tensors of the view are freed
     part: int
     slots: range
-    positions: range  # in blocks, in each slot
+    positions: range  # in blocks, in every slot
 
 
-class Places:
-    """The rows of a layer: `pair`, keys and values `(num_slots, heads, max_len, width)`, as views
+class RowMappings:
+    """The rows of a layer. `pair`: keys and values `(num_slots, heads, max_len, width)`, as views
     of one part each, or of one part with both. Slots and heads can be merged into one dimension if
     planes have one head."""
 
@@ -172,18 +172,18 @@ class Places:
         num_slots: int,
         max_len: int,
     ) -> None:
-        """`form`: that of the layer's blocks (`KVBlocks.form`)."""
+        """`form`: the `KVBlocks.form` of the layer's blocks."""
         self.shape = (num_slots, max_len)
         self.pages = regions[0].pages
         self.block_size = regions[0].planes.block_size
         # block ids of each slot, by position
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots
-        self.loans: list[Loan] = []
-        self._num_ends = [0]  # extents of each plane
-        self._is_left = False  # rows must get new addresses
+        self.borrowed: list[BorrowedView] = []
+        self._num_ends = [0]  # extents per plane
+        self._must_move = False  # whether rows need new addresses
         self.planes: list[RowsOfPlane] = []
-        self.ranges: list[Addresses] = []  # of each part; parts of a region share one
+        self.ranges: list[Addresses] = []  # by part; parts of one region share a range
         views: list[Tensor] = []
         for region in regions:
             views += self._reserve(region)
@@ -192,15 +192,15 @@ class Places:
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns the view of each part."""
-        # the region is not kept, for no cycle: pages are freed with their last user, not by the
-        # next collection
+        # holds no reference to the region: a cycle would free pages at the next collection instead
+        # of with their last user
         planes = region.planes
         num_slots, max_len = self.shape
         heads = planes.count // planes.parts  # planes per part
         row = max_len * planes.unit
         row_bytes = row * planes.dtype.itemsize  # per plane
         addresses = self.pages.reserve(planes.count * num_slots * row_bytes)
-        addresses.holds = region.backing
+        addresses.backing = region.backing
         when_freed(addresses, _forget, self.pages.extents, self._num_ends, planes.count)
         flat = addresses.tensor(planes.dtype)
         head_step = row if planes.inner == 1 else planes.width
@@ -221,26 +221,25 @@ class Places:
         return views
 
     def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps a row's blocks in a slot, and `blocks_ahead` blocks after them, if there are as many
-        of `num_blocks`. Raises `MemoryError`."""
-        have = self.mapped[slot]
-        want = row.block_ids
-        end = row.first + len(want)
-        if self.versions[slot] < row.began and not config.keep_mappings:
-            self._unmap(slot, 0, len(have))
-        if row.hides:  # padding reads as zeros
-            for position, block_id in enumerate(have[: row.first]):
+        """Maps a row's blocks in a slot, and up to `blocks_ahead` blocks after them, as far as the
+        layer has them (`num_blocks`). Raises `MemoryError`."""
+        mapped = self.mapped[slot]
+        end = row.first + len(row.block_ids)
+        if self.versions[slot] < row.first_version and not config.keep_mappings:
+            self._unmap(slot, 0, len(mapped))
+        if row.has_padding:  # padding reads as zeros
+            for position, block_id in enumerate(mapped[: row.first]):
                 if block_id is not None:
                     self._unmap(slot, position, 1)
-        have += [None] * (end - len(have))
+        mapped += [None] * (end - len(mapped))
 
         def distance(block: tuple[int, int]) -> int | None:
-            """Equal in blocks that are mapped at once, as their ids follow one another like their
+            """Equal for blocks that one call maps, since their ids are as consecutive as their
             positions; `None` if a block is mapped already."""
             position, block_id = block
-            return None if have[position] == block_id else block_id - position
+            return None if mapped[position] == block_id else block_id - position
 
-        for shift, members in itertools.groupby(enumerate(want, row.first), distance):
+        for shift, members in itertools.groupby(enumerate(row.block_ids, row.first), distance):
             if shift is None:
                 continue
             run = list(members)
@@ -249,20 +248,20 @@ class Places:
             count = last + 1 - position
             if last + 1 == end:
                 num_positions = self.shape[1] // self.block_size
-                room = min(num_positions - end, num_blocks - 1 - last_id)
-                count += max(0, min(config.blocks_ahead, room))
+                num_following = min(num_positions - end, num_blocks - 1 - last_id)
+                count += max(0, min(config.blocks_ahead, num_following))
             self._map(slot, position, first_id, count)
         self.versions[slot] = row.version
 
     def drop(self, slot: int) -> None:
         """Unmaps a slot."""
-        have = self.mapped[slot]
-        self._unmap(slot, 0, len(have))
-        have.clear()
+        mapped = self.mapped[slot]
+        self._unmap(slot, 0, len(mapped))
+        mapped.clear()
         self.versions[slot] = -1
 
     def close(self) -> None:
-        """Unmaps all slots, where pages that are mapped cannot be released."""
+        """Unmaps all slots, if mapped pages cannot be released."""
         if not self.pages.maps_over:
             for addresses in self.ranges:
                 self.pages.unmap(addresses.address, addresses.size)
@@ -279,31 +278,31 @@ class Places:
         if not pages.maps_over:
             self._unmap(slot, position, count)
         try:
-            self._note(slot, position, block_ids)
+            self._record(slot, position, block_ids)
             pages.extents.check()
             for plane in self.planes:
                 size = plane.block_bytes
                 pages.map(plane.at(slot, position), plane.offset + block_id * size, count * size)
         except BaseException:
-            self._note(slot, position, [None] * count)  # some planes may be mapped
+            self._record(slot, position, [None] * count)  # some planes may be mapped
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
         if count:
             for plane in self.planes:
                 self.pages.unmap(plane.at(slot, position), count * plane.block_bytes)
-        self._note(slot, position, [None] * count)
+        self._record(slot, position, [None] * count)
 
-    def _note(self, slot: int, position: int, block_ids: list[int | None]) -> None:
-        """Records what is mapped from `position` on, and counts extents."""
-        have = self.mapped[slot]
+    def _record(self, slot: int, position: int, block_ids: list[int | None]) -> None:
+        """Records which blocks are mapped from `position` on, and counts extents."""
+        mapped = self.mapped[slot]
         end = position + len(block_ids)
-        have += [None] * (end - len(have))
-        before = _num_ends(have, position, end)
-        have[position:end] = block_ids
-        more = _num_ends(have, position, end) - before
-        self._num_ends[0] += more
-        self.pages.extents.add(more * len(self.planes))
+        mapped += [None] * (end - len(mapped))
+        before = _num_ends(mapped, position, end)
+        mapped[position:end] = block_ids
+        num_added = _num_ends(mapped, position, end) - before
+        self._num_ends[0] += num_added
+        self.pages.extents.add(num_added * len(self.planes))
 
     def lend(
         self,
@@ -316,48 +315,48 @@ class Places:
         code."""
         part = min(is_value, len(self.ranges) - 1)
         view = self.pair[is_value][slots.start : slots.stop, :, first:end]
-        # only what the view spans: torch saves whole storages
+        # limited to the bytes that the view spans, since torch saves whole storages
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
         last = sum((size - 1) * step for size, step in axes)
         num_spanned = last + 1
         itemsize = view.dtype.itemsize
-        lent = self.ranges[part].lend(start * itemsize, num_spanned * itemsize)
+        addresses = self.ranges[part].subrange(start * itemsize, num_spanned * itemsize)
         size = self.block_size
         positions = range(first // size, -(-end // size))
-        self.loans.append(Loan(weakref.ref(lent), part, slots, positions))
-        flat = lent.tensor(view.dtype)
+        self.borrowed.append(BorrowedView(weakref.ref(addresses), part, slots, positions))
+        flat = addresses.tensor(view.dtype)
         return flat.as_strided(view.shape, view.stride())
 
     def preserve(self) -> bool:
-        """Copies the content of lent views that are still alive, at the same addresses
+        """Copies the content of borrowed views that are still alive, at the same addresses
         (`Pages.detach`). Returns whether rows must get new addresses."""
-        lent = [loan for loan in self.loans if loan.addresses() is not None]
+        alive = [view for view in self.borrowed if view.addresses() is not None]
         for part, addresses in enumerate(self.ranges):
-            blocks: set[tuple[int, int]] = set()  # that are mapped, by slot and position
-            for loan in lent:
-                if loan.part == part:
-                    for slot in loan.slots:
-                        have = enumerate(self.mapped[slot])
-                        mapped = [at for at, block_id in have if block_id is not None]
-                        blocks.update((slot, at) for at in mapped if at in loan.positions)
+            blocks: set[tuple[int, int]] = set()  # the mapped ones, by slot and position
+            for view in alive:
+                if view.part == part:
+                    for slot in view.slots:
+                        for position, block_id in enumerate(self.mapped[slot]):
+                            if block_id is not None and position in view.positions:
+                                blocks.add((slot, position))
             planes = [plane for plane in self.planes if plane.part == part]
             if blocks:
-                # whatever is raised: some pages may be copies then
-                self._is_left = True
-                spots = sorted(plane.at(*block) for plane in planes for block in blocks)
-                self.pages.detach(addresses, spots, planes[0].block_bytes)
-        if not self._is_left:
-            self.loans = []
-        return self._is_left
+                # before `detach`, which may raise with some pages copied
+                self._must_move = True
+                starts = sorted(plane.at(*block) for plane in planes for block in blocks)
+                self.pages.detach(addresses, starts, planes[0].block_bytes)
+        if not self._must_move:
+            self.borrowed = []
+        return self._must_move
 
 
-def _num_ends(have: list[int | None], first: int, end: int) -> int:
-    """Counts extent boundaries: positions whose block, or lack of one, does not continue the one
-    before."""
-    before_first = have[first - 1] if first else None
-    ids = [before_first, *have[first : end + 1]]
-    if end >= len(have):
+def _num_ends(mapped: list[int | None], first: int, end: int) -> int:
+    """Counts the ends of extents: positions whose block, or lack of one, does not continue that of
+    the position before."""
+    before_first = mapped[first - 1] if first else None
+    ids = [before_first, *mapped[first : end + 1]]
+    if end >= len(mapped):
         ids.append(None)
     num_ends = 0
     for before, block_id in itertools.pairwise(ids):

@@ -59,19 +59,15 @@ def drive(
     for _ in range(decoding.max_length):
         if decoding.is_done:
             break
-        rows = decoding.open_rows
-        before = decoding.input_ids
-        advance = take_step(
-            decoding, logits_of(model, before[rows], None if mask is None else mask[rows])
-        )
+        rows, before = decoding.open_rows, decoding.input_ids
+        logits = logits_of(model, before[rows], None if mask is None else mask[rows])
+        advance = take_step(decoding, logits)
         after = decoding.input_ids
         assert advance.rows == rows and set(advance.finished) <= set(rows)
         assert decoding.open_rows == [row for row in rows if row not in advance.finished]
         assert after[:, -1].tolist() == advance.tokens and after.is_contiguous()
         open_rows = torch.tensor(decoding.open_rows, dtype=torch.long)
-        parents = (
-            torch.arange(len(before)) if advance.parents is None else torch.tensor(advance.parents)
-        )
+        parents = torch.tensor(advance.parents or range(len(before)))
         assert torch.equal(after[open_rows, :-1], before[parents[open_rows]])
         if check is not None:
             check(decoding, advance)
@@ -85,38 +81,23 @@ def generate_by_decoding(model: PreTrainedModel, **options: Any) -> Iterator[lis
     the list."""
     made: list[Decoding] = []
     check, split = options.pop("check", None), options.pop("split", None)
+    names = ("logits_processor", "stopping_criteria", "generation_config")
 
-    def sample(
-        self: Any,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> Any:
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        decoding = SampleDecoding(LoopInputs(*arguments, **options), streamer)
-        made.append(decoding)
-        mask = model_kwargs.get("attention_mask")
-        if split is not None:
-            return split(decoding, mask).result()
-        return drive(decoding, self, mask, check).result()
+    def inputs(input_ids: Any, arguments: dict[str, Any]) -> LoopInputs:
+        return LoopInputs(input_ids, *(arguments[name] for name in names), **options)
 
-    def beam_search(
-        self: Any,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        synced_gpus: bool = False,
-        **model_kwargs: Any,
-    ) -> Any:
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        decoding = BeamDecoding(self, LoopInputs(*arguments, **options))
+    def sample(self: Any, input_ids: Any, streamer: Any = None, **arguments: Any) -> Any:
+        decoding = SampleDecoding(inputs(input_ids, arguments), streamer)
+        return end(self, decoding, arguments.get("attention_mask"), split)
+
+    def beam_search(self: Any, input_ids: Any, **arguments: Any) -> Any:
+        decoding = BeamDecoding(self, inputs(input_ids, arguments))
+        return end(self, decoding, arguments.get("attention_mask"))
+
+    def end(model: Any, decoding: Any, mask: Any, split: Any = None) -> Any:
         made.append(decoding)
-        return drive(decoding, self, model_kwargs.get("attention_mask"), check).result()
+        run = split(decoding, mask) if split else drive(decoding, model, mask, check)
+        return run.result()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "_sample", sample)

@@ -1,0 +1,228 @@
+"""Decode steps of rectangles as replays: which steps may be, their tokens, and the forward that is
+recorded. A `Recorder` records it and runs it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput
+
+from ... import compat
+from ...attention.masks import padding_columns
+from ...cache.paged_cache import PagedCache
+from ...cache.step_cache import step_cache
+from ...model.state import ModelState
+from ...model.trial import excess_of
+from ...seams import ForwardContext, Recorder
+from ...step import StepMetadata
+from .inputs import GroupTokens, PackedTokens
+from .rectangle import Rectangle
+
+logger = logging.getLogger(__name__)
+
+Kind = tuple[object, ...]
+"""Steps of equal kinds give the recorded forward equal inputs, but for tokens."""
+
+_POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
+
+
+class RectangleReplays:
+    """The replays of a model's decode steps in rectangles without states.
+
+    A replay does not run the code that prepares masks, so the recorded forward gets masks that hide
+    nothing, and the tokens that each row sees come from its block tables. The first step of each
+    kind is computed by the model's own forward, too: if the logits differ, such steps are not
+    replayed."""
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: Recorder) -> None:
+        self._model = model
+        self._cache = cache
+        self._recorder = recorder
+        self._groups = list(cache.groups.values())
+        self._cross = [] if cache.cross is None else list(cache.cross.groups.values())
+        self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+        # that of `inputs`, and of what hides tokens of the decoder
+        self._mask_name = "attention_mask"
+        if model.config.is_encoder_decoder:
+            self._mask_name = "decoder_attention_mask"
+        self._state: ModelState | None = None
+        # of the running step, for the forward
+        self._prepared: dict[str, Any] = {}
+
+    def begin(self, state: ModelState | None) -> None:
+        """As `Runner.begin`."""
+        model = self._model
+        self._state = state
+        if state is None:
+            return
+        update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
+        self._is_stock = update is vars(GenerationMixin)[compat.UPDATE_INPUTS]
+        self._parameters = inspect.signature(model.forward).parameters
+        self._cache_name = compat.cache_name(model)
+        self._recorder.begin(state)
+
+    def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
+        """Runs the step that `prepared` are the model's inputs of, as a replay; returns logits
+        `(rows, vocab_size)`, or `None` if it is none."""
+        if self._state is None or not self._is_stock:
+            return None
+        if not self._state.is_in_place() or not self._recorder.verdicts.get(_kind(prepared), True):
+            return None
+        tokens = self._pack(rectangle, prepared)
+        if tokens is None:
+            return None
+        self._prepared = prepared
+        try:
+            return self._recorder.run(tokens, None, self._forward)
+        finally:
+            self._prepared = {}
+
+    def is_checked(self, prepared: dict[str, Any]) -> bool:
+        """Whether a replay of this kind has given the logits of the model's own forward."""
+        return _kind(prepared) in self._recorder.verdicts
+
+    def check(self, prepared: dict[str, Any], replayed: Tensor, expected: Tensor) -> None:
+        """Compares the logits `(rows, vocab_size)` of a replay with those of the model's own
+        forward; if they differ, no step is replayed."""
+        dtypes = (expected.dtype, getattr(self._model, "dtype", None))
+        excess = excess_of(expected, replayed, dtypes)
+        self._recorder.verdicts[_kind(prepared)] = excess is None
+        if excess is not None:
+            logger.info("some steps of rectangles are not replayed: their logits are %s", excess)
+
+    def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
+        """The step as tokens of packed rows; `None` if it cannot be recorded."""
+        num_rows = len(rectangle.blocks)
+        position = rectangle.width - 1
+        encoded = self._encoder_lengths(rectangle, prepared)
+        if encoded is None or not self._are_known(prepared, rectangle):
+            return None
+        groups = []
+        for number, group in enumerate(self._groups):
+            size = group.blocks.block_size
+            held = [blocks.tables[number] for blocks in rectangle.blocks]
+            rows = zip(rectangle.paddings, held)
+            origins = [padding + table.num_dropped * size for padding, table in rows]
+            indices = [position - origin for origin in origins]
+            tables = [table.block_ids for table in held]
+            slots = [
+                ids[index // size] * size + index % size for ids, index in zip(tables, indices)
+            ]
+            groups.append(GroupTokens(slots, tables, [index + 1 for index in indices], origins))
+        for number in range(len(self._cross)):
+            tables = [blocks.tables[number].block_ids for blocks in rectangle.encoded]
+            groups.append(GroupTokens([-1] * num_rows, tables, encoded, [0] * num_rows))
+        token_ids = rectangle.token_ids[:, -1].tolist()
+        last = list(range(num_rows))
+        positions = [position] * num_rows
+        return PackedTokens(token_ids, positions, last, [*last, num_rows], num_rows, groups, [])
+
+    def _encoder_lengths(self, rectangle: Rectangle, prepared: dict[str, Any]) -> list[int] | None:
+        """The encoder tokens that each row sees, the first of its table; `None` if some row sees
+        others."""
+        if not self._cross:
+            return []
+        lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
+        mask = prepared.get("attention_mask")
+        width = max(lengths)
+        if not isinstance(mask, Tensor) or mask.shape != (len(lengths), width):
+            return lengths  # it is of the encoder's inputs, and the decoder may not have it
+        visible = padding_columns(mask, len(lengths), width)
+        if visible is None:
+            return None
+        seen = []
+        for length, first, end in zip(lengths, *visible):
+            origin = width - length
+            if first > origin or end <= origin:
+                return None
+            seen.append(end - origin)
+        return seen
+
+    def _are_known(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
+        """Whether the recorded forward can be given these inputs, or others that mean the same."""
+        num_rows = len(rectangle.blocks)
+        width = rectangle.width
+        if any(rectangle.paddings) and self._mask_name not in prepared:
+            return False
+        for name, value in prepared.items():
+            if name in (self._ids_name, self._cache_name, "encoder_outputs"):
+                continue
+            if name == "attention_mask" and self._cross:
+                continue  # `_encoder_lengths`
+            if not isinstance(value, Tensor):
+                if isinstance(value, (bool, int, float, str, type(None))):
+                    continue
+                return False
+            if name == self._mask_name:
+                visible = tuple(rectangle.paddings), (width,) * num_rows
+                if value.dim() != 2 or padding_columns(value, num_rows, width) != visible:
+                    return False
+            elif name not in _POSITIONS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
+                return False
+            elif not bool((value == width - 1).all()):
+                return False
+        return True
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        steps: list[StepMetadata],
+        kept: Tensor | None,
+        context: ForwardContext | None,
+    ) -> Tensor:
+        """The forward that is recorded, as the recorder calls it: of tokens `(1, n)` and a step of
+        each layer group, logits `(n, vocab_size)`."""
+        num_rows = token_ids.shape[1]
+        shown = []
+        for step in steps:
+            assert step.slots is not None
+            columns = range(step.block_tables.shape[1] * step.block_size)
+            slots = step.slots.view(num_rows, 1)
+            shown.append(dataclasses.replace(step, slots=slots, columns=columns))
+        length = positions[0, 0]
+        arguments = dict(self._prepared)
+        arguments[self._ids_name] = token_ids.view(num_rows, 1)
+        arguments[self._cache_name] = step_cache(self._cache, shown, length)
+        if self._mask_name in self._parameters:
+            first = shown[0]
+            capacity = first.block_tables.shape[1] * first.block_size
+            arguments[self._mask_name] = token_ids.new_ones(num_rows, capacity)
+        for name in _POSITIONS:
+            if isinstance(arguments.get(name), Tensor):
+                shape = arguments[name].shape
+                if shape[0] > 1 or num_rows == 1:
+                    arguments[name] = positions.view(num_rows, 1).view(-1, *shape[1:])
+                else:
+                    arguments[name] = positions[0, :1].view(shape)
+        if self._cross:
+            arguments["attention_mask"] = None
+            arguments["encoder_outputs"] = self._blank(num_rows, shown[-1])
+        assert self._state is not None
+        self._state.doubt()
+        outputs = self._model(**arguments, return_dict=True)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    def _blank(self, num_rows: int, step: StepMetadata) -> BaseModelOutput:
+        """Encoder outputs of the step's size, which no recorded operation may read."""
+        outputs = self._prepared["encoder_outputs"]
+        assert step.columns is not None
+        hidden = outputs[0]
+        blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
+        return BaseModelOutput(last_hidden_state=blank)
+
+
+def _kind(prepared: dict[str, Any]) -> Kind:
+    mask = prepared.get("attention_mask")
+    is_hiding = isinstance(mask, Tensor) and not bool(mask.all())
+    items = prepared.items()
+    constants = [(name, value) for name, value in items if not isinstance(value, Tensor)]
+    numbers = [(name, value) for name, value in constants if isinstance(value, (bool, int, str))]
+    return is_hiding, *numbers

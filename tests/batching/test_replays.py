@@ -1,0 +1,230 @@
+"""Decode steps of rectangles, and of positions on axes, as replays: plain's tokens, and which steps
+are none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
+from hf_paged.rooms import is_installed
+from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
+from tests.support.engine_helpers import assert_drained, run_all
+from tests.support.rooms import records_on_cpu
+
+CLASSES = [
+    "T5ForConditionalGeneration",  # a bias of positions, shared by layers
+    "BartForConditionalGeneration",  # positions count the cache's tokens
+    "WhisperForConditionalGeneration",  # the mask is not the decoder's
+    "BartForCausalLM",  # left padding, without position ids
+]
+NUM_TOKENS = 24
+GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "sample": {"do_sample": True, "num_beams": 1},
+}
+
+
+@functools.cache
+def build(name: str) -> PreTrainedModel:
+    model = tiny_model(getattr(transformers, name))
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.eos_token_id = None
+    return model
+
+
+def inputs_of(name: str, seed: int = 1) -> dict[str, Any]:
+    """Two rows, the second of which is padded."""
+    return next(iter(make_inputs(build(name), seed).values()))
+
+
+def generate(
+    model: PreTrainedModel, inputs: dict[str, Any], is_paged: bool, **options: Any
+) -> torch.Tensor:
+    arguments = {name: x.clone() for name, x in inputs.items()}
+    arguments |= {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, **options}
+    if is_paged:
+        arguments["cache_implementation"] = "paged"
+        arguments.setdefault("cache_config", {"block_size": 8})
+    torch.manual_seed(5)
+    return model.generate(**arguments)
+
+
+def route_of(model: PreTrainedModel) -> Route:
+    route = last_route(model)
+    assert route is not None
+    return route
+
+
+def assert_recorded(model: PreTrainedModel, least: int = 1) -> None:
+    assert route_of(model).num_captured_steps >= least or not records_on_cpu()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_replays_give_the_tokens_of_plain(name: str, mode: str) -> None:
+    model = build(name)
+    for seed in range(3):  # other inputs, to the graphs of the first call
+        inputs = inputs_of(name, seed)
+        expected = generate(model, inputs, False, **MODES[mode])
+        assert torch.equal(generate(model, inputs, True, **MODES[mode]), expected), seed
+        check_integrity(model)
+    assert_recorded(model, NUM_TOKENS - 1)
+
+
+@pytest.mark.parametrize("name", CLASSES[:2])
+def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
+    """The first calls have no padding."""
+    model = build(name)
+    inputs = inputs_of(name)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    generate(model, inputs, True)
+    generate(model, inputs, True)
+    for width in (3, 7):
+        inputs["attention_mask"][1, width:] = 0
+        expected = generate(model, inputs, False)
+        assert torch.equal(generate(model, inputs, True), expected), width
+    assert_recorded(model, NUM_TOKENS - 1)
+    inputs["attention_mask"][0, 2] = 0  # a hole, which no range of blocks shows
+    expected = generate(model, inputs, False)
+    assert torch.equal(generate(model, inputs, True), expected)
+    assert route_of(model).num_captured_steps == 0
+
+
+def test_rows_outgrow_the_graph() -> None:
+    """Blocks of more tokens than the first graph's tables have room for."""
+    model = build("T5ForConditionalGeneration")
+    inputs = inputs_of("T5ForConditionalGeneration")
+    lengths = {"max_new_tokens": 1100, "min_new_tokens": 1100}
+    expected = generate(model, inputs, False, **lengths)
+    assert torch.equal(generate(model, inputs, True, **lengths), expected)
+    assert_recorded(model, 1000)
+
+
+@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3]])
+def test_requests_of_an_engine_join_and_leave(name: str) -> None:
+    model = build(name)
+    inputs = inputs_of(name)
+    rows = []
+    for row in range(2):
+        real = inputs["attention_mask"][row].bool()
+        rows.append({"input_ids": inputs["input_ids"][row : row + 1, real]})
+    limits = [30, 9, 21, 14, 26, 17]
+    expected = []
+    for number, limit in enumerate(limits):
+        limit_options = {"max_new_tokens": limit, "min_new_tokens": limit}
+        output = generate(model, rows[number % 2], False, **limit_options)
+        expected.append(output[0, -limit:].tolist())
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=40)) as engine:
+        for number, limit in enumerate(limits):
+            options = {**GREEDY, "max_new_tokens": limit}
+            engine.add_request(rows[number % 2], options, request_id=str(number))
+        results = run_all(engine)
+        assert [results[str(number)].token_ids for number in range(len(limits))] == expected
+        assert engine.stats().num_captured_steps > 0 or not records_on_cpu()
+        assert_drained(engine)
+
+
+def test_preempted_rows_go_on() -> None:
+    name = "T5ForConditionalGeneration"
+    model = build(name)
+    ids = inputs_of(name)["input_ids"][:1]
+    options = {"max_new_tokens": 60, "min_new_tokens": 60}
+    expected = generate(model, {"input_ids": ids}, False, **options)[0, -60:].tolist()
+    with PagedEngine(model, PagedConfig(block_size=8, num_blocks=24)) as engine:
+        for number in range(4):
+            engine.add_request({"input_ids": ids}, {**GREEDY, **options}, request_id=str(number))
+        results = run_all(engine)
+        assert all(result.token_ids == expected for result in results.values())
+        stats = engine.stats()
+        assert stats.num_preemptions > 0
+        assert stats.num_captured_steps > 0 or not records_on_cpu()
+        assert_drained(engine)
+
+
+def test_other_weights_are_read_and_other_modules_recorded_again() -> None:
+    name = "T5ForConditionalGeneration"
+    model = tiny_model(transformers.T5ForConditionalGeneration)
+    model.generation_config.eos_token_id = None
+    inputs = inputs_of(name)
+    for _ in range(2):
+        generate(model, inputs, True)
+    with torch.no_grad():
+        model.decoder.block[0].layer[0].SelfAttention.q.weight.mul_(1.5)
+    expected = generate(model, inputs, False)
+    assert torch.equal(generate(model, inputs, True), expected)
+    assert_recorded(model)
+    layer = model.decoder.block[1].layer[-1].DenseReluDense
+    layer.wo = torch.nn.Linear(layer.wo.in_features, layer.wo.out_features, bias=False)
+    layer.wo.weight.data.normal_(0, 0.2)
+    expected = generate(model, inputs, False)
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, True), expected)
+    assert_recorded(model)
+
+
+def test_a_decoder_that_reads_its_encoder_is_not_recorded() -> None:
+    """A forward that no recorded step may stand for: it reads the encoder's output each time."""
+    name = "BartForConditionalGeneration"
+    model = tiny_model(transformers.BartForConditionalGeneration)
+    model.generation_config.eos_token_id = None
+    decoder = model.model.decoder
+    forward = type(decoder).forward
+
+    def reads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        encoded = kwargs["encoder_hidden_states"]
+        output.last_hidden_state = output.last_hidden_state + encoded.mean(1, keepdim=True)
+        return output
+
+    decoder.__class__ = type("ReadingDecoder", (type(decoder),), {"forward": reads})
+    inputs = inputs_of(name)
+    expected = generate(model, inputs, False)
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, True), expected)
+    assert route_of(model).num_captured_steps == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name", ["Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration"]
+)
+def test_positions_on_axes_are_replayed(name: str, mode: str) -> None:
+    model = build(name)
+    for medium in ("image", "text", "image"):
+        for seed in range(2):
+            inputs = make_inputs(model, seed)[medium]
+            expected = generate(model, inputs, False, **MODES[mode])
+            assert torch.equal(generate(model, inputs, True, **MODES[mode]), expected), (
+                medium,
+                seed,
+            )
+        assert_recorded(model, NUM_TOKENS - 1)
+
+
+def test_text_joins_requests_whose_positions_are_on_axes() -> None:
+    name = "Qwen2_5_VLForConditionalGeneration"
+    model = build(name)
+    inputs = make_inputs(model)["image"]
+    text = [list(range(20, 33)), list(range(40, 47))]
+    expected = [generate(model, inputs, False)[:, inputs["input_ids"].shape[1] :].tolist()]
+    for ids in text:
+        output = generate(model, {"input_ids": torch.tensor([ids])}, False)
+        expected.append(output[0, len(ids) :].tolist())
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        options = {**GREEDY, "max_new_tokens": NUM_TOKENS}
+        results = engine.generate(text, options)
+        assert [result.token_ids for result in results] == expected[1:]
+        assert engine.stats().num_captured_steps > 0 or not is_installed("tape")
+    assert torch.equal(
+        generate(model, inputs, True)[:, inputs["input_ids"].shape[1] :],
+        torch.tensor(expected[0]),
+    )

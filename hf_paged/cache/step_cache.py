@@ -1,6 +1,6 @@
 """The cache that a model's forward gets while a decode step of a rectangle is recorded: every
-tensor has the size of the step's capacity, and lengths are numbers on the device. It holds
-nothing."""
+tensor has the size of the step's capacity, and lengths are numbers on the device. It owns no
+blocks."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class StepLayer(CacheLayerMixin):
         """Stores K/V `(n, heads, 1, dim)`, and returns `keys` and `values`."""
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
-            raise NotCapturable("its forward stores another number of tokens than it is given")
+            raise NotCapturable("its forward stores a different number of tokens than it gets")
         key = store_key(key_states, value_states)
         self.blocks.store(key, key_states, value_states, self.step.slots)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The blocks exist already."""
+        """Does nothing: the blocks exist already."""
 
     def get_seq_length(self) -> Any:
         """Returns the positions that earlier steps have stored."""
@@ -76,14 +76,14 @@ def step_cache(cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor)
     """Makes the cache of a step's forward from one step per layer group of `cache`, a model's empty
     cache, and of its cross-attention cache. `length` as in `StepLayer`. Raises `NotCapturable` if a
     layer has no blocks yet."""
-    shown = _step_cache(cache, steps[: len(cache.groups)], length)
+    self_cache = _step_cache(cache, steps[: len(cache.groups)], length)
     if cache.cross is None:
-        return shown
+        return self_cache
     cross_steps = steps[len(cache.groups) :]
     columns = cross_steps[0].columns
     assert columns is not None
     cross = _step_cache(cache.cross, cross_steps, len(columns))
-    both = EncoderDecoderCache(shown, cross)
+    both = EncoderDecoderCache(self_cache, cross)
     both.is_updated = dict.fromkeys(range(len(cross.layers)), True)
     return both
 

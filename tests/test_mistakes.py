@@ -285,7 +285,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "no such adapter": (
         lambda: add(adapter="french"),
         ValueError,
-        ("adapter 'french' does not exist", "the model has none", "no folder has this name"),
+        ("adapter 'french' does not exist", "the model has none", "no such folder"),
     ),
     "folder without an adapter": (
         lambda: add(adapter=str(Path(__file__).parent)),

@@ -119,7 +119,7 @@ REFUSED = {
     "BambaForCausalLM": "LinearAttentionLayer",  # Mamba states and attention
     "BertLMHeadModel": "shows later tokens",
     "FalconH1ForCausalLM": "PagedHybridLayer",
-    "GPTNeoForCausalLM": "are read",  # builds a mask from the batch's columns
+    "GPTNeoForCausalLM": "reads packed keys",  # builds a mask from the batch's columns
     "OpenAIGPTLMHeadModel": "no cache",
     "MambaForCausalLM": "does not know its layers",
 }

@@ -3,6 +3,7 @@ are none."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -228,3 +229,39 @@ def test_text_joins_requests_whose_positions_are_on_axes() -> None:
         generate(model, inputs, True)[:, inputs["input_ids"].shape[1] :],
         torch.tensor(expected[0]),
     )
+
+
+@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3]])
+def test_requests_with_adapters_do_not_get_another_ones_replay(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny_model(getattr(transformers, name))
+    base.generation_config.eos_token_id = None
+    torch.manual_seed(0)
+    targets = ["q", "v"] if name == CLASSES[0] else ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(base, config, adapter_name="first")
+    model.add_adapter("second", config)
+    model.eval()
+    ids = inputs_of(name)["input_ids"][:1]
+    names = [None, "first", "second", "first", None]
+    expected = []
+    for adapter in names:
+        if adapter is not None:
+            model.set_adapter(adapter)
+        with model.disable_adapter() if adapter is None else contextlib.nullcontext():
+            output = generate(model, {"input_ids": ids}, False)
+            assert torch.equal(generate(model, {"input_ids": ids}, True), output), adapter
+        expected.append(output[0, -NUM_TOKENS:].tolist())
+    assert len({*map(tuple, expected)}) == 3
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        options = {**GREEDY, "max_new_tokens": NUM_TOKENS}
+        for _ in range(2):
+            for number, adapter in enumerate(names):
+                engine.add_request(
+                    {"input_ids": ids},
+                    options,
+                    request_id=str(number),
+                    adapter=adapter or "__base__",
+                )
+            results = run_all(engine)
+            assert [results[str(number)].token_ids for number in range(len(names))] == expected

@@ -150,13 +150,14 @@ class RectangleRunner(Runner):
         num_new: int = 1,
         rows: list[int] | None = None,
         num_logits: int = 1,
+        may_replay: bool = False,
     ) -> Tensor:
         """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
         of each row's last tokens."""
         before = dict(rectangle.inputs)
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         logits = None
-        if not begins and num_new == 1:
+        if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
             logits = self._compute(rectangle, prepared, num_logits)
@@ -257,7 +258,10 @@ class RectangleRunner(Runner):
         rectangle.append(plan)
         if is_moved:
             rectangle.borrow(num_cached)
-        return self._forward(rectangle, begins=False)
+        may_replay = self._replays is not None
+        if may_replay:  # the modules of a row's adapter are not those that were recorded
+            may_replay = all(sequence.request.adapter is None for sequence in sequences)
+        return self._forward(rectangle, begins=False, may_replay=may_replay)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
         """Returns these rows of a rectangle, which other sequences continue from as well if it

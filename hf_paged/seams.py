@@ -161,6 +161,8 @@ class Recorder(Protocol):
     """Records the packed steps of a model over one memory and replays them. The memory keeps the
     recorder, which outlives the runner of the steps."""
 
+    unsupported_reason: str | None
+    """Why it records no step of the model in this state."""
     verdicts: dict[Hashable, bool]
     """Which kinds of steps may be replays, as their runners have found; `begin` empties it when the
     model's state has changed."""

@@ -72,6 +72,8 @@ class RectangleReplays:
         `(rows, vocab_size)`, or `None` if it is none."""
         if self._state is None or not self._is_stock:
             return None
+        if self._recorder.unsupported_reason is not None:
+            return None
         if not self._state.is_in_place() or not self._recorder.verdicts.get(_kind(prepared), True):
             return None
         tokens = self._pack(rectangle, prepared)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.free_memory import trim
 from ..cache.storage import fit_blocks
 from ..config import PagedConfig
-from ..interrupts import guarded
+from ..interrupts import guarded, surely
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
@@ -248,6 +248,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         )
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
+    @guarded
     def cancel(self, request_id: str) -> None:
         """Ends a request at any point and frees its blocks; the next step returns its result, with
         the tokens so far. Raises `ValueError` if no unfinished request has that id."""
@@ -476,15 +477,13 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
 
+    @guarded
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
-        with self._core.lock, contextlib.ExitStack() as stack:
-            # one that raises keeps none from the others
-            stack.callback(self._core.retire)
-            for state in reversed(self._core.requests.values()):
-                stack.callback(self._core.cancel, state)
+        surely(self._core.free)
         trim()
 
+    @guarded
     def __exit__(self, *error: object) -> None:
         try:
             self.free()

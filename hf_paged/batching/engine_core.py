@@ -118,6 +118,8 @@ class EngineCore(EngineLoop):
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
+                if self.loop is None:
+                    self._end_freed()
                 new = make(self._named(options))
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self.prepare(new)
@@ -217,6 +219,21 @@ class EngineCore(EngineLoop):
         else:
             self._leaving.append(state)
 
+    def free(self) -> None:
+        """Cancels every request and drops the loop. Called again, it finishes what an interrupt
+        ended."""
+        with self.lock, contextlib.ExitStack() as stack:
+            # one that raises keeps none from the others
+            stack.callback(self.retire)
+            for state in reversed(self.requests.values()):
+                stack.callback(self.cancel, state)
+
+    def _end_freed(self) -> None:
+        """Ends requests that a `free` has left without a loop: it was interrupted, or called in a
+        step."""
+        for state in list(self.requests.values()):
+            self._end_left(state)
+
     def _end_leaving(self) -> None:
         leaving = self._leaving.copy()
         with contextlib.ExitStack() as stack:  # one that raises keeps none from the others
@@ -310,6 +327,8 @@ class EngineCore(EngineLoop):
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
         which the next step repeats; if that raises as well, ends the requests that it would compute
         with the error instead."""
+        if self.loop is None:
+            self._end_freed()
         loop = self.get_loop()
         if not self.requests:
             return

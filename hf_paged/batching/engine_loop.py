@@ -166,14 +166,15 @@ class EngineLoop:
 
     def retire(self) -> None:
         """Drops the loop and its memory; keeps its counters."""
-        self._earlier = self.loop_counts()
+        counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
         try:
             self.memory.give_up_cached()
         finally:
             self.memory.drop_recorders()
-            self.loop, self.memory = None, self._new_memory(self.memory.sizes)
+            memory = self._new_memory(self.memory.sizes)
+            self._earlier, self.loop, self.memory = counts, None, memory
 
     def loop_counts(self) -> Counter[str]:
         """Returns what all loops have done (`COUNTS`)."""

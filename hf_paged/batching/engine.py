@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.free_memory import trim
 from ..cache.storage import fit_blocks
 from ..config import PagedConfig
-from ..interrupts import guarded, surely
+from ..interrupts import guarded, restoring, surely
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
@@ -31,6 +32,7 @@ from .arguments import (
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
 from .execution.executor import Window
+from .pauses import Pause
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
 from .streams import RequestStream, trim_unread
@@ -372,24 +374,19 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         )
         return stream.astream()
 
-    def pause(self) -> contextlib.ExitStack:
+    def pause(self) -> Pause:
         """Waits for the step in progress, then blocks further steps until `resume` or the end of
         `with engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and
         `astream` wait in other threads, and raise in this one. Several threads may pause: steps
         continue once all have resumed."""
-        with self._core.lock:
-            self._core.pauses.begin()
-        stack = contextlib.ExitStack()
-        stack.callback(self.resume)
-        return stack
+        return self._core.pauses.begin(is_kept=True)
 
     def resume(self) -> None:
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
         paused."""
-        with self._core.lock:
-            self._core.pauses.end()
+        self._core.pauses.end()
 
-    @contextlib.contextmanager
+    @restoring
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
         """Pauses the engine, so that any thread may change the model in any way; afterwards,
         however the context ends, no cached block from before is reused. Outside of this context
@@ -403,11 +400,12 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
-        with self.pause():
+        change = functools.partial(self._core.change_weights, policy == "recompute")
+        with self._core.pauses.begin():
             try:
                 yield
             finally:
-                self._core.change_weights(recompute=policy == "recompute")
+                surely(change)
 
     @guarded
     def save_prefix(

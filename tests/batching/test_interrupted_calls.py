@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,3 +123,91 @@ def test_free_called_again_ends_what_an_interrupted_one_left() -> None:
         # two in a row may fall on both attempts to tell one
         assert interrupt.again or {*results} == {"a", "b"}, f"{vars(interrupt)}"
         assert engine._core.loop is None
+
+
+# ------------------------------------------------------------------------------------------ pauses
+
+
+def update(engine: PagedEngine) -> None:
+    with engine.weights_update():
+        pass
+
+
+def pause(engine: PagedEngine) -> None:
+    with engine.pause():
+        pass
+
+
+def pause_and_resume(engine: PagedEngine) -> None:
+    engine.pause()
+    engine.resume()
+
+
+CALLS = {"update": update, "pause": pause, "pause_and_resume": pause_and_resume}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(name: str) -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    call = functools.partial(CALLS[name], engine)
+    for interrupt in interrupts(call, 1000):
+        interrupt.run(call)
+        if name == "pause_and_resume":
+            with contextlib.suppress(RuntimeError):  # it has ended, or never begun
+                engine.resume()
+        engine.add_request(PROMPT, GREEDY)
+        while engine.has_unfinished:
+            engine.step()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_pause_ends_although_the_error_is_kept(name: str) -> None:
+    """As a notebook keeps it, with its frames: here where it waits for the step in progress."""
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    pauses = engine._core.pauses
+    lock, entered = pauses.lock, Interrupted(pauses.lock)
+    pauses.lock = entered  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        CALLS[name](engine)
+    pauses.lock = lock
+    engine.generate([PROMPT], GREEDY)
+    assert caught.value is not None
+
+
+class Interrupted:
+    """A lock whose holder is interrupted, once, as it has it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.is_due = True
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+
+
+def test_a_pause_may_be_resumed_within_its_context() -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    with engine.pause(), engine.pause():
+        engine.resume()
+        with pytest.raises(RuntimeError, match="paused by this thread"):
+            engine.generate([PROMPT], GREEDY)
+        engine.resume()
+        engine.generate([PROMPT], GREEDY)
+    with pytest.raises(RuntimeError, match="not paused"):
+        engine.resume()
+
+
+def test_a_pause_whose_result_is_dropped_lasts_until_resume() -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine.pause()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="paused by this thread"):
+        engine.generate([PROMPT], GREEDY)
+    engine.resume()
+    assert engine.generate([PROMPT], GREEDY)[0].error is None

@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 
 class _Contexts(threading.local):
-    """Of one thread: the `restoring` contexts that it has entered and not left, in order; the
-    number of `guarded` calls that it is in; whether a nested one of these has raised."""
+    """Of one thread: the `restoring` contexts that it has entered in `guarded` calls and not left,
+    in order; the number of such calls that it is in; whether a nested one of these has raised."""
 
     def __init__(self) -> None:
         self.open: list[Generator[Any, None, None]] = []
@@ -54,20 +54,23 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
     gen: Any
 
     def __enter__(self) -> T:
-        _contexts.open.append(self.gen)
         try:
+            if _contexts.num_calls:
+                # else it is a caller's own, which is ended where an interrupt has that drop it
+                _contexts.open.append(self.gen)
             return super().__enter__()
         except BaseException:
-            self._leave()
+            ensure_done(self._end)
             raise
 
     def __exit__(self, *error: Any) -> bool | None:
         try:
             return super().__exit__(*error)
         finally:
-            self._leave()
+            ensure_done(self._end)
 
-    def _leave(self) -> None:
+    def _end(self) -> None:
+        self.gen.close()  # if an interrupt has kept it from its end
         with contextlib.suppress(ValueError):  # another thread entered it, and this one ends it
             _contexts.open.remove(self.gen)
 

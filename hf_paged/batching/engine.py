@@ -4,6 +4,7 @@ results; `engine_core.py` does the work."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import AsyncGenerator, Generator, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.free_memory import trim
 from ..cache.storage import fit_blocks
 from ..config import PagedConfig
-from ..interrupts import guarded
+from ..interrupts import ensure_done, guarded, restoring
 from ..model.forwards import compute_device
 from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
@@ -32,6 +33,7 @@ from .arguments import (
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
 from .execution.executor import StableSpan
+from .pauses import Pause
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
 from .streams import RequestStream, trim_pending
@@ -249,6 +251,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         )
         return self._core.add(self.tokenizer, input_ids, generation_config, options)
 
+    @guarded
     def cancel(self, request_id: str) -> None:
         """Ends a request at any point and frees its blocks; the next step returns its result, with
         the tokens so far. Raises `ValueError` if no unfinished request has that id."""
@@ -374,24 +377,19 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         )
         return stream.astream()
 
-    def pause(self) -> contextlib.ExitStack:
+    def pause(self) -> Pause:
         """Waits for the step in progress, then blocks further steps until `resume` or the end of
         `with engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and
         `astream` wait in other threads, and raise in this one. Several threads may pause: steps
         continue once all have resumed."""
-        with self._core.lock:
-            self._core.pauses.begin()
-        stack = contextlib.ExitStack()
-        stack.callback(self.resume)
-        return stack
+        return self._core.pauses.begin(is_kept=True)
 
     def resume(self) -> None:
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
         paused."""
-        with self._core.lock:
-            self._core.pauses.end()
+        self._core.pauses.end()
 
-    @contextlib.contextmanager
+    @restoring
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
         """Pauses the engine, so that any thread may change the model in any way; afterwards,
         however the context ends, no cached block from before is reused. Outside of this context
@@ -405,11 +403,12 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
-        with self.pause():
+        change = functools.partial(self._core.change_weights, policy == "recompute")
+        with self._core.pauses.begin():
             try:
                 yield
             finally:
-                self._core.change_weights(recompute=policy == "recompute")
+                ensure_done(change)
 
     @guarded
     def save_prefix(
@@ -479,15 +478,13 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
 
+    @guarded
     def free(self) -> None:
         """Cancels every request and frees all memory. The engine can be used again."""
-        with self._core.lock, contextlib.ExitStack() as stack:
-            # an `ExitStack` cancels all requests, even if one raises
-            stack.callback(self._core.retire)
-            for state in reversed(self._core.requests.values()):
-                stack.callback(self._core.cancel, state)
+        ensure_done(self._core.free)
         trim()
 
+    @guarded
     def __exit__(self, *error: object) -> None:
         try:
             self.free()

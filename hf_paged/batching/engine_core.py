@@ -118,6 +118,8 @@ class EngineCore(EngineLoop):
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
+                if self.loop is None:
+                    self._end_freed()
                 new = make_state(self._with_id(options))
                 loop = self.get_loop(new)  # allocates memory, so only after the checks above
                 self.prepare(new)
@@ -218,6 +220,21 @@ class EngineCore(EngineLoop):
         else:
             self._cancelled.append(state)
 
+    def free(self) -> None:
+        """Cancels every request and drops the loop. Called again, it finishes what an interrupt
+        ended."""
+        # an `ExitStack` cancels all requests, even if one raises
+        with self.lock, contextlib.ExitStack() as stack:
+            stack.callback(self.retire)
+            for state in reversed(self.requests.values()):
+                stack.callback(self.cancel, state)
+
+    def _end_freed(self) -> None:
+        """Ends requests that a `free` has left without a loop: it was interrupted, or called in a
+        step."""
+        for state in list(self.requests.values()):
+            self._end_if_unfinished(state)
+
     def _end_cancelled(self) -> None:
         cancelled = self._cancelled.copy()
         with contextlib.ExitStack() as stack:  # ends all of them, even if one raises
@@ -311,6 +328,8 @@ class EngineCore(EngineLoop):
         """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
         and the next step repeats it; if that raises as well, the requests that it would compute end
         with the error instead."""
+        if self.loop is None:
+            self._end_freed()
         loop = self.get_loop()
         if not self.requests:
             return

@@ -167,14 +167,15 @@ class EngineLoop:
 
     def retire(self) -> None:
         """Drops the loop and its memory, and keeps the loop's counters."""
-        self._earlier_counts = self.loop_counts()
+        counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
         try:
             self.memory.evict_cached()
         finally:
             self.memory.drop_recorders()
-            self.loop, self.memory = None, self._new_memory(self.memory.sizes)
+            memory = self._new_memory(self.memory.sizes)
+            self._earlier_counts, self.loop, self.memory = counts, None, memory
 
     def loop_counts(self) -> Counter[str]:
         """Returns the sums of all loops' counters (`COUNTS`)."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .. import rooms
 from ..cache.memory import PagedMemory
 from ..config import PagedConfig
+from ..interrupts import guarded
 from ..model.registry import Route
 from .engine_core import EngineCore
 from .results import EngineStats
@@ -36,6 +37,7 @@ class EngineReports:
         """Whether `step` has anything to compute, or outputs to return."""
         return bool(self._core.requests or self._core.pending_outputs)
 
+    @guarded
     def stats(self) -> EngineStats:
         """Returns the engine's current state and its counters."""
         core = self._core
@@ -80,6 +82,7 @@ class EngineReports:
             self_groups = [group for group in groups if group.spec.kind == "self"]
             return {group.spec.window: group.pool.states() for group in self_groups}
 
+    @guarded
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools, block tables and reference counts agree."""
         self.memory.free_abandoned()

@@ -21,6 +21,7 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.memory_stats import MemoryStats
 from ..cache.storage import fit_blocks
 from ..config import AUTO, PagedConfig, shown
+from ..interrupts import guarded
 from ..kernels.costs import find_costs
 from ..rooms import room
 from ..step import ReadCounters
@@ -216,6 +217,7 @@ def _memories_of(owner: Any) -> list[PagedMemory]:
         return [_memories[module][1] for module in _modules(owner) if module in _memories]
 
 
+@guarded
 def free(model: Any) -> None:
     """Frees the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
     Caches that a caller holds keep their blocks until they are garbage-collected."""
@@ -237,6 +239,7 @@ def last_route(model: Any) -> Route | None:
         return next((_routes[module] for module in _modules(model) if module in _routes), None)
 
 
+@guarded
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
     Statistics of the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
@@ -254,6 +257,7 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     return stats
 
 
+@guarded
 def check_integrity(model: Any) -> None:
     """Raises `AssertionError` unless the model's pool agrees with all live block tables."""
     for memory in _memories_of(model):

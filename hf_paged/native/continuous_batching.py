@@ -5,7 +5,6 @@ after `hf_paged.install(continuous_batching=True)`."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import itertools
@@ -26,6 +25,7 @@ from ..attention.switch import NAME
 from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestResult
+from ..interrupts import guarded, restoring
 from ..model.wrappers import adapters_for, base_model
 from ..topics import Topic
 from .manager_config import paged_config
@@ -136,7 +136,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         `hard_stop`, after the step in progress, which fails unfinished requests. Waits until other
         threads end their pauses. Frees the memory, unless the next session keeps it. Raises
         `RuntimeError` in a thread that pauses the manager."""
-        if threading.get_ident() in self._thread.pausing:
+        if threading.get_ident() in self._thread.pausing.values():
             raise RuntimeError(
                 "this thread has paused the manager, which cannot stop until then: leave the"
                 " `pause` context first"
@@ -164,7 +164,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.stop()
         self.engine.free()
 
-    @contextlib.contextmanager
+    @restoring
     def pause(self) -> Iterator[None]:
         """A context that pauses steps, in which the caller may change the model. Afterwards
         unfinished requests continue with the keys and values that they have, and cached prefixes of
@@ -375,7 +375,7 @@ def _destroy_cached(model: Any) -> None:
         cached.destroy()
 
 
-@contextlib.contextmanager
+@restoring
 def _context(
     model: Any,
     generation_config: GenerationConfig | None = None,
@@ -386,17 +386,20 @@ def _context(
     warmup: bool = True,
     workload_hints: Any = None,
 ) -> Iterator[PagedBatchingManager]:
-    with _session_lock:  # concurrent calls must not take the same kept manager
-        manager = model.init_continuous_batching(generation_config, continuous_batching_config)
-        manager.start()
+    manager: PagedBatchingManager | None = None
     is_hard = True
     try:
+        with _session_lock:  # concurrent calls must not take the same kept manager
+            manager = model.init_continuous_batching(generation_config, continuous_batching_config)
+            manager.start()
         yield manager
         is_hard = False
     finally:  # after an error of the caller's code, unfinished requests are dropped
-        manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
+        if manager is not None:
+            manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
 
 
+@guarded
 def _generate_batch(
     model: Any,
     inputs: list[list[int]],

@@ -69,7 +69,7 @@ class ManagerThread:
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
         ] = {}
-        self.pausing: list[int] = []  # ids of threads that pause the engine
+        self.pausing: dict[object, int] = {}  # pauses, each with the id of its thread
 
     def after_fork(self, freed: set[Any]) -> None:
         """Resets the state in a child process, which has neither the thread nor its requests."""
@@ -231,11 +231,10 @@ class ManagerThread:
 
     @restoring
     def paused(self) -> Iterator[None]:
-        me = threading.get_ident()
-        with self.lock:
-            self.pausing.append(me)
+        pause = object()
         try:
             with self.lock:
+                self.pausing[pause] = threading.get_ident()
                 self.changed.notify_all()
                 self._wait_for(lambda: self.is_paused or self.is_stopping or not self.is_alive)
                 if not self.is_paused:
@@ -244,8 +243,8 @@ class ManagerThread:
                     ) from self.fatal_error
             yield
         finally:
+            self.pausing.pop(pause, None)
             with self.lock:
-                self.pausing.remove(me)
                 self.changed.notify_all()
 
     # -- in the engine's thread -------------------------------------------------------------------

@@ -1002,7 +1002,7 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
                 # as this call does, until Ctrl-C
                 patch.setattr(manager._thread, "_wait_for", interrupt)
                 pause()
-            assert manager._thread.pausing == [pausing.ident]
+            assert [*manager._thread.pausing.values()] == [pausing.ident]
             manager.stop(block=False, hard_stop=True)
         may_step.set()
         pausing.join(WAIT)

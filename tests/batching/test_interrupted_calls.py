@@ -1,0 +1,213 @@
+"""Calls of an engine other than steps, interrupted at any of our lines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import hf_paged
+from hf_paged import PagedEngine
+from tests.batching.test_unfinished_requests import GREEDY
+from tests.support import models
+from tests.support.engine_helpers import assert_drained
+
+OURS = str(Path(hf_paged.__file__).parent)
+PROMPT = [5, 6, 7]
+LONG = {**GREEDY, "max_new_tokens": 20}
+
+
+class Interrupts:
+    """Raises `KeyboardInterrupt` before the line of ours with this number, in the order of
+    execution, and again as the `again`-th function of ours after it is entered."""
+
+    def __init__(self, number: int = 0, again: int = 0) -> None:
+        self.number = number
+        self.again = again
+        self.count = 0
+        self.num_entered = 0
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.number:
+                raise KeyboardInterrupt  # which ends the tracing
+        return self.trace
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(OURS):
+            return
+        if self.number and self.count >= self.number:
+            self.num_entered += 1
+            if self.num_entered == self.again:
+                raise KeyboardInterrupt
+
+    def run(self, call: Callable[[], object]) -> bool:
+        """Returns whether the call was interrupted, and drops the exception, which holds frames."""
+        before = sys.gettrace(), sys.getprofile()
+        try:
+            try:
+                sys.setprofile(self.profile)
+                sys.settrace(self.trace)
+                call()
+            finally:
+                sys.settrace(before[0])
+                sys.setprofile(before[1])
+        except KeyboardInterrupt:
+            return True
+        return False
+
+
+def interrupts(call: Callable[[], object], num_lines: int) -> Iterator[Interrupts]:
+    """Interrupts of calls such as this one: single ones at `num_lines` of its lines, and double
+    ones."""
+    whole = Interrupts()
+    whole.run(call)
+    for number in range(1, whole.count + 1, max(1, whole.count // num_lines)):
+        yield Interrupts(number)
+        yield Interrupts(number, 1 + number % 7)
+
+
+# ------------------------------------------------------------------------------------ `free`, exit
+
+
+def build_engine() -> PagedEngine:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine.add_request(PROMPT, LONG, request_id="a")
+    engine.add_request([8, 9], LONG, request_id="b")
+    engine.step()
+    return engine
+
+
+def leave(engine: PagedEngine) -> None:
+    engine.__exit__(None, None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [PagedEngine.free, leave])
+def test_an_interrupted_free_leaves_an_engine_that_can_be_used(
+    end: Callable[[PagedEngine], None],
+) -> None:
+    engine = build_engine()
+    expected = engine.generate([PROMPT], GREEDY)[0].token_ids
+    num_interrupted = 0
+    for interrupt in interrupts(functools.partial(end, build_engine()), 25):
+        engine = build_engine()
+        num_interrupted += interrupt.run(functools.partial(end, engine))
+        for _ in range(2):
+            (result,) = engine.generate([PROMPT], GREEDY)
+            assert result.error is None and result.token_ids == expected, f"{vars(interrupt)}"
+        while engine.has_unfinished:
+            engine.step()
+        assert_drained(engine)
+        engine.free()
+    assert num_interrupted > 40
+
+
+def test_free_called_again_ends_what_an_interrupted_one_left() -> None:
+    for interrupt in interrupts(build_engine().free, 40):
+        engine = build_engine()
+        interrupt.run(engine.free)
+        engine.free()
+        results = {output.request_id: output.result for output in engine.step()}
+        assert not engine.has_unfinished
+        # two in a row may fall on both attempts to tell one
+        assert interrupt.again or {*results} == {"a", "b"}, f"{vars(interrupt)}"
+        assert engine._core.loop is None
+
+
+# ------------------------------------------------------------------------------------------ pauses
+
+
+def update(engine: PagedEngine) -> None:
+    with engine.weights_update():
+        pass
+
+
+def pause(engine: PagedEngine) -> None:
+    with engine.pause():
+        pass
+
+
+def pause_and_resume(engine: PagedEngine) -> None:
+    engine.pause()
+    engine.resume()
+
+
+CALLS = {"update": update, "pause": pause, "pause_and_resume": pause_and_resume}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(name: str) -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    call = functools.partial(CALLS[name], engine)
+    for interrupt in interrupts(call, 1000):
+        interrupt.run(call)
+        if name == "pause_and_resume":
+            with contextlib.suppress(RuntimeError):  # it has ended, or never begun
+                engine.resume()
+        engine.add_request(PROMPT, GREEDY)
+        while engine.has_unfinished:
+            engine.step()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_pause_ends_although_the_error_is_kept(name: str) -> None:
+    """As a notebook keeps it, with its frames: here where it waits for the step in progress."""
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    pauses = engine._core.pauses
+    lock, entered = pauses.lock, Interrupted(pauses.lock)
+    pauses.lock = entered  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        CALLS[name](engine)
+    pauses.lock = lock
+    engine.generate([PROMPT], GREEDY)
+    assert caught.value is not None
+
+
+class Interrupted:
+    """A lock whose holder is interrupted, once, as it has it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.is_due = True
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+
+
+def test_a_pause_may_be_resumed_within_its_context() -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    with engine.pause(), engine.pause():
+        engine.resume()
+        with pytest.raises(RuntimeError, match="paused by this thread"):
+            engine.generate([PROMPT], GREEDY)
+        engine.resume()
+        engine.generate([PROMPT], GREEDY)
+    with pytest.raises(RuntimeError, match="not paused"):
+        engine.resume()
+
+
+def test_a_pause_whose_result_is_dropped_lasts_until_resume() -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine.pause()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="paused by this thread"):
+        engine.generate([PROMPT], GREEDY)
+    engine.resume()
+    assert engine.generate([PROMPT], GREEDY)[0].error is None

@@ -20,6 +20,8 @@ from tests.support import models
 from tests.support.engine_helpers import assert_drained
 
 OURS = str(Path(hf_paged.__file__).parent)
+# Python looks for signals where it calls, and the lines that count `guarded` calls call nothing
+GUARD = PagedEngine.free.__code__
 PROMPT = [5, 6, 7]
 LONG = {**GREEDY, "max_new_tokens": 20}
 
@@ -35,7 +37,7 @@ class Interrupts:
         self.num_entered = 0
 
     def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith(OURS) or frame.f_code is GUARD:
             return None
         if event == "line":
             self.count += 1

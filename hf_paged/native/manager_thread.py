@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -61,6 +62,7 @@ class ManagerThread:
         # lock taken.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
+        self.start_token: object = None  # of the last start; a thread of another one ends at once
         self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
         self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
@@ -91,12 +93,18 @@ class ManagerThread:
             self.is_flushing = self.is_stopping = self.is_paused = False
             self.fatal_error = None
             self.thread = None  # an earlier one, which has ended
+            self.start_token = token = object()
         _running.add(self)
-        self.thread = make(self._run, "hf_paged-continuous-batching", on_error=self._die)
+        self.thread = make(
+            functools.partial(self._run, token),
+            "hf_paged-continuous-batching",
+            on_error=functools.partial(self._die, token),
+        )
         error = begin(self.thread)
         if error is not None:
-            self.is_stopping = True  # should it begin later
-            self.thread = None
+            with self.lock:
+                self.is_stopping, self.thread = True, None
+                self.start_token = None  # should it begin later
             raise RuntimeError(
                 "can't start new thread: the process is at its limit of threads or memory"
             ) from error
@@ -246,12 +254,14 @@ class ManagerThread:
 
     # -- in the engine's thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, token: object) -> None:
+        if self.start_token is not token:
+            return
         with served(self.engine.model), torch.no_grad():
             has_failed = False
             while True:
                 try:
-                    if not self._wait_for_work():
+                    if not self._wait_for_work(token):
                         break
                     self._take_requests()
                     self._tell(self._outputs(self.engine.step()))
@@ -263,16 +273,18 @@ class ManagerThread:
                     )
                     self._fail_given(caught, has_failed)
                     has_failed = not has_failed
-        self._end(None)
+        self._end(token, None)
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, token: object, error: BaseException) -> None:
         """Ends all requests with the error that ended the thread."""
         logger.error(Topic.CONTINUOUS_BATCHING("the engine's thread died"), exc_info=error)
-        self._end(error)
+        self._end(token, error)
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, token: object) -> bool:
         """Waits for requests and pauses. Returns False when the thread must end."""
         with self.lock:
+            if self.start_token is not token:
+                return False
             was_paused = False
             # wait for the end of a pause even when stopping: the model must not be restored before
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
@@ -285,6 +297,8 @@ class ManagerThread:
                 elif self.is_flushing:
                     return False
                 self.changed.wait(POLL_SECONDS)
+                if self.start_token is not token:
+                    return False
             self.is_paused = False
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
@@ -372,8 +386,10 @@ class ManagerThread:
                 if output.is_finished():
                     self.pending.pop(output.request_id, None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, token: object, error: BaseException | None) -> None:
         with self.lock:
+            if self.start_token is not token:  # it began too late: all is another thread's
+                return
             self.is_flushing = self.is_stopping = True
             self.fatal_error = error
             self.inbox.clear()
@@ -398,7 +414,8 @@ class ManagerThread:
                 self.engine.free()
         finally:
             with self.lock:
-                self.is_paused, self.thread = False, None
+                if self.start_token is token:
+                    self.is_paused, self.thread = False, None
                 self.changed.notify_all()
 
 

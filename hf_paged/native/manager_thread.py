@@ -27,7 +27,7 @@ from ..config import PagedConfig
 from ..interrupts import restoring
 from ..model.forwards import compute_device
 from ..switches import NOTHING
-from ..threads import begin, make, wait
+from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
 from .pending import Pending
 
@@ -105,9 +105,7 @@ class ManagerThread:
             with self.lock:
                 self.is_stopping, self.thread = True, None
                 self.start_token = None  # should it begin later
-            raise RuntimeError(
-                "can't start new thread: the process is at its limit of threads or memory"
-            ) from error
+            raise RuntimeError(NO_THREAD) from error
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
         with self.lock:

@@ -3,16 +3,23 @@ which threads run a model. The caller handles a refusal."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
 from . import forks
+from .interrupts import is_interrupt
+
+T = TypeVar("T")
 
 START_SECONDS = 5.0
+NO_THREAD = "can't start new thread: the process is at its limit of threads or memory"
 
 
 class _Started(threading.Event):
@@ -66,6 +73,17 @@ def start(
     """Makes and begins a thread; `None` if it does not begin."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
+
+
+def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """As `asyncio.to_thread`, begun at once. Raises `RuntimeError` if there can be no thread."""
+    run = contextvars.copy_context().run
+    try:
+        return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
+    except (RuntimeError, MemoryError) as error:
+        if is_interrupt(error) or not ("thread" in str(error) or isinstance(error, MemoryError)):
+            raise  # the executor has been shut down
+        raise RuntimeError(NO_THREAD) from error
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:

@@ -3,6 +3,7 @@ hang or a crash."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,29 @@ def test_entry_points_at_a_limit(limit: str) -> None:
         batch = outcomes.pop("threads, generate_batch")
         assert batch.startswith("raised RuntimeError: can't start new thread")
         assert set(outcomes.values()) == {"tokens"}
+
+
+@pytest.mark.parametrize("how", ["refused", "no memory"])
+def test_an_async_stream_says_so(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def read() -> list[Any]:
+        return [output async for output in engine.astream([[5, 6, 7]], GREEDY)]
+
+    async def fail(num_read: int) -> None:
+        stream = engine.astream([[5, 6, 7]], GREEDY)
+        if num_read:
+            await anext(stream)
+        with monkeypatch.context() as patch:
+            for name in STARTERS:
+                patch.setattr(threading, name, NO_THREADS[how])
+            if num_read:  # the thread that runs this far serves the rest
+                asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            with pytest.raises(RuntimeError, match="can't start new thread: the process is at"):
+                async for _ in stream:
+                    pass
+        assert not engine.has_unfinished
+
+    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
+        for num_read in (0, 1):
+            asyncio.run(fail(num_read))
+            assert asyncio.run(read())[-1].result.error is None
+        engine.check_integrity()

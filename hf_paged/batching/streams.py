@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ..config import is_whole
 from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
+from ..threads import submit
 from ..topics import Topic
 from .arguments import RequestOptions, refuse_arguments
 from .engine_core import EngineCore
@@ -262,7 +263,7 @@ class RequestStream:
             async with turn:
                 if self.output_queue:
                     return None
-                return await asyncio.to_thread(locked, next, outputs, end)
+                return await submit(locked, next, outputs, nothing)
 
         pending: asyncio.Task[Any] | None = None
         try:
@@ -277,8 +278,12 @@ class RequestStream:
                 if output is not None:
                     yield output
         finally:
-            closing = asyncio.get_running_loop().run_in_executor(None, locked, outputs.close)
-            if pending is None or pending.done():
+            closing: asyncio.Future[Any] | None = None
+            try:
+                closing = submit(locked, outputs.close)
+            except RuntimeError:  # no thread, or no executor any more: here, behind any step
+                locked(outputs.close)
+            if closing is not None and (pending is None or pending.done()):
                 await asyncio.shield(closing)
             else:  # retrieves the step's exception, for which no reader waits
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -26,7 +27,7 @@ from ..config import PagedConfig
 from ..interrupts import restoring
 from ..model.forwards import compute_device
 from ..switches import NOTHING
-from ..threads import begin, make, wait
+from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
 from .pending import Pending
 
@@ -62,6 +63,7 @@ class ManagerThread:
         # leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
+        self.start_token: object = None  # of the last start; a thread of another one ends at once
         self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
         self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
         self.cancelled: deque[str] = deque()
@@ -91,16 +93,20 @@ class ManagerThread:
         with self.lock:
             self.is_flushing = self.is_stopping = self.is_paused = False
             self.fatal_error = None
-            self.thread = None  # the earlier one has ended
+            self.thread = None  # an earlier one, which has ended
+            self.start_token = token = object()
         _running.add(self)
-        self.thread = make(self._run, "hf_paged-continuous-batching", on_error=self._die)
+        self.thread = make(
+            functools.partial(self._run, token),
+            "hf_paged-continuous-batching",
+            on_error=functools.partial(self._die, token),
+        )
         error = begin(self.thread)
         if error is not None:
-            self.is_stopping = True  # in case the thread begins later
-            self.thread = None
-            raise RuntimeError(
-                "can't start new thread: the process is at its limit of threads or memory"
-            ) from error
+            with self.lock:
+                self.is_stopping, self.thread = True, None
+                self.start_token = None  # should it begin later
+            raise RuntimeError(NO_THREAD) from error
 
     def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
         with self.lock:
@@ -249,12 +255,14 @@ class ManagerThread:
 
     # -- in the engine's thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, token: object) -> None:
+        if self.start_token is not token:
+            return
         with served(self.engine.model), torch.no_grad():
             has_failed = False
             while True:
                 try:
-                    if not self._wait_for_work():
+                    if not self._wait_for_work(token):
                         break
                     self._take_requests()
                     self._deliver_all(self._outputs(self.engine.step()))
@@ -266,16 +274,18 @@ class ManagerThread:
                     )
                     self._fail_lost(error, has_failed)
                     has_failed = not has_failed
-        self._end(None)
+        self._end(token, None)
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, token: object, error: BaseException) -> None:
         """Ends all requests with the error that ended the thread."""
         logger.error(Topic.CONTINUOUS_BATCHING("the engine's thread died"), exc_info=error)
-        self._end(error)
+        self._end(token, error)
 
-    def _wait_for_work(self) -> bool:
+    def _wait_for_work(self, token: object) -> bool:
         """Waits for requests and pauses. Returns False when the thread must end."""
         with self.lock:
+            if self.start_token is not token:
+                return False
             was_paused = False
             # even a thread that stops waits for the end of a pause: only then may it restore the
             # model
@@ -289,6 +299,8 @@ class ManagerThread:
                 elif self.is_flushing:
                     return False
                 self.changed.wait(POLL_SECONDS)
+                if self.start_token is not token:
+                    return False
             self.is_paused = False
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
@@ -376,8 +388,10 @@ class ManagerThread:
                 if output.is_finished():
                     self.pending.pop(output.request_id, None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, token: object, error: BaseException | None) -> None:
         with self.lock:
+            if self.start_token is not token:  # it began too late: all is another thread's
+                return
             self.is_flushing = self.is_stopping = True
             self.fatal_error = error
             self.inbox.clear()
@@ -404,7 +418,8 @@ class ManagerThread:
                 self.engine.free()
         finally:
             with self.lock:
-                self.is_paused, self.thread = False, None
+                if self.start_token is token:
+                    self.is_paused, self.thread = False, None
                 self.changed.notify_all()
 
 

@@ -26,7 +26,7 @@ from ..batching.engine import PagedEngine
 from ..cache.block_pool import OutOfBlocksError
 from ..native.continuous_batching import PagedBatchingManager
 from ..native.pending import output_names
-from ..threads import start
+from ..threads import start, submit
 from ..topics import Topic
 from .openai_answers import join_answers, join_streams
 from .openai_fields import (
@@ -344,7 +344,7 @@ async def _serve(
     serves it."""
     is_long = current_client.get().num_bytes > LONG_BODY_BYTES
     turn = state.long_bodies if is_long else contextlib.nullcontext()
-    translation = await asyncio.to_thread(translate, endpoint, body)
+    translation = await submit(translate, endpoint, body)
     request = ServedRequest(endpoint, translation)
     try:
         return await _answer(request, handle, request_id, turn)
@@ -387,7 +387,7 @@ async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any
         finally:
             asyncio._set_running_loop(None)
 
-    return await asyncio.to_thread(begin)
+    return await submit(begin)
 
 
 async def _answer(

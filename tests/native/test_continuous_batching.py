@@ -482,7 +482,7 @@ def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.M
     manager = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_queue_size=1))
     manager.add_request(PROMPTS[0])  # fills the queue
     with monkeypatch.context() as patch:
-        patch.setattr(manager_thread.ManagerThread, "_run", lambda self: None)
+        patch.setattr(manager_thread.ManagerThread, "_run", lambda self, token: None)
         manager.start()
         manager.join()
     with pytest.raises(RuntimeError, match="takes no more requests: its thread vanished"):

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as stock
 
 from ...step import numbers_on
+from .returned import check_hits
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]  # copies tokens (n,) to the host
@@ -155,8 +156,12 @@ def hits(
 ) -> list[bool]:
     """Evaluates a criterion for each row; a single bool stands for all rows, as in transformers'
     `StoppingCriteriaList`."""
-    are_hits = torch.as_tensor(criterion(ids, scores))
-    return are_hits.expand(len(ids)).tolist()
+    are_hits = criterion(ids, scores)
+    try:
+        return torch.as_tensor(are_hits).expand(len(ids)).tolist()
+    except Exception as error:
+        check_hits(criterion, are_hits, len(ids), error)
+        raise
 
 
 def stop_string_hits(

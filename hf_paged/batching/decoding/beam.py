@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from ... import compat
 from ...model.structure import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
+from .returned import check_listed, check_scores
 from .scores import are_row_wise, top_tokens, values_at
 
 _NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
@@ -162,7 +163,11 @@ class BeamDecoding(Decoding):
         sequences = best["topk_running_sequences"]
         continuations = sequences[:, :, : self.length + 1]
         ids = continuations.flatten(0, 1)
-        are_ends = self.stopping_criteria(ids, self.scores)
+        try:
+            are_ends = self.stopping_criteria(ids, self.scores)
+        except Exception as error:
+            check_listed(len(ids), error)
+            raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         step = self.length - self.prompt_length
         continued: Any = dict(
@@ -214,12 +219,17 @@ class BeamDecoding(Decoding):
         unprocessed = raw
         if self.record_logprobs:  # processors may write in place
             unprocessed = raw.clone()
-        log_probs = self.logits_processor(self._ids, unprocessed)
+        log_probs = unprocessed
+        try:
+            log_probs = self.logits_processor(self._ids, unprocessed)
+            by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
+        except Exception as error:
+            check_scores(self.logits_processor, logits, log_probs, error)
+            raise
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
         totals = by_beam + self.running_scores[:, :, None]
         drawing: AbstractContextManager[Any] = nullcontext()
         if self.generator is not None:

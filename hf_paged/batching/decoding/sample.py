@@ -21,6 +21,7 @@ from .base import (
     hits,
     stop_string_hits,
 )
+from .returned import check_scores
 from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
 
 
@@ -185,8 +186,13 @@ class SampleDecoding(Decoding):
                     narrowed = for_rows(self.logits_processor, rows, self.num_rows)
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
-            scores = processors(ids, logits)
-            if scores.dim() != 2 or len(scores) != len(ids):
+            try:
+                scores = processors(ids, logits)
+                is_wrong = scores.dim() != 2 or len(scores) != len(ids)
+            except Exception as error:
+                check_scores(processors, logits, scores, error)
+                raise
+            if is_wrong:
                 raise RuntimeError(
                     f"the logits processors returned scores {tuple(scores.shape)} for logits"
                     f" {tuple(logits.shape)}"

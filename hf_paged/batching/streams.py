@@ -263,7 +263,7 @@ class RequestStream:
             async with turn:
                 if self.output_queue:
                     return None
-                return await submit(locked, next, outputs, nothing)
+                return await submit(locked, next, outputs, end)
 
         pending: asyncio.Task[Any] | None = None
         try:
@@ -285,5 +285,5 @@ class RequestStream:
                 locked(outputs.close)
             if closing is not None and (pending is None or pending.done()):
                 await asyncio.shield(closing)
-            else:  # retrieves the step's exception, for which no reader waits
+            elif pending is not None:  # retrieves the step's exception, for which no reader waits
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -177,12 +177,14 @@ class Recorder(Protocol):
         forward: Callable[..., Tensor],
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
+        kind: Hashable = None,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no recording serves it: `forward` then computes it, from token ids
         and positions `(1, n)`, the step of each layer group, the tokens whose logits are computed,
         and the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
-        `keeps_hidden`: whether the forward also stores hidden states."""
+        `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other kinds
+        need a recording of their own."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: orders its device work after the previous step's, also across

@@ -171,11 +171,13 @@ class StepGraphs:
         forward: Forward,
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
+        kind: Hashable = None,
     ) -> Tensor | None:
         """Runs a step as a replay. Returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no graph serves the step. `token_ids` `(n,)`, int64, on the
         device, replace those of a step that has only decodes, which is then not recorded.
-        `keeps_hidden`: whether the forward also stores hidden states."""
+        `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other
+        kinds need a recording of their own."""
         if self.unsupported_reason is not None:
             return None
         if not self._is_recorded(tokens, context):
@@ -193,7 +195,7 @@ class StepGraphs:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                requested = self._key(tokens, prefixes, keeps_hidden)
+                requested = self._key(tokens, prefixes, (keeps_hidden, kind))
                 key: Key | None = requested
                 if requested not in self._graphs:
                     if token_ids is not None:
@@ -239,7 +241,7 @@ class StepGraphs:
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
-        keeps_hidden: bool,
+        kind: Hashable,
     ) -> Key:
         """Returns the key of the smallest graph that serves a step."""
         is_training = getattr(self._model(), "training", False)
@@ -252,7 +254,7 @@ class StepGraphs:
             autocast_dtype(self._device),
             is_training,
             batch_invariant.get(),
-            keeps_hidden,
+            kind,
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),

@@ -44,7 +44,10 @@ def build(name: str) -> PreTrainedModel:
 
 def inputs_of(name: str, seed: int = 1) -> dict[str, Any]:
     """Two rows, the second of which is padded."""
-    return next(iter(make_inputs(build(name), seed).values()))
+    inputs = next(iter(make_inputs(build(name), seed).values()))
+    if "Whisper" in name:  # whose mask is of the features, and which no decoder gets
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    return inputs
 
 
 def generate(
@@ -265,3 +268,60 @@ def test_requests_with_adapters_do_not_get_another_ones_replay(name: str) -> Non
                 )
             results = run_all(engine)
             assert [results[str(number)].token_ids for number in range(len(names))] == expected
+
+
+@pytest.mark.parametrize("is_padded_first", [False, True])
+def test_a_padded_decoder_prompt_gets_the_bias_of_its_own_positions(is_padded_first: bool) -> None:
+    name = "T5ForConditionalGeneration"
+    model = build(name)
+    inputs = inputs_of(name)
+    start = model.generation_config.decoder_start_token_id
+    inputs["decoder_input_ids"] = torch.tensor([[start, 21, 22, 23, 24], [0, 0, 0, start, 31]])
+    whole = {**inputs, "decoder_attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    padded = {**inputs, "decoder_attention_mask": torch.tensor([[1] * 5, [0, 0, 0, 1, 1]])}
+    calls = [padded, padded, whole] if is_padded_first else [whole, whole, padded, padded, whole]
+    for call in calls:
+        expected = generate(model, call, False)
+        assert torch.equal(generate(model, call, True), expected)
+    assert_recorded(model)
+
+
+def test_a_mask_of_the_encoder_inputs_may_hide_tokens_of_the_decoder() -> None:
+    name = "Speech2TextForConditionalGeneration"
+    model = build(name)
+    inputs = inputs_of(name)
+    frames = inputs["attention_mask"].shape[1]
+    for num_hidden in (0, 1, 2, frames // 2, 3 * frames // 4):
+        mask = torch.ones_like(inputs["attention_mask"])
+        mask[1, frames - num_hidden :] = 0
+        call = {**inputs, "attention_mask": mask}
+        assert torch.equal(generate(model, call, True), generate(model, call, False)), num_hidden
+
+
+class LateBonus(transformers.T5ForConditionalGeneration):
+    """Reads constants of a call: a number, and a switch whose effect comes late."""
+
+    def forward(self, *args: Any, scale: float = 0.0, is_late: bool = False, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        cache = output.past_key_values if "past_key_values" in output else output.cache
+        length = torch.as_tensor(cache.get_seq_length())
+        ramp = torch.arange(output.logits.shape[-1]) / 10
+        output.logits = output.logits + scale * ramp
+        if is_late:
+            output.logits = output.logits + ramp * (length > 15)
+        return output
+
+
+def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
+    base = build("T5ForConditionalGeneration")
+    model = LateBonus(base.config).eval()
+    model.load_state_dict(base.state_dict())
+    model.generation_config = base.generation_config
+    inputs = inputs_of("T5ForConditionalGeneration")
+    tokens = set()
+    for scale, is_late in ((0.0, False), (0.0, False), (0.5, False), (0.0, True), (-0.5, True)):
+        options = {"scale": scale, "is_late": is_late}
+        expected = generate(model, inputs, False, **options)
+        assert torch.equal(generate(model, inputs, True, **options), expected), options
+        tokens.add(tuple(expected.flatten().tolist()))
+    assert len(tokens) > 2

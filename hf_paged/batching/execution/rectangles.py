@@ -215,9 +215,9 @@ class RectangleRunner(Runner):
         replayed = replays.run(rectangle, prepared)
         if replayed is None:
             return None
-        if not replays.is_checked(prepared):
+        if not replays.is_checked:
             logits = self._compute(rectangle, prepared)
-            replays.check(prepared, replayed, logits)
+            replays.check(replayed, logits)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -26,9 +27,7 @@ from .rectangle import Rectangle
 
 logger = logging.getLogger(__name__)
 
-Kind = tuple[object, ...]
-"""Steps of equal kinds give the recorded forward equal inputs, but for tokens."""
-
+_COUNTS = ("logits_to_keep", "num_logits_to_keep")
 _POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
@@ -54,6 +53,9 @@ class RectangleReplays:
         self._state: ModelState | None = None
         # of the running step, for the forward
         self._prepared: dict[str, Any] = {}
+        self._is_padded = False
+        self._constants: Hashable = None
+        self._hidden: list[tuple[bool, bool]] = []
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -72,29 +74,44 @@ class RectangleReplays:
         `(rows, vocab_size)`, or `None` if it is none."""
         if self._state is None or not self._is_stock:
             return None
-        if self._recorder.unsupported_reason is not None:
-            return None
-        if not self._state.is_in_place() or not self._recorder.verdicts.get(_kind(prepared), True):
+        if self._recorder.unsupported_reason is not None or not self._state.is_in_place():
             return None
         tokens = self._pack(rectangle, prepared)
         if tokens is None:
             return None
+        self._is_padded = any(rectangle.paddings)
+        self._constants = _constants(prepared)
+        self._hidden = _hidden_tokens(rectangle, prepared)
+        if not self._recorder.verdicts.get(self._kind, True):
+            return None
         self._prepared = prepared
+        kind = (self._is_padded, self._constants)
         try:
-            return self._recorder.run(tokens, None, self._forward)
+            return self._recorder.run(tokens, None, self._forward, kind=kind)
         finally:
             self._prepared = {}
 
-    def is_checked(self, prepared: dict[str, Any]) -> bool:
-        """Whether a replay of this kind has given the logits of the model's own forward."""
-        return _kind(prepared) in self._recorder.verdicts
+    @property
+    def _kind(self) -> Hashable:
+        """The kind of the last step: one check holds for all steps of a kind."""
+        return self._constants, frozenset(self._hidden)
 
-    def check(self, prepared: dict[str, Any], replayed: Tensor, expected: Tensor) -> None:
-        """Compares the logits `(rows, vocab_size)` of a replay with those of the model's own
-        forward; if they differ, no step is replayed."""
+    @property
+    def is_checked(self) -> bool:
+        """Whether the last step is of a kind whose replay has given the logits of the model's own
+        forward."""
+        return self._kind in self._recorder.verdicts
+
+    def check(self, replayed: Tensor, expected: Tensor) -> None:
+        """Compares the logits `(rows, vocab_size)` of the last step, a replay, with those of the
+        model's own forward, apart for rows with hidden tokens and rows without; if some differ, no
+        step of this kind is replayed."""
         dtypes = (expected.dtype, getattr(self._model, "dtype", None))
-        excess = excess_of(expected, replayed, dtypes)
-        self._recorder.verdicts[_kind(prepared)] = excess is None
+        excess = None
+        for hidden in {*self._hidden}:
+            rows = [row for row, other in enumerate(self._hidden) if other == hidden]
+            excess = excess or excess_of(expected[rows], replayed[rows], dtypes)
+        self._recorder.verdicts[self._kind] = excess is None
         if excess is not None:
             logger.info("some steps of rectangles are not replayed: their logits are %s", excess)
 
@@ -102,6 +119,8 @@ class RectangleReplays:
         """The step as tokens of packed rows; `None` if it cannot be recorded."""
         num_rows = len(rectangle.blocks)
         position = rectangle.width - 1
+        if self._cross and any(rectangle.paddings):
+            return None  # a bias of positions would need each row's padding
         encoded = self._encoder_lengths(rectangle, prepared)
         if encoded is None or not self._are_known(prepared, rectangle):
             return None
@@ -133,8 +152,10 @@ class RectangleReplays:
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
         mask = prepared.get("attention_mask")
         width = max(lengths)
-        if not isinstance(mask, Tensor) or mask.shape != (len(lengths), width):
-            return lengths  # it is of the encoder's inputs, and the decoder may not have it
+        if mask is None:
+            return lengths
+        if mask.shape != (len(lengths), width):  # of the encoder's inputs; the decoder may use it
+            return lengths if bool(mask.all()) else None
         visible = padding_columns(mask, len(lengths), width)
         if visible is None:
             return None
@@ -158,9 +179,9 @@ class RectangleReplays:
             if name == "attention_mask" and self._cross:
                 continue  # `_encoder_lengths`
             if not isinstance(value, Tensor):
-                if isinstance(value, (bool, int, float, str, type(None))):
+                if value is None or isinstance(value, (bool, str)) or name in _COUNTS:
                     continue
-                return False
+                return False  # perhaps another one in each step
             if name == self._mask_name:
                 visible = tuple(rectangle.paddings), (width,) * num_rows
                 if value.dim() != 2 or padding_columns(value, num_rows, width) != visible:
@@ -187,7 +208,9 @@ class RectangleReplays:
             assert step.slots is not None
             columns = range(step.block_tables.shape[1] * step.block_size)
             slots = step.slots.view(num_rows, 1)
-            shown.append(dataclasses.replace(step, slots=slots, columns=columns))
+            origins = (int(self._is_padded),) * num_rows  # says that there is padding
+            step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
+            shown.append(step)
         length = positions[0, 0]
         arguments = dict(self._prepared)
         arguments[self._ids_name] = token_ids.view(num_rows, 1)
@@ -221,10 +244,17 @@ class RectangleReplays:
         return BaseModelOutput(last_hidden_state=blank)
 
 
-def _kind(prepared: dict[str, Any]) -> Kind:
-    mask = prepared.get("attention_mask")
-    is_hiding = isinstance(mask, Tensor) and not bool(mask.all())
+def _constants(prepared: dict[str, Any]) -> Hashable:
+    """The inputs that are part of what is recorded."""
     items = prepared.items()
-    constants = [(name, value) for name, value in items if not isinstance(value, Tensor)]
-    numbers = [(name, value) for name, value in constants if isinstance(value, (bool, int, str))]
-    return is_hiding, *numbers
+    return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
+
+
+def _hidden_tokens(rectangle: Rectangle, prepared: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Whether each row has padding, and whether a mask hides tokens of its encoder."""
+    num_rows = len(rectangle.paddings)
+    mask = prepared.get("attention_mask")
+    hides = [False] * num_rows
+    if rectangle.encoded and mask is not None and mask.dim() == 2 and len(mask) == num_rows:
+        hides = (mask == 0).any(1).tolist()
+    return [(padding > 0, is_hiding) for padding, is_hiding in zip(rectangle.paddings, hides)]

@@ -46,7 +46,7 @@ class RectangleReplays:
         self._groups = list(cache.groups.values())
         self._cross = [] if cache.cross is None else list(cache.cross.groups.values())
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-        # that of `inputs`, and of what hides tokens of the decoder
+        # the argument that hides tokens of the decoder
         self._mask_name = "attention_mask"
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"

@@ -8,13 +8,13 @@ import contextvars
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
 
 from . import forks
-from .interrupts import is_interrupt
+from .interrupts import is_interrupt, restoring
 
 T = TypeVar("T")
 
@@ -95,6 +95,23 @@ def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) 
         if not lock._is_owned():  # type: ignore[attr-defined]
             lock.acquire()
         raise
+
+
+@restoring
+def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
+    """Acquires a reentrant lock unless another thread holds it for so long; yields whether this
+    thread holds it. An interrupt at any bytecode leaves the lock as it was, where a call of
+    `lock.acquire(timeout=...)` before a `try` could leave it held."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        yield True
+        return
+    try:
+        yield lock.acquire(timeout=seconds)
+    finally:
+        try:  # without a call before it, where an interrupt could arrive
+            lock.release()
+        except RuntimeError:
+            pass  # another thread holds it
 
 
 _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()

@@ -6,7 +6,9 @@ import _signal
 import ast
 import asyncio
 import contextlib
+import dis
 import functools
+import itertools
 import linecache
 import signal
 import sys
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, interrupts
+from hf_paged import PagedConfig, PagedEngine, interrupts, threads
 from hf_paged.attention import switch
 from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
@@ -705,3 +707,87 @@ def test_with_takes_locks_and_no_conditions() -> None:
         taken |= {ast.unparse(item.context_expr).split(".")[-1] for item in items}
     assert not conditions & taken
     assert len(conditions) > 3
+
+
+class SignalAtCheck:
+    """A trace function that raises a signal at the `n`-th moment at which Python looks for signals
+    in the code of these files: after a bytecode that calls, jumps back or begins a function."""
+
+    CHECKS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")}
+
+    def __init__(self, n: int, files: tuple[str, ...]) -> None:
+        self.n, self.files, self.count = n, files, 0
+        self.last = dict[FrameType, int]()  # bytecode that a frame ran last
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.files):
+            return None
+        frame.f_trace_opcodes = True
+        return self.opcode
+
+    def opcode(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            last, code = self.last.get(frame), frame.f_code.co_code[frame.f_lasti]
+            self.last[frame] = code
+            # a signal after a call is an error of the call: `try: return call()` sees it, but not
+            # an error of the return
+            self.count += last in self.CHECKS and code != dis.opmap["RETURN_VALUE"]
+            if self.count >= self.n:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self.opcode
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other bytecodes look for signals")
+@pytest.mark.parametrize("is_taken", [False, True], ids=["free", "held by another thread"])
+def test_an_interrupt_leaves_no_attempted_lock_held(is_taken: bool) -> None:
+    lock, stop = threading.RLock(), threading.Event()
+
+    def attempt() -> None:
+        with threads.attempt(lock) as is_held:
+            assert is_held is not is_taken
+
+    def hold() -> None:
+        with lock:
+            is_ready.set()
+            stop.wait()
+
+    is_ready = threading.Event()
+    holder = threading.Thread(target=hold)
+    if is_taken:
+        holder.start()
+        is_ready.wait()
+    before, num_interrupted = sys.gettrace(), 0
+    try:
+        for n in itertools.count(1):
+            tracer = SignalAtCheck(n, (OURS, contextlib.__file__))
+            sys.settrace(tracer)
+            try:
+                attempt()
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            else:
+                break
+            finally:
+                sys.settrace(before)
+            assert not lock._is_owned(), n  # type: ignore[attr-defined]
+    finally:
+        stop.set()
+    assert num_interrupted > 10
+    if is_taken:
+        holder.join()
+
+
+def test_no_lock_is_acquired_outside_of_with_and_attempt() -> None:
+    """A signal that arrives between `lock.acquire()` and a `try` leaves the lock held."""
+    calls = set[str]()
+    for path in Path(OURS).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lock.acquire"):
+                calls.add(f"{path.relative_to(OURS)}: {ast.unparse(node)}")
+    assert calls == {
+        "forks.py: lock.acquire(blocking=False)",  # in a new child process
+        "ranks/signals.py: self._lock.acquire(timeout=0.05)",  # while signals are deferred
+        "threads.py: lock.acquire()",  # of a condition, by its holder
+        "threads.py: lock.acquire(timeout=seconds)",  # `attempt`
+    }

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import forks
 from ..config import is_whole
+from ..threads import attempt
 
 WAIT_SECONDS = 0.1  # for the locks of an idle pool: reading its figures takes microseconds
 
@@ -141,16 +142,9 @@ def _shrink(needed: int, memory: Any) -> bool:
 
 
 def _release(memory: Any) -> bool:
-    candidates = (memory.outer_lock, memory.lock)
-    locks: list[Any] = [lock for lock in candidates if lock is not None]
-    acquired: list[Any] = []
-    try:
-        for lock in locks:
-            # with a timeout: two pools that want each other's locks must not deadlock
-            if not lock.acquire(timeout=WAIT_SECONDS):
-                return False
-            acquired.append(lock)
-        return bool(memory.release())
-    finally:
-        for lock in reversed(acquired):
-            lock.release()
+    # with a timeout: two pools that want each other's locks must not deadlock
+    with attempt(memory.outer_lock or memory.lock, WAIT_SECONDS) as is_outer_held:
+        if not is_outer_held:
+            return False
+        with attempt(memory.lock, WAIT_SECONDS) as is_held:
+            return is_held and bool(memory.release())

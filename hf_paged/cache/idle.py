@@ -11,7 +11,7 @@ import time
 import weakref
 
 from .. import forks
-from ..threads import begin, make
+from ..threads import attempt, begin, make
 from ..topics import Topic
 from . import budget
 from .memory import PagedMemory
@@ -111,14 +111,10 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
     memory = ref()
     if memory is None:
         return
-    outer = memory.outer_lock
-    if outer is None or outer.acquire(blocking=False):  # else an engine is about to use the memory
-        try:
-            if memory.release():
-                return
-        finally:
-            if outer is not None:
-                outer.release()
+    with attempt(memory.outer_lock or memory.lock) as is_held:
+        # else an engine is about to use the memory
+        if is_held and memory.release():
+            return
     seconds = memory.config.idle_release_seconds
     with _lock:
         if seconds is not None and memory not in _deadlines:

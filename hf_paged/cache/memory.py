@@ -19,6 +19,7 @@ from .. import forks
 from ..config import AUTO, PagedConfig
 from ..interrupts import is_interrupt, restoring
 from ..seams import Processes, StorageFactory
+from ..threads import attempt
 from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager
@@ -202,10 +203,10 @@ class PagedMemory:
                     self.recover()
                 for group in groups:
                     group.pool.recount(table.block_ids for table in group.live_tables())
-        if not self._abandoned:
-            return
-        while self._abandoned and self.lock.acquire(blocking=False):
-            try:
+        while self._abandoned:
+            with attempt(self.lock) as is_held:
+                if not is_held:
+                    return
                 manager, rows, handles = self._abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -221,8 +222,6 @@ class PagedMemory:
                 finally:
                     for blocks in rows:
                         manager.end(blocks)
-            finally:
-                self.lock.release()
 
     def gather_handles(self) -> None:
         """Gathers the handles of all caches."""

@@ -32,7 +32,7 @@ from ..interrupts import is_interrupt
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..seams import TierCounts
-from ..threads import start
+from ..threads import attempt, start
 from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes
 from .prefixes import TierError, adopt
@@ -430,12 +430,10 @@ def _write_all() -> None:
     """Writes all cached blocks to disk when the process ends."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
-            lock = store.memory.lock
-            if store._disk is not None and lock.acquire(timeout=1):
-                try:
-                    store.memory.evict_cached()
-                finally:
-                    lock.release()
+            if store._disk is not None:
+                with attempt(store.memory.lock, seconds=1) as is_held:
+                    if is_held:
+                        store.memory.evict_cached()
         store.wait()
         store._write()
 

@@ -29,6 +29,7 @@ from ..cache.kv_blocks import KVBlocks
 from ..cache.storage import BlockStorage
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
+from ..threads import attempt
 from ..topics import Topic
 from .mappings import Planes, Region, RowMappings
 from .pages import MemoryFile, Pages, pages_for
@@ -450,14 +451,12 @@ def _drop_idle(placement: Placement, placed_in: RowSlots) -> None:
     in `placed_in`. The caller holds that lock."""
     for storage in list(_storages):
         slots = storage.slots
-        if not slots.lock.acquire(blocking=False):
-            continue  # in use by another thread
-        try:
+        with attempt(slots.lock) as is_held:
+            if not is_held:
+                continue  # in use by another thread
             in_use = set(placement.slots) if slots is placed_in else ()
             free = (slot for slot, row in enumerate(slots.rows) if row.is_free)
             idle = [slot for slot in free if slot not in in_use]
             for rows in storage._mapped:
                 rows.drop(idle)
             slots.forget(slots.rows[slot] for slot in idle)
-        finally:
-            slots.lock.release()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.decoding.base import Draft, Fetch, LogitRows
     from .batching.execution.executor import Executor
     from .batching.execution.inputs import Bounds, PackedTokens
+    from .batching.execution.rectangle import Rectangle
     from .batching.generation import Generation
     from .batching.loop import StepLoop
     from .batching.request import Request
@@ -178,13 +179,19 @@ class Recorder(Protocol):
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
         kind: Hashable = None,
+        states: Sequence[Any] = (),
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no recording serves it: `forward` then computes it, from token ids
         and positions `(1, n)`, the step of each layer group, the tokens whose logits are computed,
         and the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
         `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other kinds
-        need a recording of their own."""
+        need a recording of their own. `states`: the layers of the rows' states, which the step
+        changes; their tensors then belong to the recording, until other rows use it."""
+
+    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
+        """Returns the part that records decode steps of rectangles of the model; `cache` is its
+        empty cache."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: orders its device work after the previous step's, also across
@@ -196,6 +203,27 @@ class Recorder(Protocol):
 
     def clear(self) -> None:
         """Drops all recordings: their addresses are no longer valid, or their memory is needed."""
+
+
+class RectangleRecorder(Protocol):
+    """Records decode steps of rectangles and replays them."""
+
+    def begin(self, state: ModelState | None) -> None:
+        """As `Runner.begin`."""
+
+    def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
+        """Runs the step that `prepared` are the model's inputs of, as a replay; returns logits
+        `(rows, vocab_size)`, or `None` if no recording serves it. Until `is_checked`, the replay
+        changes no states."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the last step is of a kind whose replay has given the logits of the model's own
+        forward; else the caller runs that, too, and calls `check`."""
+
+    def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
+        """Compares the logits `(rows, vocab_size)` of the last step, a replay, and its states with
+        those of the model's own forward; if they differ, no step of this kind is replayed."""
 
 
 class RunAhead(Protocol):

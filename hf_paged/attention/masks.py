@@ -380,7 +380,8 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
         return step
     if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
         raise NotCapturable("its mask is not just causal, or with a window")
-    if mask.pattern.causal and mask.pattern.window != step.window:
+    # without a window in the mask, one query sees all that the layer keeps
+    if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(
             f"the mask's window is {mask.pattern.window}, that of the cache {step.window}"
         )

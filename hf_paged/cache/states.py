@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .block_pool import BlockPool
+
+
+class _StateLayer:
+    """Attributes of a layer of states, as `gather_states` sets them."""
 
 
 class StateRows:
@@ -23,7 +26,7 @@ class StateRows:
         device: torch.device | None = None,
     ) -> None:
         layers, _ = parts[0]
-        self.state_layers = [SimpleNamespace() for _ in layers]
+        self.state_layers = [_StateLayer() for _ in layers]
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
@@ -133,18 +136,48 @@ def state_layers(cache: Any) -> list[Any]:
 def num_state_bytes(layers: Sequence[Any]) -> int:
     num_bytes = 0
     for layer in layers:
-        for states in (layer.conv_states, layer.recurrent_states):
+        for states in _states_of(layer):
             stored = (state for state in states.values() if state is not None)
             num_bytes += sum(state.nbytes for state in stored)
     return num_bytes
 
 
+_STATES = ("conv_states", "recurrent_states")
 _DICTS = (
     "is_conv_states_initialized",
     "is_recurrent_states_initialized",
     "has_previous_state",
     "conv_kernel_size",
 )
+
+
+def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
+    """Returns the states `(rows, ...)` of these layers, in order."""
+    states = (states for layer in layers for states in _states_of(layer))
+    return [state for by_number in states for state in by_number.values() if state is not None]
+
+
+def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
+    """Makes these the states of the layers, in the order of `state_tensors`."""
+    new = iter(tensors)
+    for layer in layers:
+        for states in _states_of(layer):
+            for number, state in states.items():
+                if state is not None:
+                    states[number] = next(new)
+
+
+def _states_of(layer: Any) -> list[dict[int, Tensor | None]]:
+    return [getattr(layer, name) for name in _STATES]
+
+
+def copy_state_attributes(layer: Any, like: Any) -> None:
+    """Gives a layer the states of `like` and all else that belongs to them, in dicts of its own,
+    which refer to the same tensors."""
+    for name in (*_STATES, *_DICTS):
+        setattr(layer, name, dict(getattr(like, name)))
+    for name in ("number_of_states", "record_past", "dtype", "device"):
+        setattr(layer, name, getattr(like, name))
 
 
 def gather_states(
@@ -164,7 +197,7 @@ def gather_states(
             setattr(layer, name, dict(flags))
         layer.dtype = like.dtype
         layer.device = like.device
-        for name in ("conv_states", "recurrent_states"):
+        for name in _STATES:
             states: dict[int, Tensor | None] = {}
             for number, state in getattr(like, name).items():
                 states[number] = None

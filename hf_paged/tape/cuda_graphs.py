@@ -33,16 +33,18 @@ class CudaGraphs:
         self,
         run: Callable[[], None],
         persistent_storages: set[int],
+        prepare: Callable[[], None],
     ) -> RecordedGraph:
-        """Runs `run` once eagerly, then records it. Waits for the device. Raises the errors of
-        `run`, and [`NotCapturable`] if it cannot be recorded; streams, random state and memory are
-        then restored."""
+        """Runs `run` once eagerly after `prepare`, then records it. Waits for the device. Raises
+        the errors of `run`, and [`NotCapturable`] if it cannot be recorded; streams, random state
+        and memory are then restored."""
         with torch.cuda.device(self._device):
             caller_stream = torch.cuda.current_stream()
             self._stream.wait_stream(caller_stream)
             # kernels and library handles are built on first use, which must not be during a capture
             guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
+                prepare()
                 with HostFirst(), guard:
                     run()
             caller_stream.wait_stream(self._stream)

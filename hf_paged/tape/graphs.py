@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ from ..cache.group_memory import GroupMemory
 from ..cache.kv_blocks import KVBlocks
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
+from ..cache.states import state_tensors
 from ..interrupts import is_interrupt
 from ..kernels import VARIABLE
 from ..kernels.cpp.build import batch_invariant
@@ -47,6 +50,7 @@ from .recorders import (
     reason_of,
     recording_alone,
 )
+from .rectangles import RectangleReplays
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
@@ -94,7 +98,7 @@ def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
         backend = graph_backend(model.device)
         if backend is None:
             return None
-        graphs = memory.recorders[specs] = StepGraphs(model, groups, backend)
+        graphs = memory.recorders[specs] = StepGraphs(model, groups, memory.lock, backend)
     return graphs
 
 
@@ -105,8 +109,10 @@ class StepGraphs:
         self,
         model: PreTrainedModel,
         groups: list[GroupMemory],
+        lock: threading.RLock,
         backend: GraphBackend,
     ) -> None:
+        """`lock`: of the memory of `groups`, which are empty if the model has states only."""
         # why recording has stopped, until the model changes
         self.unsupported_reason: str | None = None
         self.verdicts: dict[Hashable, bool] = {}
@@ -117,6 +123,7 @@ class StepGraphs:
             model.device,
             groups,
         )
+        self._lock = lock
         self._backend = backend
         self.in_order = backend.in_order
         # addresses of the storages of the model's tensors
@@ -134,6 +141,7 @@ class StepGraphs:
         self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
         self._forward: Forward | None = None  # of the runner whose step is running
         self._context: ForwardContext | None = None  # of that step
+        self._states: Items[Any] = ()  # of that step
 
     def begin(self, state: ModelState) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place changes
@@ -172,12 +180,14 @@ class StepGraphs:
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
         kind: Hashable = None,
+        states: Items[Any] = (),
     ) -> Tensor | None:
         """Runs a step as a replay. Returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no graph serves the step. `token_ids` `(n,)`, int64, on the
         device, replace those of a step that has only decodes, which is then not recorded.
         `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other
-        kinds need a recording of their own."""
+        kinds need a recording of their own. `states`: the layers of the rows' states, whose
+        tensors are then in the recording's memory."""
         if self.unsupported_reason is not None:
             return None
         if not self._is_recorded(tokens, context):
@@ -185,17 +195,19 @@ class StepGraphs:
         if self._is_observed():
             return None
         # the lock keeps other threads from moving blocks between this check and the launch
-        with self._groups[0].memory.lock:
+        with self._lock:
             self._drop_stale_graphs()
-            if not self._blocks:
+            if self._groups and not self._blocks:
                 return None
             self._forward = forward
             self._context = context
+            self._states = states
             try:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared.of(tokens)
-                requested = self._key(tokens, prefixes, (keeps_hidden, kind))
+                forms = tuple((x.shape[1:], x.dtype) for x in state_tensors(states))
+                requested = self._key(tokens, prefixes, (keeps_hidden, kind, forms))
                 key: Key | None = requested
                 if requested not in self._graphs:
                     if token_ids is not None:
@@ -206,6 +218,11 @@ class StepGraphs:
                 return self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = self._context = None
+                self._states = ()
+
+    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleReplays:
+        """As `Recorder.rectangles`."""
+        return RectangleReplays(model, cache, self)
 
     def _is_observed(self) -> bool:
         """Whether a replay might bypass a mode, or miss untracked changes of the model; reports
@@ -295,6 +312,8 @@ class StepGraphs:
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
+            if step.inputs.states is not None:
+                step.inputs.states.move_in(self._states)
             step.graph.replay()
             logits = step.logits[: len(tokens.last)]
             return logits.clone()  # the next replay overwrites them
@@ -339,13 +358,18 @@ class StepGraphs:
             key,
             self._groups,
             self._device,
+            self._states,
         )
+        prepare: Callable[[], None] = _do_nothing
+        if inputs.states is not None:
+            prepare = functools.partial(inputs.states.copy_in, self._states)
         context = self._context
         recorded = None
         storages = self._persistent_storages
         if context is not None:
             recorded = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
             storages = storages | _storages(context.tensors)
+        storages = storages | _storages(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(
             _run,
@@ -367,11 +391,13 @@ class StepGraphs:
         with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
             with uncached, undoing_writes(model):
-                graph = self._backend.capture(run, storages)
+                graph = self._backend.capture(run, storages, prepare)
                 if not self._backend.on_device:
                     # a tape uses other kernels than the modules
-                    logits = outputs[0][: max(1, len(tokens.last))]
-                    check_replay(graph.replay, logits, {dtype, getattr(model, "dtype", None)})
+                    num_rows = max(1, len(tokens.last))
+                    results = [outputs[0], *inputs.state_buffers]
+                    dtypes = {dtype, getattr(model, "dtype", None)}
+                    check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded)
 
     def _refuse(self, key: Key, error: Exception) -> None:
@@ -441,6 +467,10 @@ class StepGraphs:
             self._graphs.clear()
             self._blocks = blocks
             self._shared = SharedPrefixes(self._model, self._groups)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -17,6 +17,7 @@ from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
 from .graph_keys import Key
+from .static_states import StaticStates
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
 _WORD = torch.int64  # of the buffers
@@ -175,7 +176,7 @@ class StaticInputs:
     Unused rows hold token 0 at position 0, which is not stored (slot -1) and attends to no key
     (length 0). `token_ids` and `positions` are `(1, tokens)` int64. Where the host gives positions
     on axes, `arguments` have them as the model's `position_ids`: `(axes, 1, tokens)`, or `(1,
-    tokens)` on one axis. `logit_indices`, only with
+    tokens)` on one axis; where rows have states, `arguments` have those. `logit_indices`, only with
     chunks, is `(decodes + chunks,)` int64: the tokens that get logits. `ranges` is
     `(key.num_ranges, 2)` int64: each adapter's range of decode tokens, and, with chunks, its range
     of chunk tokens."""
@@ -185,7 +186,9 @@ class StaticInputs:
         key: Key,
         memories: list[GroupMemory],
         device: torch.device,
+        layers: Sequence[Any] = (),
     ) -> None:
+        """`layers` hold the rows' states."""
         self.key = key
         num_logit_indices = 0
         num_starts = 0
@@ -223,14 +226,22 @@ class StaticInputs:
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
-            self.arguments: dict[str, Tensor] = {}
+            self.arguments: dict[str, Any] = {}
             if key.num_axes:
                 axes = self._axes.device.view(key.num_axes, 1, key.num_tokens)
                 self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
+            self.states: StaticStates | None = None
+            if layers:
+                self.states = StaticStates(layers, key.num_decodes)
+                self.arguments["states"] = self.states.buffers
             self.logit_indices = self._logit_indices.device if key.num_chunks else None
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
+
+    @property
+    def state_buffers(self) -> list[Tensor]:
+        return [] if self.states is None else self.states.buffers
 
     def fill(
         self,

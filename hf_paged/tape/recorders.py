@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,11 +39,14 @@ class Tapes:
         self,
         run: Callable[[], None],
         persistent_storages: set[int],
+        prepare: Callable[[], None],
     ) -> Tape:
-        """Runs `run` twice, and records the second run. `persistent_storages`: addresses of the
-        storages that it reads and that outlive the tape. Raises the errors of `run`, and
-        `NotCapturable` if it cannot be recorded."""
+        """Runs `run` twice, each time after `prepare`, and records the second run.
+        `persistent_storages`: addresses of the storages that it reads and that outlive the tape.
+        Raises the errors of `run`, and `NotCapturable` if it cannot be recorded."""
+        prepare()
         run()  # initializes lazily built objects, and allocates the result
+        prepare()
 
         def is_persistent(tensor: Tensor) -> bool:
             outlives_tape = tensor.untyped_storage().data_ptr() in persistent_storages
@@ -79,17 +83,21 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
 
 def check_replay(
     replay: Callable[[], None],
-    logits: Tensor,
+    results: Sequence[Tensor],
     dtypes: set[torch.dtype | None],
+    prepare: Callable[[], None],
 ) -> None:
-    """Raises [`NotCapturable`] unless a replay reproduces the recorded run's `logits` `(n,
-    vocab_size)`, which were computed in `dtypes`."""
-    expected = logits.clone()
-    logits.zero_()
+    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the recorded run's
+    `results`, which were computed in `dtypes`: logits `(n, vocab_size)`, and states `(n, ...)`."""
+    expected = [result.clone() for result in results]
+    results[0].zero_()
+    prepare()
     replay()
-    excess = excess_of(expected, logits, (logits.dtype, *dtypes))
-    if excess is not None:
-        raise NotCapturable(f"the logits of a replay are {excess} from those of its forward")
+    names = itertools.chain(["logits"], itertools.repeat("states"))
+    for name, before, after in zip(names, expected, results):
+        excess = excess_of(before.flatten(1), after.flatten(1), (after.dtype, *dtypes))
+        if excess is not None:
+            raise NotCapturable(f"the {name} of a replay are {excess} from those of its forward")
 
 
 def reason_of(error: BaseException) -> str:

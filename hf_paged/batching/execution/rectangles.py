@@ -31,10 +31,9 @@ from ...model.own_loop import (
 from ...model.registry import warn_once
 from ...model.state import ModelState
 from ...plan import StepPlan
-from ...seams import ForwardContext, Recorder
+from ...seams import ForwardContext, Recorder, RectangleRecorder
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
-from .replays import RectangleReplays
 from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 
@@ -70,11 +69,11 @@ class RectangleRunner(Runner):
         self._has_cache = compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
         self.takes_drafts = layout.reason_against_drafts is None
-        self._replays: RectangleReplays | None = None
+        self._replays: RectangleRecorder | None = None
         is_on_host = compute_device(model).type == "cpu"  # where reading masks waits for nothing
-        if recorder is not None and is_on_host and self._has_cache and not self._knows_states:
+        if recorder is not None and is_on_host and self._has_cache:
             self.recorder = recorder
-            self._replays = RectangleReplays(model, cache, recorder)
+            self._replays = recorder.rectangles(model, cache)
         self._holders: set[Any] = set()  # rectangles whose states are in use
 
     def begin(self, state: ModelState | None) -> None:
@@ -217,7 +216,7 @@ class RectangleRunner(Runner):
             return None
         if not replays.is_checked:
             logits = self._compute(rectangle, prepared)
-            replays.check(replayed, logits)
+            replays.check(rectangle, replayed, logits)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)

@@ -7,23 +7,27 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Hashable
+from collections.abc import Sequence as Items
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 
-from ... import compat
-from ...attention.masks import padding_columns
-from ...cache.paged_cache import PagedCache
-from ...cache.step_cache import step_cache
-from ...model.state import ModelState
-from ...model.trial import excess_of
-from ...seams import ForwardContext, Recorder
-from ...step import StepMetadata
-from .inputs import GroupTokens, PackedTokens
-from .rectangle import Rectangle
+from .. import compat
+from ..attention.masks import padding_columns
+from ..batching.execution.inputs import GroupTokens, PackedTokens
+from ..batching.execution.rectangle import Rectangle
+from ..cache.paged_cache import PagedCache
+from ..cache.states import StateRows, state_layers, state_tensors
+from ..model.own_loop import cache_parts
+from ..model.state import ModelState
+from ..model.trial import excess_of
+from ..seams import ForwardContext, Recorder
+from ..step import StepMetadata
+from .step_cache import step_cache, store_states
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +36,15 @@ _POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
 class RectangleReplays:
-    """The replays of a model's decode steps in rectangles without states.
+    """The replays of a model's decode steps in rectangles.
 
     A replay does not run the code that prepares masks, so the recorded forward gets masks that hide
     nothing, and the tokens that each row sees come from its block tables. The first step of each
-    kind is computed by the model's own forward, too: if the logits differ, such steps are not
-    replayed."""
+    kind is computed by the model's own forward, too, from the same states: if the logits differ,
+    such steps are not replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: Recorder) -> None:
+        """`cache`: the model's empty cache."""
         self._model = model
         self._cache = cache
         self._recorder = recorder
@@ -55,7 +60,9 @@ class RectangleReplays:
         self._prepared: dict[str, Any] = {}
         self._is_padded = False
         self._constants: Hashable = None
+        self._blanks: list[str] = []
         self._hidden: list[tuple[bool, bool]] = []
+        self._trial: list[Any] = []  # layers with the states of a replay that is not checked yet
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -72,6 +79,7 @@ class RectangleReplays:
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """Runs the step that `prepared` are the model's inputs of, as a replay; returns logits
         `(rows, vocab_size)`, or `None` if it is none."""
+        self._trial = []
         if self._state is None or not self._is_stock:
             return None
         if self._recorder.unsupported_reason is not None or not self._state.is_in_place():
@@ -80,14 +88,19 @@ class RectangleReplays:
         if tokens is None:
             return None
         self._is_padded = any(rectangle.paddings)
-        self._constants = _constants(prepared)
+        self._blanks = _blanks(prepared)
+        self._constants = _constants(prepared), tuple(self._blanks)
         self._hidden = _hidden_tokens(rectangle, prepared)
         if not self._recorder.verdicts.get(self._kind, True):
             return None
         self._prepared = prepared
         kind = (self._is_padded, self._constants)
+        layers = rectangle.state_layers
+        if layers and not self.is_checked:  # the model's own forward starts from these states, too
+            rows = list(range(len(rectangle.blocks)))
+            self._trial = layers = StateRows([(layers, rows)]).state_layers
         try:
-            return self._recorder.run(tokens, None, self._forward, kind=kind)
+            return self._recorder.run(tokens, None, self._forward, kind=kind, states=layers)
         finally:
             self._prepared = {}
 
@@ -102,18 +115,23 @@ class RectangleReplays:
         forward."""
         return self._kind in self._recorder.verdicts
 
-    def check(self, replayed: Tensor, expected: Tensor) -> None:
-        """Compares the logits `(rows, vocab_size)` of the last step, a replay, with those of the
-        model's own forward, apart for rows with hidden tokens and rows without; if some differ, no
-        step of this kind is replayed."""
-        dtypes = (expected.dtype, getattr(self._model, "dtype", None))
+    def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
+        """Compares the logits `(rows, vocab_size)` of the last step, a replay, and its states with
+        those of the model's own forward, apart for rows with hidden tokens and rows without; if
+        some differ, no step of this kind is replayed."""
+        results = [(expected, replayed)]
+        results += zip(state_tensors(rectangle.state_layers), state_tensors(self._trial))
+        self._trial = []
         excess = None
         for hidden in {*self._hidden}:
             rows = [row for row, other in enumerate(self._hidden) if other == hidden]
-            excess = excess or excess_of(expected[rows], replayed[rows], dtypes)
+            for before, after in results:
+                dtypes = (before.dtype, getattr(self._model, "dtype", None))
+                shown = before[rows].flatten(1), after[rows].flatten(1)
+                excess = excess or excess_of(*shown, dtypes)
         self._recorder.verdicts[self._kind] = excess is None
         if excess is not None:
-            logger.info("some steps of rectangles are not replayed: their logits are %s", excess)
+            logger.info("some steps of rectangles are not replayed: they differ by %s", excess)
 
     def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
         """The step as tokens of packed rows; `None` if it cannot be recorded."""
@@ -142,7 +160,9 @@ class RectangleReplays:
         token_ids = rectangle.token_ids[:, -1].tolist()
         last = list(range(num_rows))
         positions = [position] * num_rows
-        return PackedTokens(token_ids, positions, last, [*last, num_rows], num_rows, groups, [])
+        query_start = [*last, num_rows]
+        axes = _axes(prepared, num_rows, position)
+        return PackedTokens(token_ids, positions, last, query_start, num_rows, groups, [], axes)
 
     def _encoder_lengths(self, rectangle: Rectangle, prepared: dict[str, Any]) -> list[int] | None:
         """The encoder tokens that each row sees, the first of its table; `None` if some row sees
@@ -186,6 +206,11 @@ class RectangleReplays:
                 visible = tuple(rectangle.paddings), (width,) * num_rows
                 if value.dim() != 2 or padding_columns(value, num_rows, width) != visible:
                     return False
+            elif name in _blanks(prepared):
+                continue
+            elif name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
+                if not torch.equal(value, value.round()):  # `_axes`
+                    return False
             elif name not in _POSITIONS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
                 return False
             elif not bool((value == width - 1).all()):
@@ -199,9 +224,12 @@ class RectangleReplays:
         steps: list[StepMetadata],
         kept: Tensor | None,
         context: ForwardContext | None,
+        position_ids: Tensor | None = None,
+        states: Items[Tensor] = (),
     ) -> Tensor:
-        """The forward that is recorded, as the recorder calls it: of tokens `(1, n)` and a step of
-        each layer group, logits `(n, vocab_size)`."""
+        """The forward that is recorded, as the recorder calls it: of tokens `(1, n)`, a step of
+        each layer group, positions `(axes, 1, n)` or `(1, n)` unless they count columns, and states
+        `(n, ...)`; returns logits `(n, vocab_size)`."""
         num_rows = token_ids.shape[1]
         shown = []
         for step in steps:
@@ -213,25 +241,36 @@ class RectangleReplays:
             shown.append(step)
         length = positions[0, 0]
         arguments = dict(self._prepared)
+        for name in self._blanks:
+            arguments[name] = token_ids.new_zeros(num_rows, 1)
         arguments[self._ids_name] = token_ids.view(num_rows, 1)
-        arguments[self._cache_name] = step_cache(self._cache, shown, length)
-        if self._mask_name in self._parameters:
+        running, *_ = cache_parts(arguments[self._cache_name])
+        cache = step_cache(self._cache, shown, length, state_layers(running), states)
+        arguments[self._cache_name] = cache
+        if not shown:
+            arguments.pop(self._mask_name, None)
+        elif self._mask_name in self._parameters:
             first = shown[0]
             capacity = first.block_tables.shape[1] * first.block_size
             arguments[self._mask_name] = token_ids.new_ones(num_rows, capacity)
         for name in _POSITIONS:
-            if isinstance(arguments.get(name), Tensor):
-                shape = arguments[name].shape
-                if shape[0] > 1 or num_rows == 1:
-                    arguments[name] = positions.view(num_rows, 1).view(-1, *shape[1:])
-                else:
-                    arguments[name] = positions[0, :1].view(shape)
+            like = arguments.get(name)
+            if not isinstance(like, Tensor):
+                continue
+            if name == "position_ids" and position_ids is not None:
+                rows = position_ids.view(*like.shape[:-2], num_rows, 1)
+                arguments[name] = rows.to(like.dtype)
+            elif like.dim() == 1:
+                arguments[name] = positions[0, :1]
+            else:
+                arguments[name] = positions.view(num_rows, 1)
         if self._cross:
             arguments["attention_mask"] = None
             arguments["encoder_outputs"] = self._blank(num_rows, shown[-1])
         assert self._state is not None
         self._state.doubt()
         outputs = self._model(**arguments, return_dict=True)
+        store_states(cache_parts(cache)[0], states)
         logits: Tensor = outputs.logits[:, -1]
         return logits
 
@@ -242,6 +281,29 @@ class RectangleReplays:
         hidden = outputs[0]
         blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
         return BaseModelOutput(last_hidden_state=blank)
+
+
+def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
+    """The rows' position ids on each axis; `None` if they count columns, or there are none."""
+    position_ids = prepared.get("position_ids")
+    if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
+        return None
+    if position_ids.dim() == 2 and bool((position_ids == column).all()):
+        return None
+    rows = position_ids.expand(*position_ids.shape[:-2], num_rows, 1)
+    axes: list[list[int]] = rows.reshape(-1, num_rows).long().tolist()
+    return axes
+
+
+def _blanks(prepared: dict[str, Any]) -> list[str]:
+    """The inputs that give the new token of each row the type 0."""
+    names = []
+    for name, value in prepared.items():
+        if name.endswith("token_type_ids") and isinstance(value, Tensor):
+            is_of_tokens = value.dim() == 2 and value.shape[1] == 1
+            if is_of_tokens and value.dtype is torch.int64 and not bool(value.any()):
+                names.append(name)
+    return names
 
 
 def _constants(prepared: dict[str, Any]) -> Hashable:

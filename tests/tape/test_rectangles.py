@@ -11,9 +11,13 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
+from hf_paged.cache.states import state_tensors
 from hf_paged.rooms import is_installed
+from hf_paged.tape import rectangles, step_cache
+from hf_paged.tape.static_states import StaticStates
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.engine_helpers import assert_drained, run_all
@@ -24,7 +28,13 @@ CLASSES = [
     "BartForConditionalGeneration",  # positions count the cache's tokens
     "WhisperForConditionalGeneration",  # the mask is not the decoder's
     "BartForCausalLM",  # left padding, without position ids
+    "BertLMHeadModel",  # left padding, with position ids
+    "MambaForCausalLM",  # states alone
+    "Lfm2ForCausalLM",  # states of convolutions
+    "Qwen3NextForCausalLM",  # recurrent states, and attention of other layers
+    "FalconH1ForCausalLM",  # states and attention of one layer
 ]
+HYBRIDS = CLASSES[5:]
 NUM_TOKENS = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1}
 MODES: dict[str, dict[str, Any]] = {
@@ -113,7 +123,7 @@ def test_rows_outgrow_the_graph() -> None:
     assert_recorded(model, 1000)
 
 
-@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3]])
+@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS])
 def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     model = build(name)
     inputs = inputs_of(name)
@@ -137,8 +147,8 @@ def test_requests_of_an_engine_join_and_leave(name: str) -> None:
         assert_drained(engine)
 
 
-def test_preempted_rows_go_on() -> None:
-    name = "T5ForConditionalGeneration"
+@pytest.mark.parametrize("name", [CLASSES[0], *HYBRIDS[2:]])
+def test_preempted_rows_go_on(name: str) -> None:
     model = build(name)
     ids = inputs_of(name)["input_ids"][:1]
     options = {"max_new_tokens": 60, "min_new_tokens": 60}
@@ -152,6 +162,83 @@ def test_preempted_rows_go_on() -> None:
         assert stats.num_preemptions > 0
         assert stats.num_captured_steps > 0 or not records_on_cpu()
         assert_drained(engine)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_rows_that_share_a_prefix_start_from_its_states(name: str) -> None:
+    """The kept states are copies, which the replays of earlier rows do not change."""
+    model = build(name)
+    start = list(range(30, 62))
+    prompts = [[*start, *range(70 + 5 * n, 73 + 4 * n)] for n in range(6)]
+    options = {**GREEDY, "max_new_tokens": NUM_TOKENS}
+    expected = []
+    for ids in prompts:
+        output = generate(model, {"input_ids": torch.tensor([ids])}, False)
+        expected.append(output[0, len(ids) :].tolist())
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        engine.generate([start], options)
+        for _ in range(2):
+            results = engine.generate(prompts, options)
+            assert [result.token_ids for result in results] == expected
+            results = engine.generate(prompts[::-1], options)
+            assert [result.token_ids for result in results] == expected[::-1]
+        assert engine.stats().num_captured_steps > 0 or not records_on_cpu()
+        engine.check_integrity()
+
+
+def layers_of_states(seed: int) -> list[LinearAttentionLayer]:
+    """Two layers with the states of two rows."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = []
+    for _ in range(2):
+        layer = LinearAttentionLayer()
+        layer.update_conv_state(torch.randn(2, 3, 4, generator=generator))
+        layer.update_recurrent_state(torch.randn(2, 5, generator=generator))
+        layers.append(layer)
+    return layers
+
+
+def test_states_stay_in_the_buffers_until_other_rows_use_them() -> None:
+    first, second = layers_of_states(0), layers_of_states(1)
+    before = [x.clone() for x in state_tensors(first)], [x.clone() for x in state_tensors(second)]
+    static = StaticStates(first, num_rows=3)
+    static.move_in(first)
+    kept = state_tensors(first)
+    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(kept, static.buffers))
+    for buffer in static.buffers:
+        buffer += 1  # a step
+    static.move_in(first)
+    assert all(x is y for x, y in zip(state_tensors(first), kept))
+    static.move_in(second)
+    for buffer in static.buffers:
+        buffer -= 1
+    assert all(torch.equal(x, y + 1) for x, y in zip(state_tensors(first), before[0]))
+    assert all(torch.equal(x, y - 1) for x, y in zip(state_tensors(second), before[1]))
+    first[0].reorder_cache(torch.tensor([1, 0]))
+    static.move_in(first)
+    assert torch.equal(state_tensors(first)[0], before[0][0][[1, 0]] + 1)
+    del second
+    static.move_in(layers_of_states(2))
+
+
+def test_states_that_a_replay_does_not_compute_alike_are_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The logits of one step do not show all that a step changes."""
+    model = tiny_model(transformers.Lfm2ForCausalLM)
+    model.generation_config.eos_token_id = None
+    inputs = inputs_of("Lfm2ForCausalLM")
+    expected = generate(model, inputs, False)
+    original = step_cache.store_states
+
+    def store(cache: Any, states: Any) -> None:
+        original(cache, states)
+        states[0].zero_()
+
+    monkeypatch.setattr(rectangles, "store_states", store)
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, True), expected)
+    assert route_of(model).num_captured_steps == 0
 
 
 def test_other_weights_are_read_and_other_modules_recorded_again() -> None:
@@ -199,7 +286,13 @@ def test_a_decoder_that_reads_its_encoder_is_not_recorded() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "name", ["Qwen2_5_VLForConditionalGeneration", "Glm4vForConditionalGeneration"]
+    "name",
+    [
+        "Qwen2_5_VLForConditionalGeneration",
+        "Glm4vForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",  # with states
+        "Qwen3VLMoeForConditionalGeneration",  # its masks lack the window of its layers
+    ],
 )
 def test_positions_on_axes_are_replayed(name: str, mode: str) -> None:
     model = build(name)

@@ -1,36 +1,56 @@
 """The cache that a model's forward gets while a decode step of a rectangle is recorded: every
-tensor has the size of the step's capacity, and lengths are numbers on the device. It owns no
-blocks."""
+tensor has the size of the step's capacity, and lengths are numbers on the device. It owns neither
+blocks nor states."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+)
 
+from ..cache.handles import PagedTensor
+from ..cache.kv_blocks import KVBlocks
+from ..cache.layers import EMPTY_LAYERS, PagedLayer
+from ..cache.paged_cache import PagedCache
+from ..cache.states import (
+    copy_state_attributes,
+    set_state_tensors,
+    state_layers,
+    state_tensors,
+)
+from ..cache.store import store_key
 from ..step import NotCapturable, StepMetadata
-from .handles import PagedTensor
-from .kv_blocks import KVBlocks
-from .layers import EMPTY_LAYERS, PagedLayer
-from .paged_cache import PagedCache
-from .store import store_key
 
 
 class StepLayer(CacheLayerMixin):
     """One layer of a recorded step, whose rows `(n,)` each append a token."""
 
     def __init__(
-        self, blocks: KVBlocks, step: StepMetadata, length: Tensor | int, is_sliding: bool
+        self, blocks: KVBlocks | None, step: StepMetadata, length: Tensor | int, is_sliding: bool
     ) -> None:
-        """`length`: `()` int64, the positions that earlier steps have stored; of an encoder's keys
-        and values, which no step changes, a number."""
-        self.blocks = blocks
+        """`blocks`: `None` if nothing has been stored in the layer. `length`: `()` int64, the
+        positions that earlier steps have stored; of an encoder's keys and values, which no step
+        changes, a number."""
+        self._blocks = blocks
         self.step = step
         self.length = length
         self.is_sliding = is_sliding
         self.is_initialized = True
+
+    @property
+    def blocks(self) -> KVBlocks:
+        """The keys and values. Raises `NotCapturable` if there are none."""
+        if self._blocks is None:
+            raise NotCapturable("a layer of its cache has no blocks yet")
+        return self._blocks
 
     @property
     def keys(self) -> Tensor:
@@ -72,11 +92,26 @@ class StepLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name up to transformers 5.23
 
 
-def step_cache(cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor) -> Any:
+class HybridStepLayer(StepLayer, LinearAttentionLayer):
+    """A layer of a recorded step that has states, too."""
+
+
+def step_cache(
+    cache: PagedCache,
+    steps: Sequence[StepMetadata],
+    length: Tensor,
+    running: Sequence[Any],
+    states: Sequence[Tensor],
+) -> Any:
     """Makes the cache of a step's forward from one step per layer group of `cache`, a model's empty
-    cache, and of its cross-attention cache. `length` as in `StepLayer`. Raises `NotCapturable` if a
-    layer has no blocks yet."""
+    cache, and of its cross-attention cache; its layers of states are as those of the `running`
+    rows, with `states` `(n, ...)`, which the forward reads and changes. `length` as in
+    `StepLayer`."""
     self_cache = _step_cache(cache, steps[: len(cache.groups)], length)
+    with_states = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
+    for layer, like in zip(with_states, running, strict=True):
+        copy_state_attributes(layer, like)
+    set_state_tensors(with_states, states)
     if cache.cross is None:
         return self_cache
     cross_steps = steps[len(cache.groups) :]
@@ -94,10 +129,18 @@ def _step_cache(cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             blocks = layer.group.blocks.storage.layers.get(layer.index)
-            if blocks is None:
-                raise NotCapturable("a layer of its cache has no blocks yet")
-            layer = StepLayer(blocks, by_group[layer.group], length, layer.is_sliding)
+            kind = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
+            layer = kind(blocks, by_group[layer.group], length, layer.is_sliding)
+        elif isinstance(layer, LinearAttentionLayer):
+            layer = copy.copy(layer)
         elif not isinstance(layer, EMPTY_LAYERS):
             raise NotCapturable(f"its cache has a {type(layer).__name__}")
         layers.append(layer)
     return Cache(layers=layers)
+
+
+def store_states(cache: Any, states: Sequence[Tensor]) -> None:
+    """At the end of the forward: copies states for which it has set other tensors to `states`."""
+    for state, new in zip(states, state_tensors(state_layers(cache)), strict=True):
+        if new is not state:
+            state.copy_(new)

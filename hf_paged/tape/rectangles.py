@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.masks import padding_columns
@@ -180,6 +181,10 @@ class RectangleReplays:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
         mask = prepared.get("attention_mask")
+        # an encoder that shortens its input returns a mask of its own
+        own_mask = getattr(prepared["encoder_outputs"], "attention_mask", None)
+        if own_mask is not None:
+            mask = own_mask
         width = max(lengths)
         if mask is None:
             return lengths
@@ -311,13 +316,14 @@ class RectangleReplays:
             masks["attention_mask"] = _stored(shown[-1])
         return masks
 
-    def _blank(self, num_rows: int, step: StepMetadata) -> BaseModelOutput:
+    def _blank(self, num_rows: int, step: StepMetadata) -> ModelOutput:
         """Encoder outputs of the step's size, which no recorded operation may read."""
         outputs = self._prepared["encoder_outputs"]
         assert step.columns is not None
         hidden = outputs[0]
         blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
-        return BaseModelOutput(last_hidden_state=blank)
+        kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+        return kind(last_hidden_state=blank)
 
 
 def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:

@@ -50,7 +50,7 @@ class StepLayer(CacheLayerMixin):
         self.length = length
         self.is_sliding = is_sliding
         self._is_read = is_read
-        self.is_initialized = True
+        self.is_initialized = blocks is not None
 
     @property
     def blocks(self) -> KVBlocks:
@@ -92,7 +92,7 @@ class StepLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Returns the positions that earlier steps have stored."""
-        return self.length
+        return 0 if self._blocks is None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the length and first position of the keys."""

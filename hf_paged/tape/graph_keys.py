@@ -117,10 +117,12 @@ def key_of(
     num_ranges: int,
     variant: Hashable,
     options: Hashable,
-    min_table_tokens: int,
+    reads_keys: bool = False,
 ) -> Key:
     """The key of a step. Sizes are rounded up to few values, such as powers of two, so that few
-    graphs serve many steps."""
+    graphs serve many steps. `reads_keys`: whether the forward computes with as many keys as the
+    tables have room for."""
+    min_table_tokens = MIN_READ_TOKENS if reads_keys else MIN_TABLE_TOKENS
     widths = []
     shared = []
     for number, memory in enumerate(memories):

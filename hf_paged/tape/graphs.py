@@ -40,7 +40,7 @@ from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
-from .graph_keys import MAX_CHUNK_TOKENS, MIN_READ_TOKENS, MIN_TABLE_TOKENS, Key, Prefixes, key_of
+from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
 from .inputs import StaticInputs
 from .length import LengthRange
 from .recorders import (
@@ -286,8 +286,7 @@ class StepGraphs:
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
-        least = MIN_READ_TOKENS if self.reads_keys else MIN_TABLE_TOKENS
-        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, least)
+        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
     def _find_graph(
         self,

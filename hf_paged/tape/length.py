@@ -21,7 +21,7 @@ _COMPARISONS: dict[Callable[..., Any], Compare] = {
     Tensor.lt: operator.lt,
     Tensor.le: operator.le,
     Tensor.__eq__: operator.eq,
-    Tensor.__ne__: operator.ne,
+    Tensor.ne: operator.ne,
 }
 
 

@@ -162,14 +162,10 @@ class Recorder(Protocol):
     """Records the packed steps of a model over one memory and replays them. The memory keeps the
     recorder, which outlives the runner of the steps."""
 
-    unsupported_reason: str | None
-    """Why it records no step of the model in this state."""
-    verdicts: dict[Hashable, bool]
-    """Which kinds of steps may be replays, as their runners have found; `begin` empties it when the
-    model's state has changed."""
-
-    def begin(self, state: ModelState) -> None:
-        """Called before steps of the model in this state: drops recordings of another state."""
+    def begin(self, state: ModelState, reads_keys: bool = False) -> None:
+        """Called before steps of the model in this state: drops recordings of another state.
+        `reads_keys`: whether the model's own code computes attention, with as many keys as block
+        tables have room for."""
 
     def run(
         self,

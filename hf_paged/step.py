@@ -47,6 +47,10 @@ class NotCapturable(RuntimeError):
     """A step cannot be captured and replayed with other inputs, because it needs the host."""
 
 
+class KeysReadError(NotCapturable):
+    """Code other than our attention reads keys or values in a step that is recorded."""
+
+
 @dataclasses.dataclass
 class ReadCounters:
     """Counts how often attention over cached tokens read blocks in place, and how often it gathered
@@ -311,8 +315,9 @@ def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]
-        is_first = step.seq_lens[row] == query_len > 1 and not step.starts[row]
-        return query_len, is_first
+        if query_len == 1:
+            return 1, False
+        return query_len, step.seq_lens[row] == query_len and not step.starts[row]
 
     groups = []
     for _, members in itertools.groupby(range(step.num_rows), kind):

@@ -24,13 +24,16 @@ HIDDEN = -1e4  # a bias of this or less hides a key
 
 
 def with_key_len(step: StepMetadata) -> StepMetadata:
-    """Returns the packed step for a model with its own attention code. Raises `NotCapturable` if
-    lengths are only on the device, `NotPackable` if layers have a window."""
-    if step.lengths is not None:
-        raise NotCapturable("its own attention code gets as many keys as the longest row has")
+    """Returns the packed step for a model with its own attention code, which gets as many keys as
+    the longest row has or, if only the device knows that, as the tables have room for. Raises
+    `NotPackable` if layers have a window, `NotCapturable` for recorded rows of several tokens."""
     if step.window is not None:
         raise NotPackable("its own attention code gets keys through a sliding window")
-    return dataclasses.replace(step, key_len=max(step.seq_lens))
+    if step.lengths is None:
+        return dataclasses.replace(step, key_len=max(step.seq_lens))
+    if step.query_len != 1:
+        raise NotCapturable("its own attention code would get chunks")
+    return dataclasses.replace(step, key_len=step.block_tables.shape[1] * step.block_size)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
@@ -317,7 +320,8 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     else:
         added = added[0]
     num_tokens = step.num_tokens
-    if num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len):
+    is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
+    if is_whole and step.lengths is None:  # a recorded step must not read the mask
         agrees = torch.where(step.plan(_past), added == 0, added <= HIDDEN)
         if bool(agrees.all()):
             return None

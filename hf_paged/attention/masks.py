@@ -73,6 +73,10 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     return maker, dict(zip(function.__code__.co_freevars, values))
 
 
+# options of mask interfaces: return a mask even if it hides nothing
+_WHOLE = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+
 class PagedMask(LazyTensor):
     """The mask `(batch, 1, query_length, kv_length)` of a mask function with a `MaskPattern`, which
     our attention function reads. A slice of the last queries is symbolic, too; other operations get
@@ -110,13 +114,19 @@ class PagedMask(LazyTensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        aten = torch.ops.aten
-        if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
-            mask, *indices = args
-            sliced = mask._slice(*indices)
-            if sliced is not None:
+        if isinstance(args[0], PagedMask):
+            sliced = args[0].symbolic(func, args, kwargs)
+            if sliced is not NotImplemented:
                 return sliced
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
+            sliced = self._slice(*args[1:])
+            if sliced is not None:
+                return sliced
+        return NotImplemented
 
     def _slice(
         self,
@@ -151,11 +161,7 @@ class PagedMask(LazyTensor):
     def dense(self) -> Tensor:
         """Returns the dense mask, in the format of the model's own implementation."""
         implementation = "eager" if self.model_attention == "eager" else "sdpa"
-        mask: Tensor = self.resolve(
-            implementation,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-        )
+        mask: Tensor = self.resolve(implementation, **_WHOLE)
         return mask.expand(self.shape)
 
     @functools.cached_property

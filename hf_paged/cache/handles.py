@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import is_interrupt
-from ..step import NotCapturable, NotPackable, StepMetadata
+from ..step import KeysReadError, NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
 
@@ -37,6 +37,11 @@ class LazyTensor(Tensor):
     def read(self) -> Tensor:
         """Returns `dense()` for code outside hf_paged."""
         return self.dense()
+
+    def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation on this tensor that needs no numbers, else
+        `NotImplemented`."""
+        return NotImplemented
 
     def refuse_write(self) -> None:
         """Raises an error if a write in place would have no effect."""
@@ -222,7 +227,7 @@ class PagedTensor(ReadOnlyTensor):
             if self.fresh is not None:
                 self._dense = self.fresh
             elif self.step.lengths is not None:
-                raise NotCapturable("its code reads keys or values, whose number only a device has")
+                raise KeysReadError("its code reads keys or values, whose number only a device has")
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense

@@ -14,6 +14,8 @@ from ..kernels.triton.cascade import SharedPrefix
 
 # least capacity of block tables, so that short sequences need no new graph when they grow
 MIN_TABLE_TOKENS = 1024
+# the same where a forward computes with as many keys as the tables have room for
+MIN_READ_TOKENS = 64
 # Most tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
 # needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
@@ -115,13 +117,16 @@ def key_of(
     num_ranges: int,
     variant: Hashable,
     options: Hashable,
+    reads_keys: bool = False,
 ) -> Key:
     """The key of a step. Sizes are rounded up to few values, such as powers of two, so that few
-    graphs serve many steps."""
+    graphs serve many steps. `reads_keys`: whether the forward computes with as many keys as the
+    tables have room for."""
+    min_table_tokens = MIN_READ_TOKENS if reads_keys else MIN_TABLE_TOKENS
     widths = []
     shared = []
     for number, memory in enumerate(memories):
-        min_width = -(-MIN_TABLE_TOKENS // memory.block_size)
+        min_width = -(-min_table_tokens // memory.block_size)
         longest = max(map(len, tokens.groups[number].tables))
         widths.append(power_of_two(min_width, longest))
         if not prefixes:

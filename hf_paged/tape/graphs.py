@@ -36,11 +36,13 @@ from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
+from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
 from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
 from .inputs import StaticInputs
+from .length import LengthRange
 from .recorders import (
     Graph,
     GraphBackend,
@@ -115,7 +117,12 @@ class StepGraphs:
         """`lock`: of the memory of `groups`, which are empty if the model has states only."""
         # why recording has stopped, until the model changes
         self.unsupported_reason: str | None = None
+        # of rectangles: which kinds of steps may be replays, as `RectangleReplays` has found;
+        # whether the model's own code reads keys and values, as many as the block tables have room
+        # for; the lengths for which all recorded steps hold
         self.verdicts: dict[Hashable, bool] = {}
+        self.reads_keys = False
+        self.lengths = LengthRange()
         # why changes of the model cannot be tracked, so that graphs are not used
         self._untracked_reason: str | None = None
         self._model, self._device, self._groups = self.identity = (
@@ -143,9 +150,10 @@ class StepGraphs:
         self._context: ForwardContext | None = None  # of that step
         self._states: Items[Any] = ()  # of that step
 
-    def begin(self, state: ModelState) -> None:
+    def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place changes
-        of weights do not matter."""
+        of weights do not matter. `reads_keys` as in `Recorder.begin`; a forward may show it later,
+        too."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -162,6 +170,8 @@ class StepGraphs:
             self._persistent_storages = _storages(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.verdicts.clear()
+            self.reads_keys = reads_keys
+            self.lengths = LengthRange()
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
         """Launches steps ahead; `None` if the host computes replays itself."""
@@ -276,7 +286,7 @@ class StepGraphs:
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
         )
-        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options)
+        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
     def _find_graph(
         self,
@@ -335,6 +345,10 @@ class StepGraphs:
             except Exception as error:
                 if is_interrupt(error):
                     raise
+                if isinstance(error, KeysReadError) and not self.reads_keys:
+                    self.reads_keys = True
+                    self.clear()  # the next steps are recorded for about as many keys as they have
+                    return None
                 logger.debug("capturing %s failed", key, exc_info=True)
                 self._refuse(key, error)
                 return None

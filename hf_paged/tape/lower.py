@@ -81,6 +81,12 @@ class Lowering:
         sources = {_storage(tensor) for tensor in inputs}
         targets = {_storage(tensor) for tensor in results}
         is_mutable = function._schema.is_mutable and not is_view_in_place(function)
+        if function.name() == "aten::lift_fresh":  # a new tensor of Python numbers
+            if targets & self._changed:
+                raise NotCapturable("its forward writes to a tensor that it makes of numbers")
+            self._constants |= targets
+            self.values.held += results
+            return
         if not is_mutable and targets <= sources:
             return  # views
         is_empty = "empty" in function.name()

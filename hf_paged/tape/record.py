@@ -13,11 +13,13 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import masking_utils
 
-from ..cache.handles import written_tensors
+from ..cache.handles import LazyTensor, written_tensors
 from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
+from .length import RANGES, with_ranges
 
 aten = torch.ops.aten
 _LAZY = frozenset({"aten::_conj", "aten::_neg_view"})
@@ -28,7 +30,7 @@ _READS_AT = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
 _WRITES_AT = frozenset({"aten::index_put", "aten::index_put_"})
 # create tensors from Python numbers; no kernel writes to these unobserved, unlike to other new ones
 _CREATES_CONSTANTS = frozenset(
-    "aten::lift_fresh aten::ones aten::ones_like aten::new_ones"
+    "aten::lift_fresh aten::ones aten::ones_like aten::new_ones aten::full"
     " aten::arange aten::arange.start aten::arange.start_step".split()
 )
 _BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
@@ -74,7 +76,7 @@ class CaptureGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotCapturable(f"its forward draws random numbers ({func})")
         of_constants = self._is_of_constants(func, args, kwargs)
         waits = _waits(func, args)
@@ -197,6 +199,17 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that may draw random numbers draws any: attention without dropout draws
+    none."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            default = kwargs.get(argument.name, argument.default_value)
+            dropout = args[number] if number < len(args) else default
+            return bool(dropout)
+    return True
+
+
 def _waits(func: Any, args: Any) -> bool:
     """Whether the host needs values that are on the device."""
     name = func.name()
@@ -268,6 +281,10 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _is_of_numbers(func, args, kwargs or {})
+        if func in RANGES:
+            result = with_ranges(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         return func(*args, **(kwargs or {}))
 
 
@@ -315,6 +332,13 @@ class _Recorder(CaptureGuard):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves((args, kwargs))):
+            if isinstance(args[0], LazyTensor):
+                result = args[0].symbolic(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            with self:  # what it computes is recorded, too
+                args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         with self:
             result = decompose(func, args, kwargs)
         if result is not NotImplemented:
@@ -336,10 +360,14 @@ def recording() -> Iterator[list[Recorded]]:
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     modes = num_modes()
+    is_tracing = masking_utils.is_tracing
     try:
+        # so that no mask is left out because of its content; recordings are made one at a time
+        masking_utils.is_tracing = lambda _: True
         recorder = _Recorder(operations)
         with ReadGuard(recorder), recorder:
             yield operations
     finally:
+        masking_utils.is_tracing = is_tracing
         observer.reset(token)
         end_modes(modes)  # modes that an interrupt left active would refuse later operations

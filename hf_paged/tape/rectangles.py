@@ -8,13 +8,14 @@ import inspect
 import logging
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.masks import padding_columns
@@ -25,9 +26,13 @@ from ..cache.states import StateRows, state_layers, state_tensors
 from ..model.own_loop import cache_parts
 from ..model.state import ModelState
 from ..model.trial import excess_of
-from ..seams import ForwardContext, Recorder
+from ..seams import ForwardContext
 from ..step import StepMetadata
+from .length import Length
 from .step_cache import step_cache, store_states
+
+if TYPE_CHECKING:
+    from .graphs import StepGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +48,7 @@ class RectangleReplays:
     kind is computed by the model's own forward, too, from the same states: if the logits differ,
     such steps are not replayed."""
 
-    def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: Recorder) -> None:
+    def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
         self._model = model
         self._cache = cache
@@ -58,6 +63,7 @@ class RectangleReplays:
         self._state: ModelState | None = None
         # of the running step, for the forward
         self._prepared: dict[str, Any] = {}
+        self._width = 0
         self._is_padded = False
         self._constants: Hashable = None
         self._blanks: list[str] = []
@@ -82,16 +88,20 @@ class RectangleReplays:
         self._trial = []
         if self._state is None or not self._is_stock:
             return None
-        if self._recorder.unsupported_reason is not None or not self._state.is_in_place():
+        recorder = self._recorder
+        if recorder.unsupported_reason is not None or not self._state.is_in_place():
+            return None
+        if rectangle.width - 1 not in recorder.lengths:
             return None
         tokens = self._pack(rectangle, prepared)
         if tokens is None:
             return None
+        self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._blanks = _blanks(prepared)
         self._constants = _constants(prepared), tuple(self._blanks)
         self._hidden = _hidden_tokens(rectangle, prepared)
-        if not self._recorder.verdicts.get(self._kind, True):
+        if not recorder.verdicts.get(self._kind, True):
             return None
         self._prepared = prepared
         kind = (self._is_padded, self._constants)
@@ -100,7 +110,7 @@ class RectangleReplays:
             rows = list(range(len(rectangle.blocks)))
             self._trial = layers = StateRows([(layers, rows)]).state_layers
         try:
-            return self._recorder.run(tokens, None, self._forward, kind=kind, states=layers)
+            return recorder.run(tokens, None, self._forward, kind=kind, states=layers)
         finally:
             self._prepared = {}
 
@@ -171,6 +181,10 @@ class RectangleReplays:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
         mask = prepared.get("attention_mask")
+        # an encoder that shortens its input returns a mask of its own
+        own_mask = getattr(prepared["encoder_outputs"], "attention_mask", None)
+        if own_mask is not None:
+            mask = own_mask
         width = max(lengths)
         if mask is None:
             return lengths
@@ -239,14 +253,35 @@ class RectangleReplays:
             origins = (int(self._is_padded),) * num_rows  # says that there is padding
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             shown.append(step)
-        length = positions[0, 0]
+        assert self._state is not None
+        self._state.doubt()
+        arguments = self._arguments(token_ids, positions, shown, position_ids)
+        running, *_ = cache_parts(self._prepared[self._cache_name])
+        is_read = self._recorder.reads_keys
+        layers = state_layers(running)
+        length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
+        cache = step_cache(self._cache, shown, length, layers, states, is_read)
+        arguments[self._cache_name] = cache
+        if is_read:
+            arguments |= self._masks(shown)
+        outputs = self._model(**arguments, return_dict=True)
+        store_states(cache_parts(cache)[0], states)
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+    def _arguments(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        shown: list[StepMetadata],
+        position_ids: Tensor | None,
+    ) -> dict[str, Any]:
+        """The arguments of the forward, but for its cache."""
+        num_rows = token_ids.shape[1]
         arguments = dict(self._prepared)
         for name in self._blanks:
             arguments[name] = token_ids.new_zeros(num_rows, 1)
         arguments[self._ids_name] = token_ids.view(num_rows, 1)
-        running, *_ = cache_parts(arguments[self._cache_name])
-        cache = step_cache(self._cache, shown, length, state_layers(running), states)
-        arguments[self._cache_name] = cache
         if not shown:
             arguments.pop(self._mask_name, None)
         elif self._mask_name in self._parameters:
@@ -267,20 +302,28 @@ class RectangleReplays:
         if self._cross:
             arguments["attention_mask"] = None
             arguments["encoder_outputs"] = self._blank(num_rows, shown[-1])
-        assert self._state is not None
-        self._state.doubt()
-        outputs = self._model(**arguments, return_dict=True)
-        store_states(cache_parts(cache)[0], states)
-        logits: Tensor = outputs.logits[:, -1]
-        return logits
+        return arguments
 
-    def _blank(self, num_rows: int, step: StepMetadata) -> BaseModelOutput:
+    def _masks(self, shown: list[StepMetadata]) -> dict[str, Tensor]:
+        """Masks `(n, capacity)` of the tokens that rows have stored, for code that computes with
+        all columns."""
+        num_own = len(shown) - len(self._cross)
+        masks = {}
+        if self._mask_name in self._parameters:
+            whole = [step for step in shown[:num_own] if step.window is None] or shown
+            masks[self._mask_name] = _stored(whole[0])
+        if self._cross:
+            masks["attention_mask"] = _stored(shown[-1])
+        return masks
+
+    def _blank(self, num_rows: int, step: StepMetadata) -> ModelOutput:
         """Encoder outputs of the step's size, which no recorded operation may read."""
         outputs = self._prepared["encoder_outputs"]
         assert step.columns is not None
         hidden = outputs[0]
         blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
-        return BaseModelOutput(last_hidden_state=blank)
+        kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+        return kind(last_hidden_state=blank)
 
 
 def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
@@ -293,6 +336,16 @@ def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int
     rows = position_ids.expand(*position_ids.shape[:-2], num_rows, 1)
     axes: list[list[int]] = rows.reshape(-1, num_rows).long().tolist()
     return axes
+
+
+def _stored(step: StepMetadata) -> Tensor:
+    """Which columns a row has stored, `(n, columns)` int64."""
+    assert step.columns is not None and step.lengths is not None
+    lengths = step.lengths
+    assert lengths.origins is not None
+    columns = torch.arange(len(step.columns), device=lengths.origins.device)
+    positions = columns - lengths.origins[:, None]
+    return ((positions >= 0) & (positions < lengths.seq_lens[:, None])).long()
 
 
 def _blanks(prepared: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from ..cache.handles import PagedTensor
 from ..cache.kv_blocks import KVBlocks
 from ..cache.layers import EMPTY_LAYERS, PagedLayer
 from ..cache.paged_cache import PagedCache
+from ..cache.reading import gather
 from ..cache.states import (
     copy_state_attributes,
     set_state_tensors,
@@ -34,16 +35,22 @@ class StepLayer(CacheLayerMixin):
     """One layer of a recorded step, whose rows `(n,)` each append a token."""
 
     def __init__(
-        self, blocks: KVBlocks | None, step: StepMetadata, length: Tensor | int, is_sliding: bool
+        self,
+        blocks: KVBlocks | None,
+        step: StepMetadata,
+        length: Tensor | int,
+        is_sliding: bool,
+        is_read: bool,
     ) -> None:
         """`blocks`: `None` if nothing has been stored in the layer. `length`: `()` int64, the
         positions that earlier steps have stored; of an encoder's keys and values, which no step
-        changes, a number."""
+        changes, a number. `is_read`: whether the model's own code reads keys and values."""
         self._blocks = blocks
         self.step = step
         self.length = length
         self.is_sliding = is_sliding
-        self.is_initialized = True
+        self._is_read = is_read
+        self.is_initialized = blocks is not None
 
     @property
     def blocks(self) -> KVBlocks:
@@ -55,12 +62,19 @@ class StepLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor:
         """`(n, heads, capacity, dim)`."""
-        return PagedTensor(self.step, self.blocks, False)
+        return self._show(False)
 
     @property
     def values(self) -> Tensor:
         """`(n, heads, capacity, dim)`."""
-        return PagedTensor(self.step, self.blocks, True)
+        return self._show(True)
+
+    def _show(self, is_value: bool) -> Tensor:
+        blocks = self.blocks
+        if not self._is_read:
+            return PagedTensor(self.step, blocks, is_value)
+        stored = blocks.values if is_value else blocks.keys
+        return gather(self.step, stored, blocks.dtypes[is_value])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -78,7 +92,7 @@ class StepLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Returns the positions that earlier steps have stored."""
-        return self.length
+        return 0 if self._blocks is None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the length and first position of the keys."""
@@ -102,12 +116,13 @@ def step_cache(
     length: Tensor,
     running: Sequence[Any],
     states: Sequence[Tensor],
+    is_read: bool,
 ) -> Any:
     """Makes the cache of a step's forward from one step per layer group of `cache`, a model's empty
     cache, and of its cross-attention cache; its layers of states are as those of the `running`
-    rows, with `states` `(n, ...)`, which the forward reads and changes. `length` as in
-    `StepLayer`."""
-    self_cache = _step_cache(cache, steps[: len(cache.groups)], length)
+    rows, with `states` `(n, ...)`, which the forward reads and changes. `length` and
+    `is_read` as in `StepLayer`."""
+    self_cache = _step_cache(cache, steps[: len(cache.groups)], length, is_read)
     with_states = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
     for layer, like in zip(with_states, running, strict=True):
         copy_state_attributes(layer, like)
@@ -117,20 +132,22 @@ def step_cache(
     cross_steps = steps[len(cache.groups) :]
     columns = cross_steps[0].columns
     assert columns is not None
-    cross = _step_cache(cache.cross, cross_steps, len(columns))
+    cross = _step_cache(cache.cross, cross_steps, len(columns), is_read)
     both = EncoderDecoderCache(self_cache, cross)
     both.is_updated = dict.fromkeys(range(len(cross.layers)), True)
     return both
 
 
-def _step_cache(cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int) -> Cache:
+def _step_cache(
+    cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, is_read: bool
+) -> Cache:
     by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             blocks = layer.group.blocks.storage.layers.get(layer.index)
             kind = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
-            layer = kind(blocks, by_group[layer.group], length, layer.is_sliding)
+            layer = kind(blocks, by_group[layer.group], length, layer.is_sliding, is_read)
         elif isinstance(layer, LinearAttentionLayer):
             layer = copy.copy(layer)
         elif not isinstance(layer, EMPTY_LAYERS):

@@ -60,9 +60,10 @@ class FakeGraphs:
         # whether a capture also fails where it would fail with the model on a device
         self.has_device = False
 
-    def capture(self, run: Any, persistent_storages: Any = None) -> FakeGraph:
+    def capture(self, run: Any, persistent_storages: Any, prepare: Any) -> FakeGraph:
         """As in `CudaGraphs`."""
         first = CaptureGuard()
+        prepare()
         with HostFirst(), first:
             run()
         with HostFirst(), HostResultReplay(first.host_results):

@@ -33,7 +33,7 @@ from hf_paged.kernels.cpp.attention import Attention, Store, gather
 from hf_paged.kernels.cpp.build import NAMES, best_path, kernel
 from hf_paged.kernels.cpp.linear import linear
 from hf_paged.rooms import RoomMissingError, is_installed, room
-from hf_paged.step import StepMetadata
+from hf_paged.step import Lengths, StepMetadata
 from tests.support import tools
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -229,17 +229,22 @@ def gathers(draws: Draws) -> None:
     blocks = draws.strided(*shape, dtype=choose.choice(FLOATS))
     lengths = [max(0, columns.stop - origin) for origin in origins]
     step = StepMetadata.rectangle(tables, lengths, size, columns=columns, origins=origins)
+    if choose.choice((False, True)):  # lengths in memory, as a recorded step has them
+        lengths = [choose.randint(0, length) for length in lengths]
+        numbers = [torch.tensor(x, dtype=torch.int32) for x in (lengths, origins)]
+        on_device = Lengths(numbers[0], torch.zeros_like(numbers[0]), origins=numbers[1])
+        step = dataclasses.replace(step, seq_lens=(), starts=(), lengths=on_device)
     found = gather(step, blocks)
     for row, origin in enumerate(origins):
         for place, column in enumerate(columns):
             token, expected = column - origin, torch.zeros(())
-            if token >= 0:
+            if 0 <= token < lengths[row]:
                 expected = blocks[tables[row, token // size], :, token % size]
             assert (found[row, :, place] == expected).all()
     refuses(lambda: gather(step, blocks.new_zeros(*blocks.shape[:2], size + 1, blocks.shape[3])))
     refuses(lambda: gather(step, blocks.new_zeros(*blocks.shape[:3], 4)[..., ::2]))
     refuses(lambda: gather(step, blocks.to("meta")))
-    if rows and len(columns) and min(origins) < columns.stop and heads:
+    if rows and len(columns) and any(lengths) and heads:
         wrong = dataclasses.replace(step, block_tables=tables + len(blocks))
         refuses(lambda: gather(wrong, blocks))
 

@@ -81,22 +81,11 @@ def test_a_model_that_indexes_with_a_mask_is_not(
 # -- which packed architectures are recorded --------------------------------------------
 
 STEPS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "num_beams": 1}
-OWN_CODE = "its own attention code gets as many keys as the longest row has"
 # a loop over the selected experts: `nonzero`, in `forward`
 EXPERTS = "its forward waits for the device"
 NOT_CAPTURED = {
-    "BloomForCausalLM": OWN_CODE,
     "DbrxForCausalLM": EXPERTS,  # `DbrxExperts`
-    "FalconForCausalLM": OWN_CODE,
-    "GPTNeoXJapaneseForCausalLM": OWN_CODE,
     "LongcatFlashForCausalLM": EXPERTS,  # `LongcatFlashExperts`
-    "MptForCausalLM": OWN_CODE,
-    "XGLMForCausalLM": OWN_CODE,
-    **(
-        dict.fromkeys(("CodeGenForCausalLM", "GPTJForCausalLM"), OWN_CODE)
-        if models.BEFORE_5_24
-        else {}
-    ),
 }
 """Causal architectures that run packed but are not recorded on a device, with the reason."""
 
@@ -135,8 +124,13 @@ def reason_against_capture(
     "name",
     [
         "BioGptForCausalLM",
+        "BloomForCausalLM",
         "DbrxForCausalLM",
+        "FalconForCausalLM",
         "Gemma3nForCausalLM",
+        "GPTNeoXJapaneseForCausalLM",
+        "MptForCausalLM",
+        "XGLMForCausalLM",
         "GPT2LMHeadModel",
         "PhimoeForCausalLM",
     ],

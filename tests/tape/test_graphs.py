@@ -931,13 +931,25 @@ def test_decode_steps_on_the_cpu_are_tapes(monkeypatch: pytest.MonkeyPatch) -> N
         assert engine.stats().num_captured_steps == 0 and not engine.memory.recorders
 
 
+@pytest.mark.parametrize("changed", ["logits", "states"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_replay_with_other_logits_is_refused(dtype: torch.dtype) -> None:
+def test_a_replay_with_other_results_is_refused(dtype: torch.dtype, changed: str) -> None:
+    """The states are what the replay makes of those before it."""
     logits = torch.randn(3, 50).to(dtype)
-    expected = logits.clone()
-    recorders.check_replay(lambda: logits.copy_(expected), logits, {dtype})
-    with pytest.raises(NotCapturable, match="standard deviations from those of its forward"):
-        recorders.check_replay(lambda: logits.copy_(expected * 1.2 + 0.3), logits, {dtype})
+    before = torch.randn(3, 4, 5).to(dtype)
+    after, expected = before * 2, logits.clone()
+    states = after.clone()
+
+    def replay(wrong: str = "") -> None:
+        logits.copy_(expected * 1.2 + 0.3 if wrong == "logits" else expected)
+        states.mul_(2.2 if wrong == "states" else 2)
+
+    def prepare() -> None:
+        states.copy_(before)
+
+    recorders.check_replay(replay, [logits, states], {dtype}, prepare)
+    with pytest.raises(NotCapturable, match=f"the {changed} of a replay are .* deviations from"):
+        recorders.check_replay(lambda: replay(changed), [logits, states], {dtype}, prepare)
 
 
 @pytest.fixture

@@ -35,6 +35,15 @@ CLASSES = [
     "FalconH1ForCausalLM",  # states and attention of one layer
 ]
 HYBRIDS = CLASSES[5:]
+CLASSES += [
+    "DiffLlamaForCausalLM",  # its own code reads keys
+    "RoFormerForCausalLM",  # so does this one's, without position ids
+    "MvpForConditionalGeneration",  # and that of a model with an encoder
+    "M2M100ForConditionalGeneration",  # compares the cache's length with a size
+    "MoonshineForConditionalGeneration",  # its encoder returns a mask
+    "Pix2StructForConditionalGeneration",  # slices a mask
+    "MllamaForCausalLM",  # some layers have no blocks
+]
 NUM_TOKENS = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1}
 MODES: dict[str, dict[str, Any]] = {
@@ -418,3 +427,39 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
         assert torch.equal(generate(model, inputs, True, **options), expected), options
         tokens.add(tuple(expected.flatten().tolist()))
     assert len(tokens) > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BloomForCausalLM",  # a bias of positions
+        "FalconForCausalLM",  # one head of keys
+        "GPTNeoXJapaneseForCausalLM",  # baddbmm
+        "MptForCausalLM",  # a bias from the end of the keys
+    ],
+)
+def test_attention_code_of_a_model_in_packed_steps_is_replayed(name: str, mode: str) -> None:
+    model = build(name)
+    lengths = {"max_new_tokens": 90, "min_new_tokens": 90}  # more than the first graph's tables
+    for seed in range(2):
+        inputs = inputs_of(name, seed)
+        expected = generate(model, inputs, False, **MODES[mode], **lengths)
+        assert torch.equal(generate(model, inputs, True, **MODES[mode], **lengths), expected), seed
+        check_integrity(model)
+    assert_recorded(model, 80)
+
+
+def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
+    """The model makes a longer table for them, which a recorded step would not read."""
+    name = "M2M100ForConditionalGeneration"
+    model = build(name)
+    inputs = inputs_of(name)
+    size = len(model.model.decoder.embed_positions.weights)
+    lengths = {"max_new_tokens": size + 30, "min_new_tokens": size + 30}
+    expected = generate(model, inputs, False, **lengths)
+    model = tiny_model(transformers.M2M100ForConditionalGeneration)
+    model.generation_config.eos_token_id = None
+    for _ in range(2):
+        assert torch.equal(generate(model, inputs, True, **lengths), expected)
+    assert_recorded(model, 20)

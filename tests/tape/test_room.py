@@ -60,7 +60,7 @@ def test_an_engine_takes_another_recorder() -> None:
     class Never:
         """Has no replay for any step."""
 
-        def begin(self, state: Any) -> None:
+        def begin(self, state: Any, reads_keys: bool) -> None:
             asked.append("begin")
 
         def run(self, *arguments: Any) -> None:

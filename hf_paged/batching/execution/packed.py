@@ -114,7 +114,7 @@ class PackedRunner(Runner):
             # for models with their own attention code
             self._shows_rows = not calls_interface(self.model.modules())
         if state is not None and self.recorder is not None:
-            self.recorder.begin(state)
+            self.recorder.begin(state, self._shows_rows)
 
     def go_idle(self) -> None:
         self._state = None  # it holds the weights

@@ -27,7 +27,7 @@ _STORE_CALL = struct.Struct("3Q")
 _STORE_LAYER = struct.Struct("2Q5q6q6q2q5q")
 # struct GatherCall: the call, then the step
 _GATHER_CALL = struct.Struct("2Q6q")
-_GATHER_STEP = struct.Struct("2Q7q")
+_GATHER_STEP = struct.Struct("3Q7q")
 
 
 def _kind(x: Tensor) -> str:
@@ -385,9 +385,9 @@ class Store:
 
 def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns),
-    dim)`, contiguous, with zeros for padding, from `blocks` `(num_blocks, heads, block_size, dim)`
-    of any dtype on the CPU. Raises `IndexError` for a table that does not fit, `ValueError` for
-    sizes and tensors that do not."""
+    dim)`, contiguous, with zeros for padding and, in a recorded step, after a row's last token,
+    from `blocks` `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises
+    `IndexError` for a table that does not fit, `ValueError` for sizes and tensors that do not."""
     if (
         not blocks.is_cpu
         or blocks.dim() != 4
@@ -398,7 +398,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
             f"blocks are {_kind(blocks)}: the kernel takes 4 dimensions on the CPU,"
             f" {step.block_size} tokens a block, the last dimension contiguous"
         )
-    packed, _ = step.plan(_gather_fields)
+    packed, tensors = step.plan(_gather_fields)
     assert step.columns is not None  # checked by `_gather_fields`
     num_blocks, heads, _, dim = blocks.shape
     out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
@@ -413,6 +413,10 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         dim * width,
     )
     error = kernel("gather")(call + packed)
+    note = observer.get()
+    if note is not None:
+        reads = {_GATHER_CALL.size + 8 * number: x for number, x in enumerate(tensors)}
+        note("gather", call + packed, reads, {8: out})  # the pool keeps the blocks
     if error == 4:
         raise ValueError("a tensor without memory, or sizes that do not fit one another")
     if error:
@@ -423,13 +427,21 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     return out
 
 
-def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
+def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
     """Returns the kernel's arguments for a step, which are equal for all layers, and the tensors to
     whose addresses they point."""
     tables = step.block_tables.to("cpu", torch.int32)
     tables = tables.contiguous()
     columns = step.columns
-    origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
+    tensors: tuple[Tensor, ...]
+    if step.lengths is None or step.lengths.origins is None:
+        origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
+        tensors = tables, origins
+        lengths_at = 0
+    else:
+        origins, lengths = step.lengths.origins, step.lengths.seq_lens
+        tensors = tables, origins, lengths
+        lengths_at = lengths.data_ptr()
     if (
         columns is None
         or tables.dim() != 2
@@ -444,6 +456,7 @@ def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
     packed = _GATHER_STEP.pack(
         tables.data_ptr(),
         origins.data_ptr(),
+        lengths_at,
         step.num_rows,
         columns.start,
         len(columns),
@@ -452,4 +465,4 @@ def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, Tensor]]:
         step.block_size,
         torch.get_num_threads(),
     )
-    return packed, (tables, origins)
+    return packed, tensors

@@ -109,6 +109,7 @@ struct GatherCall {
     char* out;  // [rows][heads][length], `bytes` each
     int64_t heads, num_blocks, strides[3], bytes;
     const int32_t *tables, *origins;
+    const int32_t* lengths;  // tokens of each row, later columns are zeros; null: all columns are stored
     int64_t rows, first, length, table_stride, max_blocks, block_size, threads;
 };
 
@@ -117,7 +118,8 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
     if (!(c.rows && c.heads && c.length && c.bytes)) return 0;
     if (!c.blocks || !c.out || !c.origins || (c.max_blocks && !c.tables)) return 4;
     for (int64_t row = 0; row < c.rows; ++row) {
-        const int64_t end = c.first + c.length - c.origins[row];
+        int64_t end = c.first + c.length - c.origins[row];
+        if (c.lengths) end = std::min<int64_t>(end, c.lengths[row]);
         const int64_t used = end > 0 ? (end + c.block_size - 1) / c.block_size : 0;
         if (used > c.max_blocks) return 1;
         for (int64_t i = 0; i < used; ++i) {
@@ -130,10 +132,13 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
     for (int64_t row = 0; row < c.rows; ++row)
         for (int64_t head = 0; head < c.heads; ++head) {
             char* out = c.out + (row * c.heads + head) * c.length * c.bytes;
-            const int64_t begin = c.first - c.origins[row], end = begin + c.length;
+            const int64_t begin = c.first - c.origins[row], last = begin + c.length;
+            const int64_t end = c.lengths ? std::min<int64_t>(last, c.lengths[row]) : last;
             const int64_t hidden = std::min(std::max<int64_t>(0, -begin), c.length);
             std::memset(out, 0, hidden * c.bytes);
             out += hidden * c.bytes;
+            const int64_t stored = std::max<int64_t>(0, end - begin - hidden);
+            std::memset(out + stored * c.bytes, 0, (c.length - hidden - stored) * c.bytes);
             for (int64_t t = begin + hidden, count; t < end; t += count, out += count * c.bytes) {
                 const int64_t offset = t % c.block_size, block = c.tables[row * c.table_stride + t / c.block_size];
                 const char* from = c.blocks + block * c.strides[0] + head * c.strides[1] + offset * c.strides[2];

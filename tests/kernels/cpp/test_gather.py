@@ -11,7 +11,7 @@ import torch
 from hf_paged.cache import reading
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import gather
-from hf_paged.step import StepMetadata
+from hf_paged.step import Lengths, StepMetadata
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 
@@ -43,6 +43,31 @@ def test_it_gathers_what_the_portable_path_gathers(dtype, columns, interleaved, 
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     assert torch.equal(found, reading.gather(step, blocks, dtype)) and found.is_contiguous()
     assert not found.isnan().any() and not found[2].any()
+
+
+@pytest.mark.parametrize("columns", [range(0, 24), range(5, 24)], ids=str)
+def test_a_recorded_step_gets_zeros_after_the_last_token(columns: range) -> None:
+    """Its lengths are numbers in memory, which a replay reads again."""
+    size, heads, dim = 8, 2, 5
+    blocks = torch.full((6, heads, size, dim), float("nan"))
+    origins, seq_lens = [0, 7, 0, 24], [19, 3, 0, 0]
+    tables = torch.tensor([[3, 1, 5], [2, 99, 99], [99, 99, 99], [99, 99, 99]], dtype=torch.int32)
+    for row, length in enumerate(seq_lens):
+        for token in range(length):
+            blocks[tables[row, token // size], :, token % size] = torch.randn(heads, dim)
+    lengths = Lengths(
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32),
+        origins=torch.tensor(origins, dtype=torch.int32),
+    )
+    step = StepMetadata.rectangle(tables, (), size, columns=columns, lengths=lengths)
+    gathered = gather(step, blocks)
+    for row, (origin, length) in enumerate(zip(origins, seq_lens)):
+        for place, column in enumerate(columns):
+            token, expected = column - origin, torch.zeros(heads, dim)
+            if 0 <= token < length:
+                expected = blocks[tables[row, token // size], :, token % size]
+            assert torch.equal(gathered[row, :, place], expected), (row, column)
 
 
 def test_many_bytes_are_shared_among_threads(monkeypatch):

@@ -117,19 +117,17 @@ class StepGraphs:
         """`lock`: of the memory of `groups`, which are empty if the model has states only."""
         # why recording has stopped, until the model changes
         self.unsupported_reason: str | None = None
-        # of rectangles: which kinds of steps may be replays, as `RectangleReplays` has found;
-        # whether the model's own code reads keys and values, as many as the block tables have room
-        # for; the lengths for which all recorded steps hold
+        self.reads_keys = (
+            False  # whether forwards compute with as many keys as tables have room for
+        )
+        # of rectangles, as `RectangleReplays` has found: which kinds of steps may be replays, and
+        # the lengths for which all recorded steps hold
         self.verdicts: dict[Hashable, bool] = {}
-        self.reads_keys = False
         self.lengths = LengthRange()
         # why changes of the model cannot be tracked, so that graphs are not used
         self._untracked_reason: str | None = None
-        self._model, self._device, self._groups = self.identity = (
-            weakref.ref(model),
-            model.device,
-            groups,
-        )
+        self.identity = weakref.ref(model), model.device, groups
+        self._model, self._device, self._groups = self.identity
         self._lock = lock
         self._backend = backend
         self.in_order = backend.in_order
@@ -322,8 +320,7 @@ class StepGraphs:
             if token_ids is not None:
                 replaced = step.inputs.token_ids[0, : len(token_ids)]
                 replaced.copy_(token_ids)
-            if step.inputs.states is not None:
-                step.inputs.states.move_in(self._states)
+            step.inputs.move_in(self._states)
             step.graph.replay()
             logits = step.logits[: len(tokens.last)]
             return logits.clone()  # the next replay overwrites them
@@ -368,15 +365,8 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> RecordedStep:
-        inputs = StaticInputs(
-            key,
-            self._groups,
-            self._device,
-            self._states,
-        )
-        prepare: Callable[[], None] = _do_nothing
-        if inputs.states is not None:
-            prepare = functools.partial(inputs.states.copy_in, self._states)
+        inputs = StaticInputs(key, self._groups, self._device, self._states)
+        prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
         recorded = None
         storages = self._persistent_storages
@@ -385,13 +375,7 @@ class StepGraphs:
             storages = storages | _storages(context.tensors)
         storages = storages | _storages(inputs.state_buffers)
         outputs: list[Tensor] = []
-        run = functools.partial(
-            _run,
-            weakref.ref(self),
-            inputs,
-            outputs,
-            recorded,
-        )
+        run = functools.partial(_run, weakref.ref(self), inputs, outputs, recorded)
         # without autocast's cache, so that each replay converts the weights: autocast frees cached
         # copies when it ends
         dtype = autocast_dtype(self._device)
@@ -481,10 +465,6 @@ class StepGraphs:
             self._graphs.clear()
             self._blocks = blocks
             self._shared = SharedPrefixes(self._model, self._groups)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

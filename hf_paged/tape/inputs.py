@@ -243,6 +243,16 @@ class StaticInputs:
     def state_buffers(self) -> list[Tensor]:
         return [] if self.states is None else self.states.buffers
 
+    def copy_in(self, layers: Sequence[Any]) -> None:
+        """As `StaticStates.copy_in`, if there are states."""
+        if self.states is not None:
+            self.states.copy_in(layers)
+
+    def move_in(self, layers: Sequence[Any]) -> None:
+        """As `StaticStates.move_in`, if there are states."""
+        if self.states is not None:
+            self.states.move_in(layers)
+
     def fill(
         self,
         tokens: PackedTokens,

@@ -203,33 +203,26 @@ class RectangleReplays:
 
     def _are_known(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
         """Whether the recorded forward can be given these inputs, or others that mean the same."""
-        num_rows = len(rectangle.blocks)
-        width = rectangle.width
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
-        for name, value in prepared.items():
-            if name in (self._ids_name, self._cache_name, "encoder_outputs"):
-                continue
-            if name == "attention_mask" and self._cross:
-                continue  # `_encoder_lengths`
-            if not isinstance(value, Tensor):
-                if value is None or isinstance(value, (bool, str)) or name in _COUNTS:
-                    continue
-                return False  # perhaps another one in each step
-            if name == self._mask_name:
-                visible = tuple(rectangle.paddings), (width,) * num_rows
-                if value.dim() != 2 or padding_columns(value, num_rows, width) != visible:
-                    return False
-            elif name in _blanks(prepared):
-                continue
-            elif name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
-                if not torch.equal(value, value.round()):  # `_axes`
-                    return False
-            elif name not in _POSITIONS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
-                return False
-            elif not bool((value == width - 1).all()):
-                return False
-        return True
+        others = {self._ids_name, self._cache_name, "encoder_outputs", *_blanks(prepared)}
+        if self._cross:
+            others.add("attention_mask")  # `_encoder_lengths`
+        inputs = [(name, value) for name, value in prepared.items() if name not in others]
+        return all(self._is_known(name, value, rectangle) for name, value in inputs)
+
+    def _is_known(self, name: str, value: Any, rectangle: Rectangle) -> bool:
+        num_rows, width = len(rectangle.blocks), rectangle.width
+        if not isinstance(value, Tensor):  # other numbers may be other ones in each step
+            return value is None or isinstance(value, (bool, str)) or name in _COUNTS
+        if name == self._mask_name:
+            visible = tuple(rectangle.paddings), (width,) * num_rows
+            return value.dim() == 2 and padding_columns(value, num_rows, width) == visible
+        if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
+            return torch.equal(value, value.round())  # `_axes`
+        if name not in _POSITIONS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
+            return False
+        return bool((value == width - 1).all())
 
     def _forward(
         self,

@@ -156,6 +156,8 @@ class RectangleReplays:
         for number, group in enumerate(self._groups):
             size = group.blocks.block_size
             held = [blocks.tables[number] for blocks in rectangle.blocks]
+            if self._recorder.reads_keys and any(table.num_dropped for table in held):
+                return None  # a mask would need each row's first column
             rows = zip(rectangle.paddings, held)
             origins = [padding + table.num_dropped * size for padding, table in rows]
             indices = [position - origin for origin in origins]

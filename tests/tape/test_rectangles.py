@@ -450,6 +450,16 @@ def test_attention_code_of_a_model_in_packed_steps_is_replayed(name: str, mode: 
     assert_recorded(model, 80)
 
 
+@pytest.mark.parametrize("name", ["DogeForCausalLM", "GraniteSWAForCausalLM"])
+def test_keys_through_a_window_are_read_until_it_is_full(name: str) -> None:
+    model = build(name)
+    lengths = {"max_new_tokens": 90, "min_new_tokens": 90}
+    for seed in range(2):
+        inputs = inputs_of(name, seed)
+        expected = generate(model, inputs, False, **lengths)
+        assert torch.equal(generate(model, inputs, True, **lengths), expected), seed
+
+
 def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
     """The model makes a longer table for them, which a recorded step would not read."""
     name = "M2M100ForConditionalGeneration"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class RectangleReplays:
         self._state: ModelState | None = None
         # of the running step, for the forward
         self._prepared: dict[str, Any] = {}
-        self._width = 0
+        self._width = self._num_axes = 0
         self._is_padded = False
         self._constants: Hashable = None
         self._blanks: list[str] = []
@@ -98,9 +98,11 @@ class RectangleReplays:
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
+        self._num_axes = len(tokens.axes or ())
         self._blanks = _blanks(prepared)
         self._constants = _constants(prepared), tuple(self._blanks)
-        self._hidden = _hidden_tokens(rectangle, prepared)
+        cross_lengths = tokens.groups[-1].seq_lens if self._cross else ()
+        self._hidden = _hidden_tokens(rectangle, cross_lengths)
         if not recorder.verdicts.get(self._kind, True):
             return None
         self._prepared = prepared
@@ -117,7 +119,7 @@ class RectangleReplays:
     @property
     def _kind(self) -> Hashable:
         """The kind of the last step: one check holds for all steps of a kind."""
-        return self._constants, frozenset(self._hidden)
+        return self._constants, self._num_axes, frozenset(self._hidden)
 
     @property
     def is_checked(self) -> bool:
@@ -182,21 +184,20 @@ class RectangleReplays:
         if not self._cross:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
-        mask = prepared.get("attention_mask")
-        # an encoder that shortens its input returns a mask of its own
-        own_mask = getattr(prepared["encoder_outputs"], "attention_mask", None)
-        if own_mask is not None:
-            mask = own_mask
         width = max(lengths)
-        if mask is None:
-            return lengths
-        if mask.shape != (len(lengths), width):  # of the encoder's inputs; the decoder may use it
-            return lengths if bool(mask.all()) else None
-        visible = padding_columns(mask, len(lengths), width)
-        if visible is None:
-            return None
+        columns: Iterable[tuple[int, int]] | None = rectangle.encoder_columns
+        if columns is None:  # the model's own code attends to the encoder
+            mask = prepared.get("attention_mask")
+            if mask is None or bool(mask.all()):
+                return lengths
+            if mask.shape != (len(lengths), width):  # of the encoder's inputs
+                return None
+            visible = padding_columns(mask, len(lengths), width)
+            if visible is None:
+                return None
+            columns = zip(*visible)
         seen = []
-        for length, first, end in zip(lengths, *visible):
+        for length, (first, end) in zip(lengths, columns):
             origin = width - length
             if first > origin or end <= origin:
                 return None
@@ -360,11 +361,10 @@ def _constants(prepared: dict[str, Any]) -> Hashable:
     return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
 
 
-def _hidden_tokens(rectangle: Rectangle, prepared: dict[str, Any]) -> list[tuple[bool, bool]]:
-    """Whether each row has padding, and whether a mask hides tokens of its encoder."""
-    num_rows = len(rectangle.paddings)
-    mask = prepared.get("attention_mask")
-    hides = [False] * num_rows
-    if rectangle.encoded and mask is not None and mask.dim() == 2 and len(mask) == num_rows:
-        hides = (mask == 0).any(1).tolist()
+def _hidden_tokens(rectangle: Rectangle, encoded: Items[int]) -> list[tuple[bool, bool]]:
+    """Whether each row has padding, and whether it sees fewer tokens of its encoder, `encoded`,
+    than its encoder has."""
+    hides = [False] * len(rectangle.paddings)
+    for row, num_visible in enumerate(encoded):
+        hides[row] = num_visible < rectangle.encoded[row].tables[0].num_tokens
     return [(padding > 0, is_hiding) for padding, is_hiding in zip(rectangle.paddings, hides)]

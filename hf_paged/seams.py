@@ -208,9 +208,8 @@ class RectangleRecorder(Protocol):
         """As `Runner.begin`."""
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Runs the step that `prepared` are the model's inputs of, as a replay; returns logits
-        `(rows, vocab_size)`, or `None` if no recording serves it. Until `is_checked`, the replay
-        changes no states."""
+        """Replays a step with the model inputs `prepared`; returns logits `(rows, vocab_size)`, or
+        `None` if no recording serves the step. Until `is_checked`, the replay changes no states."""
 
     @property
     def is_checked(self) -> bool:

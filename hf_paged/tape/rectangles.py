@@ -202,13 +202,13 @@ class RectangleReplays:
             if visible is None:
                 return None
             columns = zip(*visible)
-        seen = []
+        num_visible = []
         for length, (first, end) in zip(lengths, columns):
             origin = width - length
             if first > origin or end <= origin:
                 return None
-            seen.append(end - origin)
-        return seen
+            num_visible.append(end - origin)
+        return num_visible
 
     def _are_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
         """Whether the recorded forward can take these inputs, or equivalent ones."""

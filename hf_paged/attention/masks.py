@@ -286,7 +286,7 @@ class EncoderColumns:
 
 @restoring
 def observing_attention(
-    observer: Callable[[tuple[int, int, int], Tensor | None, bool], None] | None,
+    observer: Callable[[tuple[int, int, int], Tensor | None, bool], None],
 ) -> Iterator[None]:
     """A context with this `attention_observer`."""
     token = attention_observer.set(observer)

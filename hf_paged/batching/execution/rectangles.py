@@ -33,6 +33,7 @@ from ...model.registry import warn_once
 from ...model.state import ModelState
 from ...plan import StepPlan
 from ...seams import ForwardContext, Recorder, RectangleRecorder
+from ...switches import NOTHING
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
 from .runner import LogitsPart, Runner, WholePrompts, in_order
@@ -199,9 +200,10 @@ class RectangleRunner(Runner):
         carries the rectangle's inputs on."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
+        observing = NOTHING if observer is None else observing_attention(observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
             prepared["logits_to_keep"] = num_logits
-        with self.products, observing_attention(observer):
+        with self.products, observing:
             outputs = self.model(**prepared, return_dict=True)
         if observer is not None and (columns := observer.columns()) is not None:
             rectangle.encoder_columns = list(zip(*columns))

@@ -61,7 +61,9 @@ def make_loop(
     cache. `config` is passed since calls of other threads may replace the memory's config."""
     memory = cache.memory
     processes = memory.processes
-    make_recorder = parts.recorder or find_recorder
+    make_recorder = parts.recorder
+    if make_recorder is None:
+        make_recorder = functools.partial(find_recorder, capture=config.capture)
     blocks, runner = make_runner(
         model, cache, layout, config.batch_invariant, make_recorder, processes
     )
@@ -151,11 +153,13 @@ def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
     )
 
 
-def find_recorder(model: PreTrainedModel, cache: PagedCache) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if the config turns recording off or no
-    recorder is available."""
+def find_recorder(
+    model: PreTrainedModel, cache: PagedCache, capture: bool = True
+) -> Recorder | None:
+    """Returns the recorder of the model's steps; `None` if `capture` is `False` or no recorder is
+    available."""
     # communication between processes cannot be recorded
-    if not cache.memory.config.capture or is_sharded(model) or not is_installed("tape"):
+    if not capture or is_sharded(model) or not is_installed("tape"):
         return None
     tape: TapeRoom = room("tape", "`capture`")
     return tape.recorder(model, cache)

@@ -84,7 +84,14 @@ class AdapterPages:
         if pages is None or holder not in pages.holders:
             return
         pages.holders.discard(holder)
-        if pages.holders or self._group is None:
+        if pages.holders:
+            return
+        if self._group is None:
+            # no block accounts for the weights, so no later eviction would free them
+            if pages.was_used:
+                self._drop(adapter)
+            else:  # not admitted, so no weights were loaded
+                del self._pages[adapter]
             return
         if pages.block_ids is None:
             self._allocate(adapter, pages)

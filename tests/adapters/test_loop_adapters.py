@@ -1,0 +1,30 @@
+"""Adapters in folders while requests are admitted, preempted and finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_paged import PagedConfig, PagedEngine
+from tests.batching.test_unfinished_requests import GREEDY
+from tests.support.engine_helpers import assert_drained, build_mamba, prompts
+from tests.support.peft_models import lora, saved
+
+peft = pytest.importorskip("peft")
+
+
+def test_a_model_without_keys_keeps_adapters_only_while_requests_use_them(tmp_path: Path) -> None:
+    """No block accounts for their weights, so nothing would evict them."""
+    peft_model = peft.get_peft_model(build_mamba(), lora(target_modules=["in_proj"]), "a0")
+    peft_model.add_adapter("a1", lora(target_modules=["in_proj"], r=2))
+    folders = saved(peft_model, tmp_path)
+    with PagedEngine(build_mamba(), PagedConfig(block_size=8)) as engine:
+        for _ in range(2):
+            for result in engine.generate(prompts(12, 12), GREEDY, adapter=folders):
+                assert result.error is None
+        adapters = engine._core.get_loop().executor.adapters()
+        assert not adapters.pages._pages and not adapters.store._resident
+        stats = engine.stats()
+        assert stats.num_adapter_loads == stats.num_adapter_evictions == 4
+        assert_drained(engine)

@@ -73,10 +73,12 @@ class AdapterPages:
         pages.holders.add(holder)
         return True
 
-    def use(self, adapter: Hashable) -> None:
-        """Counts a request that was admitted with an adapter that it has pinned."""
+    def record_admission(self, adapter: Hashable, is_first: bool = True) -> None:
+        """Records that a request which has pinned the adapter was admitted. Its first admission is
+        a hit if another request was admitted with the adapter while it was resident."""
         pages = self._pages[adapter]
-        self.num_hits += pages.was_used
+        if is_first and pages.was_used:
+            self.num_hits += 1
         pages.was_used = True
 
     def unpin(self, adapter: Hashable, holder: Any) -> None:

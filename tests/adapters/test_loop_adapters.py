@@ -8,10 +8,26 @@ import pytest
 
 from hf_paged import PagedConfig, PagedEngine
 from tests.batching.test_unfinished_requests import GREEDY
-from tests.support.engine_helpers import assert_drained, build_mamba, prompts
-from tests.support.peft_models import lora, saved
+from tests.support import models
+from tests.support.engine_helpers import assert_drained, build_mamba, prompts, run_all
+from tests.support.peft_models import lora, many, saved
 
 peft = pytest.importorskip("peft")
+
+
+def test_a_preempted_request_is_no_hit(tmp_path: Path) -> None:
+    (folder,) = saved(many(1), tmp_path)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        engine.add_request(prompts(12)[0], GREEDY, adapter=folder)
+        engine.step()
+        loop = engine._core.get_loop()
+        with loop.memory.lock:
+            assert len(loop.scheduler.recompute()) == 1
+        run_all(engine)
+        assert engine.stats().num_adapter_hits == 0
+        engine.generate(prompts(12), GREEDY, adapter=folder)
+        assert engine.stats().num_adapter_hits == 1
+        assert_drained(engine)
 
 
 def test_a_model_without_keys_keeps_adapters_only_while_requests_use_them(tmp_path: Path) -> None:

@@ -78,11 +78,10 @@ class Values:
 
     def add_outside(self, tensor: Tensor) -> None:
         """Adds outside memory that the tape writes, as a value at a fixed address."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            number = len(self.sizes)
-            self.fixed[number] = storage.data_ptr()
-            self.add(tensor)
+        self.add(tensor)
+        number = self.number(tensor)
+        if number is not None:
+            self.fixed[number] = tensor.untyped_storage().data_ptr()
 
     def ref(self, tensor: Tensor) -> Ref:
         number = self.number(tensor)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged.tape.values import Values
+from hf_paged.tape.buffers import Buffers
 
 
-def test_a_known_storage_keeps_its_number_at_a_fixed_address() -> None:
-    values = Values()
+def test_a_known_storage_keeps_its_id_at_a_fixed_address() -> None:
+    buffers = Buffers()
     known, other = torch.zeros(4), torch.zeros(4)
-    values.add(known)
-    values.add_outside(known)
-    values.add(other)
-    assert values.fixed == {0: known.data_ptr()}, "the other one has no address"
-    assert (values.number(known), values.number(other)) == (0, 1)
+    buffers.add(known)
+    buffers.add_fixed(known)
+    buffers.add(other)
+    assert buffers.fixed_addresses == {0: known.data_ptr()}, "the other one has no address"
+    assert (buffers.id_of(known), buffers.id_of(other)) == (0, 1)
 
 
-def test_an_empty_storage_has_no_number() -> None:
-    values, empty = Values(), torch.zeros(0)
-    values.add_outside(empty)
-    assert values.number(empty) is None and not values.fixed and not values.sizes
+def test_an_empty_storage_has_no_buffer() -> None:
+    buffers, empty = Buffers(), torch.zeros(0)
+    buffers.add_fixed(empty)
+    assert buffers.id_of(empty) is None and not buffers.fixed_addresses and not buffers.num_bytes

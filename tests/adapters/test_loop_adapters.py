@@ -40,7 +40,7 @@ def test_a_model_without_keys_keeps_adapters_only_while_requests_use_them(tmp_pa
             for result in engine.generate(prompts(12, 12), GREEDY, adapter=folders):
                 assert result.error is None
         adapters = engine._core.get_loop().executor.adapters()
-        assert not adapters.pages._pages and not adapters.store._resident
+        assert not adapters.pages._adapters and not adapters.store._resident
         stats = engine.stats()
         assert stats.num_adapter_loads == stats.num_adapter_evictions == 4
         assert_drained(engine)

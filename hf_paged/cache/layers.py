@@ -82,7 +82,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             keys = key_states.detach()
             values = value_states.detach()
         # the owner of borrowed rows computes without gradients
-        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.borrows
+        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed
         context_len = self.num_positions
         key = store_key(keys, values)
         step, blocks = self._store(keys, values, key)
@@ -162,7 +162,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 if not isinstance(error, OutOfBlocksError):
                     raise
                 shortage = shortage or Shortage(group.memory, is_alone=group.rows.is_only_holder)
-                if group.rows.borrows or not shortage.wait():
+                if group.rows.is_borrowed or not shortage.wait():
                     raise
 
     def _show_new(
@@ -269,7 +269,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 return visible[is_value]
             rows = self.group.rows
             # the engine, which lends its rows to a cache, only reads
-            keeps_views = not rows.borrows
+            keeps_views = not rows.is_borrowed
             handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
             return rows.track(handle)
 
@@ -354,12 +354,12 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        num_rows = len(self.group.rows.held)
+        num_rows = len(self.group.rows.sequences)
         self.reorder_cache(row_numbers(indices, num_rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
-        num_rows = len(self.group.rows.held)
+        num_rows = len(self.group.rows.sequences)
         self.reorder_cache(repeated(num_rows, repeats))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

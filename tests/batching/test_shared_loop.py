@@ -577,9 +577,16 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
     paged(
         model,
         0,
-        cache_config={"block_size": 8, "max_num_batched_tokens": 7, "prefix_caching": False},
+        cache_config={
+            "block_size": 8,
+            "max_num_batched_tokens": 7,
+            "prefix_caching": False,
+            "capture": False,
+        },
     )
     assert made[-1].scheduler.max_num_batched_tokens == 7 and not made[-1].blocks.prefix_caching
+    assert made[0].executor.runner.recorder is not None, "the other call may record"
+    assert made[-1].executor.runner.recorder is None
 
 
 def test_no_call_waits_for_one_that_stopped() -> None:

@@ -117,36 +117,59 @@ class ClientWatch:
             return
         headers = Headers(scope=scope)
         salts = headers.getlist(CACHE_SALT)
-        # several headers make one salt, joined by commas, so that a header that a client adds to
-        # its proxy's cannot result in another tenant's salt
+        # joined into one salt, so a client that adds a header to its proxy's cannot select another
+        # tenant's salt
         client = Client(",".join(salts) if salts else None)
         current_client.set(client)
         limit = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
+        # closes the connection, since the rest of the body is not read
+        refusal = error_response(
+            413, f"the body has more than {MAX_BODY_BYTES} bytes: shorten it", connection="close"
+        )
         lengths = filter(str.isdecimal, headers.getlist("content-length"))
         if any(int(length) > limit for length in lengths):
-            message = f"the body has more than {MAX_BODY_BYTES} bytes: shorten it"
-            await error_response(413, message, connection="close")(scope, receive, send)
+            await refusal(scope, receive, send)
             return
-        # the queue of one message makes the body arrive at the app's pace
-        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
+        # a queue of one message, for backpressure: the body is read at the app's pace
+        messages: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue(maxsize=1)
+        has_response = False
 
         async def read() -> None:
-            while True:
-                message = await receive()
-                client.num_bytes += len(message.get("body", b""))
-                # a body in chunks has no content-length header
-                if message["type"] == "http.disconnect" or client.num_bytes > limit:
-                    break
-                await messages.put(message)
+            last: dict[str, Any] | Exception = {"type": "http.disconnect"}
+            try:
+                while True:
+                    message = await receive()
+                    client.num_bytes += len(message.get("body", b""))
+                    # a body in chunks has no content-length header
+                    if message["type"] == "http.disconnect" or client.num_bytes > limit:
+                        break
+                    await messages.put(message)
+            except Exception as error:
+                last = error
             client.disconnect()
-            while True:  # for every later call of `receive`
-                await messages.put({"type": "http.disconnect"})
+            while True:  # for every later call of `receive_queued`
+                await messages.put(last)
+
+        async def receive_queued() -> dict[str, Any]:
+            message = await messages.get()
+            if isinstance(message, Exception):
+                raise message
+            return message
+
+        async def send_unless_refused(message: dict[str, Any]) -> None:
+            nonlocal has_response
+            # the app sees a disconnect where the body exceeds the limit: drops its answer to that
+            if has_response or client.num_bytes <= limit:
+                has_response = True
+                await send(message)
 
         reader = asyncio.ensure_future(read())
         try:
-            await self.app(scope, messages.get, send)
+            await self.app(scope, receive_queued, send_unless_refused)
         finally:
             reader.cancel()
+        if not has_response and client.num_bytes > limit:
+            await refusal(scope, receive, send)
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:

@@ -285,8 +285,8 @@ class EngineGenerationState(utils.GenerationState):
 
 
 def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
-    """Builds the app. It refuses (400) requests that are invalid or not served, ends those whose
-    client disconnects, and has /metrics if prometheus_client is installed."""
+    """Builds the app. It refuses requests that are invalid or not served (400) or too long (413),
+    ends those whose client disconnects, and has /metrics if prometheus_client is installed."""
     from fastapi import Response
 
     handlers = {CHAT: chat_handler, **others}

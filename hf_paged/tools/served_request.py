@@ -158,7 +158,8 @@ class ClientWatch:
 
         async def send_unless_refused(message: dict[str, Any]) -> None:
             nonlocal has_response
-            # the app sees a disconnect where the body exceeds the limit: drops its answer to that
+            # a body over the limit looks like a disconnect to the app: the refusal replaces its
+            # answer
             if has_response or client.num_bytes <= limit:
                 has_response = True
                 await send(message)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import LogitsProcessor, PreTrainedModel
 
-    from .attention.backends.parts import Part, Parts
+    from .attention.backends.parts import Part, PartPlan
     from .batching import request
     from .batching.arguments import RequestOptions
     from .batching.decoding.base import Draft, Fetch, LogitRows
@@ -334,7 +334,7 @@ class MappedRows(Protocol):
 class PlacedRows(Protocol):
     """The rows of a step, which can be read while the step and these views live."""
 
-    def parts(self, kv_heads: int) -> Parts:
+    def parts(self, kv_heads: int) -> PartPlan:
         """Returns the parts of the step for the portable attention."""
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from ..cache.states import (
     state_layers,
     state_tensors,
 )
-from ..cache.store import store_key
+from ..cache.store import store_signature
 from ..step import NotCapturable, StepMetadata
 
 
@@ -83,8 +83,8 @@ class StepLayer(CacheLayerMixin):
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
             raise NotCapturable("its forward stores a different number of tokens than it receives")
-        key = store_key(key_states, value_states)
-        self.blocks.store(key, key_states, value_states, self.step.slots)
+        signature = store_signature(key_states, value_states)
+        self.blocks.store(signature, key_states, value_states, self.step.slots)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -311,7 +311,7 @@ def test_an_error_where_no_call_will_give_blocks_back() -> None:
     kept = paged(model, 4, return_dict_in_generate=True, **few)  # holds 5 blocks
 
     def refused(number: int) -> None:
-        with pytest.raises(hf_paged.OutOfBlocksError, match="Others hold blocks"):
+        with pytest.raises(hf_paged.OutOfBlocksError, match="Other requests or caches hold"):
             paged(model, number, **few)
 
     in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import LogitsProcessor, PreTrainedModel
 
-    from .attention.backends.parts import Part, Parts
+    from .attention.backends.parts import Part, PartPlan
     from .batching import request
     from .batching.arguments import RequestOptions
     from .batching.decoding.base import Draft, Fetch, LogitRows
@@ -208,9 +208,8 @@ class RectangleRecorder(Protocol):
         """As `Runner.begin`."""
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Runs the step that `prepared` are the model's inputs of, as a replay; returns logits
-        `(rows, vocab_size)`, or `None` if no recording serves it. Until `is_checked`, the replay
-        changes no states."""
+        """Replays a step with the model inputs `prepared`; returns logits `(rows, vocab_size)`, or
+        `None` if no recording serves the step. Until `is_checked`, the replay changes no states."""
 
     @property
     def is_checked(self) -> bool:
@@ -335,7 +334,7 @@ class MappedRows(Protocol):
 class PlacedRows(Protocol):
     """The rows of a step, which can be read while the step and these views live."""
 
-    def parts(self, kv_heads: int) -> Parts:
+    def parts(self, kv_heads: int) -> PartPlan:
         """Returns the parts of the step for the portable attention."""
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,9 @@ class LoopAdapters:
             if not is_admitted:
                 self.release(request)
         if is_admitted:
-            self.pages.use(request.adapter)
+            # after preemption, a request is admitted again
+            is_first = request.admitted_at is None
+            self.pages.record_admission(request.adapter, is_first)
         return is_admitted
 
     def release(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Accounts for adapter weights as blocks of the pool (unified paging of S-LoRA, arXiv 2311.03285,
+"""Accounts for adapter weights as blocks of the pool (unified paging, S-LoRA, arXiv 2311.03285,
 section 5.1, by count). Handles no tensors, and leaves the weights to `files.py`."""
 
 from __future__ import annotations
@@ -15,153 +15,175 @@ from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 
 
 @dataclass(eq=False)
-class _Pages:
-    num_bytes: int
-    # `None` until they are allocated: their number is known once the pool's first layer exists
+class _ResidentAdapter:
+    num_bytes: int  # of its weights
+    # `None` until allocated: how many it needs is unknown before the pool's first layer exists
     block_ids: list[int] | None = None
-    blocks: SequenceBlocks = NO_BLOCKS  # holds them while a request runs with the adapter
-    holders: set[Any] = field(default_factory=set)
-    was_used: bool = False
+    sequence: SequenceBlocks = NO_BLOCKS  # its table holds `block_ids` while there are `holders`
+    holders: set[Any] = field(default_factory=set)  # requests
+    was_admitted: bool = False  # whether a request with it was admitted
 
 
 class AdapterPages:
-    """Allocates blocks for adapters in the pool of keys and values: as many as hold the bytes of
-    the adapter's weights. Blocks of an adapter with running requests are used; those of other
-    adapters are cached, in one LRU order with cached prefixes, and evicting the first of them
-    evicts the adapter. Callers hold the memory's lock."""
+    """Allocates blocks to adapters in the first pool of keys and values: as many as hold the bytes
+    of the adapter's weights. The blocks of an adapter with running requests are used; those of
+    other adapters are cached, in one LRU order with cached prefixes. The eviction of one block
+    evicts its adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
+
+    Without a pool of keys and values (Mamba), adapters have no blocks, and leave with their last
+    holder."""
 
     def __init__(
-        self, blocks: BlockManager, on_evict: Callable[[], Callable[[Any], None] | None]
+        self,
+        block_manager: BlockManager,
+        weak_on_evict: Callable[[], Callable[[Any], None] | None],
     ) -> None:
-        self._blocks = blocks
-        self._group: int | None = None  # the first with keys and values
-        for number, group in enumerate(blocks.groups):
+        """`weak_on_evict`: a weak reference to the function that is called with each adapter that
+        leaves."""
+        self._block_manager = block_manager
+        self._group_index: int | None = None
+        for index, group in enumerate(block_manager.groups):
             if group.spec.is_counted and not isinstance(group.spec, StateSpec):
-                self._group = number
+                self._group_index = index
                 break
-        self._pages: dict[Hashable, _Pages] = {}
-        self._owners: dict[int, Hashable] = {}  # adapter by block id
-        self._on_evict = on_evict  # returns the function to call with every evicted adapter
-        # weak, since without a cycle a pool is freed with its last user, not by the collector
-        itself = weakref.ref(self)
+        self._adapters: dict[Hashable, _ResidentAdapter] = {}
+        self._adapter_by_block: dict[int, Hashable] = {}  # by block id
+        self._weak_on_evict = weak_on_evict
+        # weak, since the pool keeps this function: in a cycle, the pool would be freed by the
+        # garbage collector and not with its last user
+        weak_self = weakref.ref(self)
         self._on_evict_block = lambda block_id: (
-            None if (pages := itself()) is None else pages._evicted(block_id)
+            None if (pages := weak_self()) is None else pages._evict_adapter_of(block_id)
         )
-        # hits: admitted requests whose adapter was resident
-        self.num_hits = self.num_evictions = 0
-        blocks.holders.add(self)
+        self.num_hits = 0  # requests that were first admitted while their adapter was resident
+        self.num_evictions = 0
+        block_manager.holders.add(self)
 
     def __contains__(self, adapter: Hashable) -> bool:
-        return adapter in self._pages
+        return adapter in self._adapters
 
     def pin(self, adapter: Hashable, num_bytes: int, holder: Any) -> bool:
-        """Holds the adapter's blocks until `holder` unpins it. Returns `False` if too few are
-        free."""
-        pages = self._pages.get(adapter)
-        if pages is None:
-            is_unsized = not self._block_bytes and self._group is not None
-            if is_unsized and self._pages:
-                return False  # the first step shows how many bytes a block has
-            pages = _Pages(num_bytes)
-        if not pages.holders:
-            if pages.block_ids is not None:
-                self._pool.acquire(pages.block_ids)
-                self._hold(pages, pages.block_ids)
-            elif not self._allocate(adapter, pages):
+        """Holds the adapter's blocks until `holder` unpins it. Returns `False`, and pins nothing,
+        if too few blocks are free. While the bytes of a block are unknown, only one adapter can be
+        pinned, without blocks."""
+        resident = self._adapters.get(adapter)
+        if resident is None:
+            is_unsized = not self._block_bytes and self._group_index is not None
+            if is_unsized and self._adapters:
                 return False
-        self._pages[adapter] = pages
-        pages.holders.add(holder)
+            resident = _ResidentAdapter(num_bytes)
+        if not resident.holders:
+            if resident.block_ids is not None:
+                self._pool.acquire(resident.block_ids)
+                self._hold(resident, resident.block_ids)
+            elif not self._allocate(adapter, resident):
+                return False
+        self._adapters[adapter] = resident
+        resident.holders.add(holder)
         return True
 
-    def use(self, adapter: Hashable) -> None:
-        """Counts a request that was admitted with an adapter that it has pinned."""
-        pages = self._pages[adapter]
-        self.num_hits += pages.was_used
-        pages.was_used = True
+    def record_admission(self, adapter: Hashable, is_first: bool = True) -> None:
+        """Records that a request which has pinned the adapter was admitted. The first admission of
+        a request is a hit if the adapter was resident for an earlier one."""
+        resident = self._adapters[adapter]
+        if is_first and resident.was_admitted:
+            self.num_hits += 1
+        resident.was_admitted = True
 
     def unpin(self, adapter: Hashable, holder: Any) -> None:
-        pages = self._pages.get(adapter)
-        if pages is None or holder not in pages.holders:
+        """Ends the use of the adapter by `holder`; does nothing if `holder` has not pinned it. The
+        blocks of an adapter without holders are cached, and its weights stay until the blocks are
+        evicted; an adapter that gets no blocks leaves at once."""
+        resident = self._adapters.get(adapter)
+        if resident is None or holder not in resident.holders:
             return
-        pages.holders.discard(holder)
-        if pages.holders or self._group is None:
+        resident.holders.discard(holder)
+        if resident.holders:
             return
-        if pages.block_ids is None:
-            self._allocate(adapter, pages)
-        if pages.block_ids is None:
+        if self._group_index is None:
+            # no block accounts for the weights, so no later eviction would free them
+            if resident.was_admitted:
+                self._drop(adapter)
+            else:  # no weights were loaded
+                del self._adapters[adapter]
+            return
+        if resident.block_ids is None:
+            self._allocate(adapter, resident)
+        if resident.block_ids is None:
             # the adapter does not fit after all; or no step has run, and `pin` refuses other
             # adapters until one has
             self._drop(adapter)
             return
-        self._blocks.free(pages.blocks)
-        pages.blocks = NO_BLOCKS
+        self._block_manager.free(resident.sequence)
+        resident.sequence = NO_BLOCKS
 
     def recover(self) -> None:
-        """Drops all adapters, including pinned ones, after an exception that may have split a
-        change. A recount of the pool must follow."""
-        dropped, self._pages, self._owners = self._pages, {}, {}
-        if self._group is not None:
+        """Drops all adapters, including pinned ones, after an exception that may have left one half
+        changed. The caller must then recount the pool, which frees their blocks."""
+        dropped = self._adapters
+        self._adapters, self._adapter_by_block = {}, {}
+        if self._group_index is not None:
             self._pool.drop_all(self._on_evict_block)
-        for adapter, pages in dropped.items():
-            for table in pages.blocks.tables:
+        for adapter, resident in dropped.items():
+            for table in resident.sequence.tables:
                 table.block_ids = []
             self._report_eviction(adapter)
 
     @property
-    def _table(self) -> int:
-        assert self._group is not None
-        return self._group
-
-    @property
     def _pool(self) -> BlockPool:
-        return self._blocks.groups[self._table].pool
+        assert self._group_index is not None
+        return self._block_manager.groups[self._group_index].pool
 
     @property
     def _block_bytes(self) -> int:
-        if self._group is None:
+        """Bytes of a block over all layers; 0 while they are unknown, or without a pool."""
+        if self._group_index is None:
             return 0
-        return self._blocks.groups[self._group].block_bytes
+        return self._block_manager.groups[self._group_index].block_bytes
 
-    def _allocate(self, adapter: Hashable, pages: _Pages) -> bool:
-        """Allocates the adapter's blocks, if the bytes of a block are known. Returns `False` if too
-        few are free."""
-        if not self._block_bytes:
+    def _allocate(self, adapter: Hashable, resident: _ResidentAdapter) -> bool:
+        """Allocates and holds the adapter's blocks. Returns `False` if too few are free; `True`,
+        without blocks, if `_block_bytes` is 0."""
+        block_bytes = self._block_bytes
+        if self._group_index is None or not block_bytes:
             return True
-        needs = [0] * len(self._blocks.groups)
-        needs[self._table] = -(-pages.num_bytes // self._block_bytes)
-        allocated = self._blocks.take(needs)
-        if allocated is None:
+        needs = [0] * len(self._block_manager.groups)
+        needs[self._group_index] = -(-resident.num_bytes // block_bytes)
+        taken_ids = self._block_manager.take(needs)
+        if taken_ids is None:
             return False
-        pages.block_ids = allocated[self._table]
-        self._hold(pages, pages.block_ids)
-        for block_id in pages.block_ids:
-            self._owners[block_id] = adapter
+        resident.block_ids = taken_ids[self._group_index]
+        self._hold(resident, resident.block_ids)
+        for block_id in resident.block_ids:
+            self._adapter_by_block[block_id] = adapter
             self._pool.keep(block_id, self._on_evict_block)
         return True
 
-    def _hold(self, pages: _Pages, block_ids: list[int]) -> None:
-        pages.blocks = self._blocks.new()
-        table = pages.blocks.tables[self._table]
+    def _hold(self, resident: _ResidentAdapter, block_ids: list[int]) -> None:
+        """Puts blocks that are already acquired into a table, so that a recount finds them."""
+        assert self._group_index is not None
+        resident.sequence = self._block_manager.new()
+        table = resident.sequence.tables[self._group_index]
         table.block_ids = list(block_ids)
         table.num_tokens = len(block_ids) * table.block_size
 
-    def _evicted(self, block_id: int) -> None:
-        """Evicts the adapter of an evicted block. No request uses it, since its blocks are
-        cached."""
-        adapter = self._owners[block_id]
-        for other in self._pages[adapter].block_ids or ():
-            if other != block_id:
-                self._pool.drop(other)
+    def _evict_adapter_of(self, block_id: int) -> None:
+        """Drops the adapter of a block that the pool has evicted. It has no holders, since the
+        block was cached."""
+        adapter = self._adapter_by_block[block_id]
+        for other_id in self._adapters[adapter].block_ids or ():
+            if other_id != block_id:
+                self._pool.drop(other_id)
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        for block_id in self._pages[adapter].block_ids or ():
-            del self._owners[block_id]
-        del self._pages[adapter]
+        for block_id in self._adapters[adapter].block_ids or ():
+            del self._adapter_by_block[block_id]
+        del self._adapters[adapter]
         self._report_eviction(adapter)
 
     def _report_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1
-        on_evict = self._on_evict()
+        on_evict = self._weak_on_evict()
         if on_evict is not None:
             on_evict(adapter)

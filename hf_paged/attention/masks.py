@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 )
 
 from ..cache.handles import LazyTensor
+from ..interrupts import restoring
 from ..step import NotCapturable, NotPackable, StepMetadata
 
 # Called with every mask made in this context: shows a call which leading positions its model treats
@@ -237,6 +238,62 @@ class LookAhead:
             ahead[:, self.first :] |= reach > here
             ahead[:, self.first + 1 :] |= reach[:, :-1] == here[1:]
         return ahead
+
+
+@dataclasses.dataclass(eq=False)
+class EncoderColumns:
+    """An `attention_observer` that finds which of an encoder's columns, `width` of them, the
+    `num_rows` rows of a forward attend to. Attention over as many keys of another kind must not
+    occur in the forward."""
+
+    num_rows: int
+    width: int
+    # distinct masks
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)
+
+    def __call__(
+        self,
+        sizes: tuple[int, int, int],
+        mask: Tensor | None,
+        is_causal: bool,
+    ) -> None:
+        num_rows, _, num_keys = sizes
+        is_ours = (num_rows, num_keys) == (self.num_rows, self.width)
+        if is_ours and not any(mask is other for other in self._masks):
+            self._masks.append(mask)
+
+    def columns(self) -> Columns | None:
+        """Returns the columns that all rows' queries see; `None` if these are not contiguous,
+        differ from layer to layer, or no attention has been observed."""
+        distinct = {self._columns_of(mask) for mask in self._masks}
+        return distinct.pop() if len(distinct) == 1 else None
+
+    def _columns_of(self, mask: Tensor | None) -> Columns | None:
+        if mask is None:
+            return padding_columns(None, self.num_rows, self.width)
+        if isinstance(mask, PagedMask):
+            return None if mask.pattern.causal else mask.visible_columns
+        if mask.dim() != 4 or mask.shape[1] != 1:
+            return None
+        is_visible = mask[:, 0]
+        if mask.dtype != torch.bool:
+            is_visible = is_visible > torch.finfo(mask.dtype).min / 2
+        last = is_visible[:, -1]
+        if not torch.equal(is_visible, last[:, None].expand_as(is_visible)):
+            return None
+        return padding_columns(last.expand(self.num_rows, -1), self.num_rows, self.width)
+
+
+@restoring
+def observing_attention(
+    observer: Callable[[tuple[int, int, int], Tensor | None, bool], None],
+) -> Iterator[None]:
+    """A context with this `attention_observer`."""
+    token = attention_observer.set(observer)
+    try:
+        yield
+    finally:
+        attention_observer.reset(token)
 
 
 def padding_columns(

@@ -24,12 +24,12 @@ from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
 from .execution.prompts import Prompts
 from .factory import (
-    MANY_BLOCKS,
+    UNLIMITED_BLOCKS,
+    batch_invariant_error,
     choose_layout,
     empty_cache,
     make_loop,
     make_runner,
-    not_invariant,
 )
 from .generation import RequestState
 from .loop import StepLoop
@@ -106,7 +106,7 @@ class EngineLoop:
         self.retire()
         cache = empty_cache(model, self.memory)
         # reserved at once: growing step by step would copy the existing blocks
-        cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         self.loop = make_loop(
             model,
             cache,
@@ -229,7 +229,7 @@ class EngineLoop:
         compute it."""
         assert state.request.inputs is not None
         if self.config.batch_invariant:
-            raise not_invariant(self.model, "prompts are more than token ids")
+            raise batch_invariant_error(self.model, "prompts are more than token ids")
         prompts: Prompts = state.request.inputs[0]
         if self.layout.unsupported_reason is None:
             self._prepare_packed(state, prompts)

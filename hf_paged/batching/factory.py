@@ -1,5 +1,5 @@
 """Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
-`StepLoop`. The checks behind the choice are in `model/capability.py`."""
+`StepLoop`. Leaves the checks behind the choice to `model/capability.py`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 from .scheduling.timeline import Timeline
 
-UNLIMITED = 1 << 60
-MANY_BLOCKS = 1 << 40  # more than memory holds; pages are committed when touched
-# prefill tokens beside decodes: as many as a CPU computes in a few decode steps' time
+UNLIMITED = 1 << 60  # sequences, or tokens per step
+# more blocks than memory holds: a reservation of as many is cut to the available memory
+UNLIMITED_BLOCKS = 1 << 40
+# prompt tokens per step beside decodes: as many as a CPU computes in the time of a few decode steps
 CPU_CHUNK_TOKENS = 256
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
-    """Returns the cache that `generate` would build for the model, empty."""
+    """Returns an empty paged cache with the layers of the cache that `generate` would build; for an
+    encoder-decoder, its `cross` is to hold the encoder's keys and values."""
     cache = PagedCache.from_empty(stock_cache(model), memory)
     if model.config.is_encoder_decoder:
         cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
@@ -57,28 +59,32 @@ def make_loop(
     parts: EngineParts = DEFAULT_PARTS,
     timeline: Timeline | None = None,
 ) -> StepLoop:
-    """Makes a loop that runs forwards in this layout, on the memory of `cache`, the model's empty
-    cache. `config` is passed since calls of other threads may replace the memory's config."""
+    """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
+    model's empty cache. `config` is passed, since calls of other threads may replace the memory's;
+    only `max_num_seqs` replaces that of `config`. Raises `RoomMissingError` if an option needs a
+    room that is not installed."""
     memory = cache.memory
     processes = memory.processes
-    make_recorder = parts.recorder or find_recorder
-    blocks, runner = make_runner(
+    make_recorder = parts.recorder
+    if make_recorder is None:
+        make_recorder = functools.partial(find_recorder, capture=config.capture)
+    block_manager, runner = make_runner(
         model, cache, layout, config.batch_invariant, make_recorder, processes
     )
     is_packed = layout.unsupported_reason is None
-    # the manager outlives the call whose config this is
-    blocks.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
+    # the memory keeps the manager between calls, whose options may differ
+    block_manager.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
         make_tier = room("tiers", "`prefix_tiers`").make_tier
     tier, reason = None, None
     if make_tier is not None:
-        tier, reason = make_tier(model, memory, blocks, config, layout)
-    blocks.set_tier(tier)
-    guard = WeightsGuard(model, memory, blocks)
-    swapper = BlockSwapper(blocks)
+        tier, reason = make_tier(model, memory, block_manager, config, layout)
+    block_manager.set_tier(tier)
+    guard = WeightsGuard(model, memory, block_manager)
+    swapper = BlockSwapper(block_manager)
     preemption = Preemption(
-        blocks,
+        block_manager,
         config.preemption,
         swapper,
         guard.verify,
@@ -91,15 +97,21 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # a call's own options have loaded the room before (`reason_against`)
+        # never missing for a call's own options: `reason_against` has imported the room before
         make = parts.drafter or room("speculation", "`speculation`").Speculator
-        make_assistants = functools.partial(make_runner, make_recorder=make_recorder)
-        return make(model, config, memory, runner, proxy, make_assistants)
+        make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
+        return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
 
     drafter = OnDemand(make_drafter)
-    adapters: OnDemand[Adapters] = OnDemand(
-        lambda: room("adapters", "`adapter`").make_adapters(model, cache, make_runner, blocks)
-    )
+
+    def make_adapters() -> Adapters:
+        adapters_room = room("adapters", "`adapter`")
+        loop_adapters: Adapters = adapters_room.make_adapters(
+            model, cache, make_runner, block_manager
+        )
+        return loop_adapters
+
+    adapters = OnDemand(make_adapters)
     scheduler = Scheduler(
         preemption,
         max_tokens,
@@ -111,15 +123,16 @@ def make_loop(
         adapters=adapters,
     )
     # weak, since the scheduler holds the drafter: a cycle would keep the model and its memory alive
-    proxy = weakref.proxy(scheduler)
+    weak_scheduler = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
     if reason is not None:
         executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
-    return StepLoop(executor, memory, blocks, scheduler, drafter)
+    return StepLoop(executor, memory, block_manager, scheduler, drafter)
 
 
 def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
-    """Returns how many prefill tokens a step with decodes may have; `None`: as many as fit."""
+    """Returns how many prompt tokens a step that also decodes may compute; `None`: as many as
+    `max_num_batched_tokens` leaves."""
     if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
         return CPU_CHUNK_TOKENS
     return config.max_chunk_tokens
@@ -128,34 +141,38 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """Returns `Capability.choose_layout`. Raises `ValueError` if `batch_invariant` is requested and
-    the model cannot run invariantly."""
+    """Returns the best layout in which each sequence gets the results that it gets alone. With
+    `batch_invariant`, raises `ValueError` if rows would still depend on one another, and
+    `RoomMissingError` without the room that computes them in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
-        room("tape", "`batch_invariant`")  # computes rows in a fixed order
-        make = functools.partial(make_runner, is_invariant=True)
+        room("tape", "`batch_invariant`")
+        make = functools.partial(make_runner, batch_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
             reason = Capability(model, cache, make).reason_against_invariance()
         if reason is not None:
-            raise not_invariant(model, reason)
+            raise batch_invariant_error(model, reason)
     return layout
 
 
-def not_invariant(model: PreTrainedModel, reason: str) -> ValueError:
-    """Returns the error for `batch_invariant` if rows depend on one another; `reason` says why."""
+def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
+    """Returns the error of a model that cannot serve `batch_invariant`; `reason` says why rows
+    would depend on one another."""
     return ValueError(
         f"`batch_invariant` is True, but rows of {type(model).__name__} would depend on one"
-        f" another: {reason}. Leave it out: it needs packed forwards of token ids on the CPU, with"
-        " the C++ kernels"
+        f" another: {reason}. Leave the option out: it needs packed forwards of token ids on the"
+        " CPU, with the C++ kernels"
     )
 
 
-def find_recorder(model: PreTrainedModel, cache: PagedCache) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if the config turns recording off or no
-    recorder is available."""
-    # communication between processes cannot be recorded
-    if not cache.memory.config.capture or is_sharded(model) or not is_installed("tape"):
+def find_recorder(
+    model: PreTrainedModel, cache: PagedCache, capture: bool = True
+) -> Recorder | None:
+    """Returns the recorder of the model's steps; `None` if `capture` is `False`, or if nothing can
+    record them."""
+    # communication between the processes of a sharded model cannot be recorded
+    if not capture or is_sharded(model) or not is_installed("tape"):
         return None
     tape: TapeRoom = room("tape", "`capture`")
     return tape.recorder(model, cache)
@@ -165,20 +182,23 @@ def make_runner(
     model: PreTrainedModel,
     cache: PagedCache,
     layout: Layout,
-    is_invariant: bool = False,
+    batch_invariant: bool = False,
     make_recorder: MakeRecorder | None = None,
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
-    """Makes the block manager and the runner of sequences for this layout. Without `make_recorder`
-    no step is a replay, as in checks, which are short. `processes`: the processes that compute its
-    steps together; the forwards of a check need none."""
+    """Returns the block manager of the model's sequences in this layout, and the runner that
+    computes their steps. `batch_invariant` and `processes` are for packed layouts; `processes` are
+    those that compute each step together. The checks of a model leave out `make_recorder`, since
+    they take too few steps to replay any, and `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(
-            model, cache, layout.can_mix_lengths, recorder, is_invariant, processes
+            model, cache, layout.can_mix_lengths, recorder, batch_invariant, processes
         )
         return cache.memory.manager(cache.groups), runner
-    states = StateSpec(is_empty=not state_layers(cache))
-    blocks = cache.memory.manager([*cache.groups, states])
-    slots: Any = cache.memory.group(states).storage
-    return blocks, RectangleRunner(model, cache, slots, layout, recorder)
+    # each sequence also has a slot for its states, even if the model has none: it stands for
+    # everything that steps carry
+    state_spec = StateSpec(is_empty=not state_layers(cache))
+    block_manager = cache.memory.manager([*cache.groups, state_spec])
+    state_storage: Any = cache.memory.group(state_spec).storage
+    return block_manager, RectangleRunner(model, cache, state_storage, layout, recorder)

@@ -35,7 +35,7 @@ from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence, Status
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode
 
-_MAX_PRIORITY = 2**31 - 1  # keeps `arrivals + priority * AGING` exact as a float
+_MAX_PRIORITY = 2**31 - 1  # keeps `Request.key` exact as a float
 
 Output = tuple[dict[int, int], str | None]
 """A position's new tokens, by row, and the first row's text."""

@@ -27,7 +27,7 @@ from .generation import Generation
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
-from .scheduling.queue import NeverFits
+from .scheduling.queue import NeverFitsError
 from .scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -296,7 +296,7 @@ class StepLoop:
                     self._end_past_positions()
                 try:
                     plan = self.scheduler.schedule()
-                except NeverFits as error:  # later requests go on
+                except NeverFitsError as error:  # later requests go on
                     for generation in self.ledger.generations_of([error.request]):
                         self._fail(generation, error)
                     return StepPlan.of([]), None

@@ -226,8 +226,8 @@ class EngineStats:
             and accepted tokens (`PagedConfig.speculation`, `assistant_model`), since the engine was
             made.
         num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): For adapters in folders,
-            since the engine was made: requests admitted while the pool already held their adapter,
-            loads from files, and evictions.
+            since the engine was made: requests first admitted while the pool already held their
+            adapter, loads from files, and evictions.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
         first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since

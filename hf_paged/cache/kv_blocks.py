@@ -17,7 +17,7 @@ from ..kernels.cpp import attention as cpp_attention
 from ..seams import MappedRows
 from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
-from .store import Store, StoreKey, choose_store
+from .store import Store, StoreSignature, choose_store
 
 MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each larger allocation separately
 
@@ -50,8 +50,8 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side with one common scale
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `store_key` of the last stored K/V, which fit these blocks
-        self.store_key: StoreKey | None = None
+        # `store_signature` of the last stored K/V, which fit these blocks
+        self.store_signature: StoreSignature | None = None
         # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
         self.attention: cpp_attention.Attention | None = None
         self._store: Store | None = None
@@ -95,13 +95,13 @@ class KVBlocks:
 
     def store(
         self,
-        key: StoreKey,
+        signature: StoreSignature,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `key`
-        (`store_key`) stays equal, since choosing takes longer than a small store."""
+        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `signature`
+        (`store_signature`) stays equal, since choosing takes longer than a small store."""
         blocks = self
         if self.rows is not None:
             self.rows.preserve_views()
@@ -109,9 +109,9 @@ class KVBlocks:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
             values = keys
-        if key != self.store_key or self._store is None:
+        if signature != self.store_signature or self._store is None:
             chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self._store, self.store_key = chosen, key
+            self._store, self.store_signature = chosen, signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:

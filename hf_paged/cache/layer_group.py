@@ -55,7 +55,7 @@ class LayerGroup:
 
     @property
     def tables(self) -> list[BlockTable]:
-        return [blocks.tables[self.number] for blocks in self.rows.held]
+        return [sequence.tables[self.number] for sequence in self.rows.sequences]
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and `copy.deepcopy`: the rows include tables and memory."""
@@ -109,21 +109,22 @@ class LayerGroup:
                     f" {self.packed.num_tokens} tokens"
                 )
             return self.packed
-        num_held = len(self.rows.held)
-        has_rows = self.length or self.rows.held
-        if has_rows and batch_size != num_held:
+        num_rows = len(self.rows.sequences)
+        has_rows = self.length or num_rows
+        if has_rows and batch_size != num_rows:
             raise ValueError(
-                f"the cache holds {num_held} rows, but got keys of {batch_size} rows:"
+                f"the cache holds {num_rows} rows, but got keys of {batch_size} rows:"
                 " `reset` it first"
             )
         if not self.paddings and not self.length:  # the rows begin in this step
             paddings, expected_length = self.expected_paddings or ((), 0)
             if len(paddings) != batch_size or expected_length != query_len:
                 paddings = (0,) * batch_size
-            held = self.rows.held
-            if not held:
-                held = [self.rows.manager.new() for _ in range(batch_size)]
-            self.paddings, self.rows.held, self.expected_paddings = paddings, held, None
+            sequences = self.rows.sequences
+            if not sequences:
+                sequences = [self.rows.manager.new() for _ in range(batch_size)]
+            # one statement, since `undo_first` recognises a step that has begun by its paddings
+            self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
         step = self._step
         if (
@@ -136,7 +137,7 @@ class LayerGroup:
         tables = self.tables
         rows = zip(tables, self.paddings)
         have_slots = (padding + table.num_tokens >= length for table, padding in rows)
-        continues = self.rows.borrows and context_len == self.length
+        continues = self.rows.is_borrowed and context_len == self.length
         if continues and all(have_slots):
             # the tables' owner has allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
@@ -151,7 +152,7 @@ class LayerGroup:
         """Undoes a first step of `length` positions that failed: empties the tables, and drops the
         rows if all other groups are empty, too. Then other rows may begin, or the same step again,
         with the same paddings. Leaves borrowed rows to their owner."""
-        if self.rows.borrows or not self.paddings:
+        if self.rows.is_borrowed or not self.paddings:
             return
         with self.memory.changing():
             paddings = self.paddings
@@ -210,7 +211,7 @@ class LayerGroup:
         window = self.spec.window
         grows = length > self.length and not self.record_past
         if grows and window is not None:
-            is_first_prefill = context_len == 0 and not self.length and not self.rows.borrows
+            is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
             first_visible = self.spec.first_visible(length)
             self._drop_outside_window(tables, context_len)
             if is_first_prefill and length >= window:
@@ -221,7 +222,7 @@ class LayerGroup:
         tables_and_ranges = zip(tables, ranges)
         if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
             self.rows.gather_handles()
-        if self.rows.manager.extend(self.number, tables, ranges) or self.rows.borrows:
+        if self.rows.manager.extend(self.number, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None
         self.length = max(self.length, length)
         self.memory.note_peak()

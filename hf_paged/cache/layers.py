@@ -20,7 +20,7 @@ from .handles import PagedTensor, RowTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
 from .reading import read_rows
-from .store import StoreKey, store_key
+from .store import StoreSignature, store_signature
 from .waits import Shortage
 
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
@@ -48,7 +48,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.gathers = False
         # of the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
-        self._packed_key: StoreKey | None = None
+        self._packed_signature: StoreSignature | None = None
         self.graph_states: GraphStates | None = None
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
@@ -82,10 +82,10 @@ class PagedLayer(cache_utils.DynamicLayer):
             keys = key_states.detach()
             values = value_states.detach()
         # the owner of borrowed rows computes without gradients
-        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.borrows
+        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed
         context_len = self.num_positions
-        key = store_key(keys, values)
-        step, blocks = self._store(keys, values, key)
+        signature = store_signature(keys, values)
+        step, blocks = self._store(keys, values, signature)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if has_graph:
@@ -96,7 +96,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
             return shown_keys, shown_values
         if context_len == 0:
-            return self._show_new(step, blocks, key, keys, values)
+            return self._show_new(step, blocks, signature, keys, values)
         return self._show_cached(step, blocks, is_decode=keys.shape[2] == 1)
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -122,7 +122,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self,
         keys: Tensor,
         values: Tensor,
-        key: StoreKey,
+        signature: StoreSignature,
     ) -> tuple[StepMetadata, KVBlocks]:
         """Stores new K/V in blocks, after waiting for blocks that other threads hold if too few
         are free. Returns the step and the blocks that it reads."""
@@ -136,9 +136,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    layers = group.blocks.storage.layers
-                    is_fit = self.index in layers and layers[self.index].store_key == key
-                    if not is_fit:
+                    layer = group.blocks.storage.layers.get(self.index)
+                    if layer is None or layer.store_signature != signature:
                         num_begun = group.num_begun(context_len)
                         group.blocks.layer(
                             self.index,
@@ -151,7 +150,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                     step = step.on(device)
                     blocks = group.blocks.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
-                    blocks.store(key, keys, values, step.slots)
+                    blocks.store(signature, keys, values, step.slots)
                     if step.columns is not None:
                         self.num_positions = step.columns.stop
                 return step, blocks
@@ -162,21 +161,21 @@ class PagedLayer(cache_utils.DynamicLayer):
                 if not isinstance(error, OutOfBlocksError):
                     raise
                 shortage = shortage or Shortage(group.memory, is_alone=group.rows.is_only_holder)
-                if group.rows.borrows or not shortage.wait():
+                if group.rows.is_borrowed or not shortage.wait():
                     raise
 
     def _show_new(
         self,
         step: StepMetadata,
         blocks: KVBlocks,
-        key: StoreKey,
+        signature: StoreSignature,
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to the first K/V of a layer. Packed steps reuse their handles."""
         handles = self.packed_handles
         is_packed = step.columns is None
-        if is_packed and handles is not None and self._packed_key == key:
+        if is_packed and handles is not None and self._packed_signature == signature:
             for handle, fresh, (stored, _) in zip(handles, (keys, values), blocks.pair):
                 handle.step = step
                 handle.layer = blocks
@@ -187,7 +186,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         new_values = PagedTensor(step, blocks, True, values)
         handles = new_keys, new_values
         if is_packed:
-            self.packed_handles, self._packed_key = handles, key
+            self.packed_handles, self._packed_signature = handles, signature
         return handles
 
     def _show_cached(
@@ -269,7 +268,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 return visible[is_value]
             rows = self.group.rows
             # the engine, which lends its rows to a cache, only reads
-            keeps_views = not rows.borrows
+            keeps_views = not rows.is_borrowed
             handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
             return rows.track(handle)
 
@@ -354,12 +353,12 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        num_rows = len(self.group.rows.held)
+        num_rows = len(self.group.rows.sequences)
         self.reorder_cache(row_numbers(indices, num_rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
-        num_rows = len(self.group.rows.held)
+        num_rows = len(self.group.rows.sequences)
         self.reorder_cache(repeated(num_rows, repeats))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

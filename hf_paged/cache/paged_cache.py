@@ -260,9 +260,9 @@ class PagedCache(DynamicCache):
         leading positions of each row that are not in its tables. `length`: logical positions of
         every row, including padding; `None` leaves the lengths of layers and groups unchanged."""
         with self.memory.lock:
-            if not self.rows.borrows:
+            if not self.rows.is_borrowed:
                 self.rows.free()
-            self.rows.held = rows
+            self.rows.sequences = rows
             for group in self.groups.values():
                 group_length = group.length if length is None else length
                 group.paddings, group.length = paddings, group_length
@@ -328,7 +328,7 @@ class PagedCache(DynamicCache):
     @property
     def _num_rows(self) -> int:
         """Rows of the cache; if it has only states, those of the states."""
-        num_rows = len(self.rows.held)
+        num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
                 num_rows = max(num_rows, num_state_rows(layer))
@@ -384,7 +384,7 @@ class PagedCache(DynamicCache):
         `length` positions, padding included; by default for the rows and positions of this
         cache."""
         if num_rows is None:
-            num_rows = len(self.rows.held)
+            num_rows = len(self.rows.sequences)
         num_bytes = 0
         for layer in self.layers:
             if isinstance(layer, PagedLayer):

@@ -1,5 +1,5 @@
-"""The rows of a cache, owned or borrowed: select, crop, free, copies and pickles. Keys, values and
-layers are elsewhere."""
+"""The rows of a cache, owned or borrowed: select, crop, free, copy and pickle. Leaves keys and
+values to `kv_blocks.py`, and a layer's part in these operations to `layers.py`."""
 
 from __future__ import annotations
 
@@ -19,94 +19,100 @@ from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
 
 
 class CacheRows:
-    """Rows of a batch, each with one block table per layer group. If `borrows`, they belong to
-    another owner (`PagedCache.take`). Every layer requests and counts each operation on rows; the
-    first request runs it for all layers."""
+    """The sequences of a batch, one per row, each with one block table per layer group. Borrowed
+    sequences belong to the caller of `PagedCache.take`, who selects and frees them. Every layer of
+    a cache requests and counts each operation on rows; the first request runs it for all layers,
+    and adds to `num_operations`."""
 
     def __init__(
         self,
         memory: PagedMemory,
         specs: Iterable[GroupSpec],
         counters: ReadCounters,
-        borrows: bool = False,
+        is_borrowed: bool = False,
     ) -> None:
         self.memory = memory
         self.specs = tuple(specs)
         self.counters = counters
-        self.borrows = borrows
+        self.is_borrowed = is_borrowed
         self.manager = memory.manager(self.specs)
         self.num_operations = 0
-        self.held: list[SequenceBlocks] = []
+        self.sequences: list[SequenceBlocks] = []
+        # weak, since the groups refer to their rows: a cycle would delay `__del__`
         self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
             weakref.WeakValueDictionary()
         )
         self._handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
-        """Frees every block, now or later: a finalizer may run in any thread and under any lock, so
-        it must not wait."""
-        if "_handles" in self.__dict__:
+        """Frees the sequences, unless they are borrowed, at once or when the memory's lock is free:
+        a finalizer may run in any thread and under any lock, so it must not wait."""
+        if "_handles" in self.__dict__:  # else `__init__` has raised
             del self.memory.handles[id(self)]
-            if self.held and not self.borrows:
-                self.memory.abandon(self.manager, self.held, self._handles)
+            if self.sequences and not self.is_borrowed:
+                self.memory.abandon(self.manager, self.sequences, self._handles)
 
     @property
     def is_only_holder(self) -> bool:
-        """Whether no other rows hold blocks of the memory."""
-        tables = zip(*(blocks.tables for blocks in self.held))
+        """Whether these rows hold all used blocks of the memory, so that no other owner can free
+        any."""
+        tables_by_group = zip(*(sequence.tables for sequence in self.sequences))
         num_used = self.memory.num_used
         num_held = 0
-        for group in tables:
-            block_ids = {block_id for table in group for block_id in table.block_ids}
+        for tables in tables_by_group:
+            block_ids = {block_id for table in tables for block_id in table.block_ids}
             num_held += len(block_ids)
         return num_used <= num_held
 
     def track(self, handle: PagedTensor) -> PagedTensor:
-        """Tracks `handle`, so that it is gathered before its blocks change or are freed."""
+        """Returns `handle`, which from now on is gathered before its blocks change or are freed."""
         self._handles.add(handle)
         return handle
 
     def gather_handles(self) -> None:
-        """Gathers all living handles, since their blocks are about to change."""
+        """Gathers all tracked handles that are still alive, since their blocks are about to
+        change."""
         self._handles.gather()
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:
-        """Makes row `i` a copy of the former row `indices[i]` by permuting and forking tables; no
-        blocks are copied. Leaves borrowed rows to their owner (`PagedCache.take`). Raises
-        `IndexError`."""
-        old = self.held
-        if self.borrows or not old:
+        """Makes row `i` a copy of the former row `indices[i]`, counted from the end if negative, by
+        permuting and forking tables; no keys or values are copied. Does nothing to borrowed rows:
+        their owner selects them. Raises `IndexError` with nothing changed."""
+        former = self.sequences
+        if self.is_borrowed or not former:
             return
-        num_rows = len(old)
-        numbers = range(num_rows)
-        if list(indices) == list(numbers):
+        num_rows = len(former)
+        all_rows = range(num_rows)
+        if list(indices) == list(all_rows):
             return
-        missing = [i for i in indices if not -num_rows <= i < num_rows]
-        if missing:
+        out_of_range = [index for index in indices if not -num_rows <= index < num_rows]
+        if out_of_range:
             raise IndexError(
-                f"there are no rows {missing}: the cache holds rows 0 to {len(old) - 1}"
+                f"there are no rows {out_of_range}: the cache holds rows 0 to {num_rows - 1}"
             )
         with self.memory.changing():
             self.gather_handles()
-            indices = [numbers[i] for i in indices]
+            sources = [all_rows[index] for index in indices]
             # a row that keeps its index keeps its blocks
-            self.held = [
-                old[i] if i == row else self.manager.fork(old[i]) for row, i in enumerate(indices)
+            self.sequences = [
+                former[source] if source == row else self.manager.fork(former[source])
+                for row, source in enumerate(sources)
             ]
-            for row, blocks in enumerate(old):
-                if row >= len(indices) or indices[row] != row:
-                    self.manager.free(blocks)
+            for row, sequence in enumerate(former):
+                if row >= len(sources) or sources[row] != row:
+                    self.manager.free(sequence)
             for group in self.groups.values():
                 if group.paddings:
-                    group.paddings = tuple(group.paddings[i] for i in indices)
+                    group.paddings = tuple(group.paddings[source] for source in sources)
                 group.forget_steps()
             self.memory.note_peak()
 
     @guarded
     def crop(self, num_removed: int) -> None:
-        """Removes the last `num_removed` logical positions, then tokens outside the windows. Raises
-        `ValueError`, with nothing changed, if the new end lies in freed blocks."""
+        """Removes the last `num_removed` logical positions from every table, borrowed ones
+        included, then blocks that lie outside the windows. Raises `ValueError`, with nothing
+        changed, if a window has already freed the block at the new end."""
         groups = list(self.groups.values())
         lengths = [max(0, group.length - num_removed) for group in groups]
         for group, length in zip(groups, lengths):
@@ -118,78 +124,84 @@ class CacheRows:
 
     @guarded
     def free(self, gathers: bool = True) -> None:
-        """Frees every block; with `gathers` first gathers the handles that are still
-        alive."""
+        """Drops all rows, and frees their blocks unless they are borrowed. First gathers the
+        handles that are still alive or, without `gathers`, forgets them: they must not be read
+        any more. If gathering raises, the rows are dropped all the same."""
         with self.memory.changing():
             try:
                 if gathers:
                     self.gather_handles()
             finally:
-                if not self.borrows:
-                    for blocks in self.held:
-                        self.manager.end(blocks)
-                self.held = []
+                if not self.is_borrowed:
+                    for sequence in self.sequences:
+                        self.manager.end(sequence)
+                self.sequences = []
                 self._handles.clear()
                 for group in self.groups.values():
                     group.clear()
 
     @guarded
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
-        """Returns rows over the same blocks. Copies of the groups attach themselves to them."""
+        """Returns rows over the same blocks: forks or, if borrowed, the same sequences. Deep copies
+        of the groups then attach themselves to these rows."""
         counters = copy.deepcopy(self.counters, memo)
-        twin = CacheRows(self.memory, self.specs, counters, self.borrows)
+        twin = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
         memo[id(self)] = twin
         twin.num_operations = self.num_operations
         with self.memory.changing():
-            if self.borrows:
-                twin.held = list(self.held)
+            if self.is_borrowed:
+                twin.sequences = list(self.sequences)
             else:
-                twin.held = [self.manager.fork(blocks) for blocks in self.held]
+                twin.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
         for group in self.groups.values():
             # layers that have not yet written this step must copy the blocks, which are now shared
             group.forget_steps()
         return twin
 
-    _FIELDS = ("memory", "specs", "counters", "borrows", "num_operations")
+    _ARGUMENTS = ("memory", "specs", "counters", "is_borrowed")  # of `__init__`
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle, with the content of the tables' blocks, renumbered from 0."""
-        state = {name: getattr(self, name) for name in self._FIELDS}
+        """State for pickle. `groups` has for each layer group its tables, as (block numbers, blocks
+        dropped, tokens) by row, and copies of their blocks, as `KVBlocks` by layer. Blocks are
+        numbered from 0 in each group, as the copies are."""
+        state = {name: getattr(self, name) for name in self._ARGUMENTS}
+        state["num_operations"] = self.num_operations
         state["groups"] = []
         with self.memory.changing():
-            for number, group in enumerate(self.manager.groups):
-                tables = [blocks.tables[number] for blocks in self.held]
-                numbers = number_blocks(tables)
+            for group_index, group in enumerate(self.manager.groups):
+                tables = [sequence.tables[group_index] for sequence in self.sequences]
+                block_numbers = number_blocks(tables)
                 rows = [
-                    (host_rows(table, numbers), table.num_dropped, table.num_tokens)
+                    (host_rows(table, block_numbers), table.num_dropped, table.num_tokens)
                     for table in tables
                 ]
                 contents = {}
-                if numbers:
+                if block_numbers:
                     layers = group.storage.layers.items()
-                    contents = {index: layer.select(list(numbers)) for index, layer in layers}
+                    contents = {index: layer.select(list(block_numbers)) for index, layer in layers}
                 state["groups"].append((rows, contents))
         return state
 
     @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*(state[name] for name in self._FIELDS[:4]))  # type: ignore[misc]
+        arguments = {name: state[name] for name in self._ARGUMENTS}
+        self.__init__(**arguments)  # type: ignore[misc]
         self.num_operations = state["num_operations"]
         with self.memory.changing():
-            for number, (group, (rows, contents)) in enumerate(
+            for group_index, (group, (rows, contents)) in enumerate(
                 zip(self.manager.groups, state["groups"])
             ):
-                if not self.held:
-                    self.held = [self.manager.new() for _ in rows]
-                num_blocks = 1 + max((row for ids, _, _ in rows for row in ids), default=-1)
-                new_ids = group.take(num_blocks)
+                if not self.sequences:
+                    self.sequences = [self.manager.new() for _ in rows]
+                last = max((number for numbers, _, _ in rows for number in numbers), default=-1)
+                new_ids = group.take(last + 1)
                 host = HostBlocks()
                 for index, content in contents.items():
                     host[index] = HostLayer(content, content.keys.device)
                 put_back(group, host, dict(enumerate(new_ids)))
-                for blocks, (ids, num_dropped, num_tokens) in zip(self.held, rows):
-                    table = blocks.tables[number]
+                for sequence, (numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
+                    table = sequence.tables[group_index]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([new_ids[row] for row in ids])
-                group.pool.release(new_ids)
+                    table.hold([new_ids[number] for number in numbers])
+                group.pool.release(new_ids)  # `take` held each once; now the tables hold them

@@ -1,4 +1,4 @@
-"""Chooses the function that writes new keys and values into blocks, and writes them in plain
+"""Chooses the function that writes new keys and values into blocks, and implements it in plain
 PyTorch. The kernels are in `kernels`."""
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from ..kernels.cpp import attention as cpp_attention
 from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
-StoreKey: TypeAlias = tuple[Any, ...]
+StoreSignature: TypeAlias = tuple[Any, ...]
 Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+"""Called with keys, values and slots, as `choose_store` describes."""
 
 
-def store_key(keys: Tensor, values: Tensor) -> StoreKey:
-    """Returns a key that is equal for K/V that fit the same blocks and the same store function."""
+def store_signature(keys: Tensor, values: Tensor) -> StoreSignature:
+    """Returns a signature: K/V with equal signatures fit the same blocks and store function."""
     return (
         keys.shape,
         keys.stride(),
@@ -41,19 +42,21 @@ def choose_store(
     value_blocks: Tensor,
     slots: Tensor,
 ) -> Store:
-    """Returns a function that writes K/V `(batch, heads, n, dim)` of any strides into blocks
-    `(num_blocks, heads, block_size, dim)`, in their dtype or quantized, for arguments with an equal
-    `store_key`. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, each
-    slot at most once; negative for tokens that are not stored."""
-    chosen: Callable[..., None] = store_portable
-    fits = keys.size(1) == values.size(1)
+    """Returns a function of `(keys, values, slots)` that writes K/V `(batch, heads, n, dim)` of any
+    strides into blocks `(num_blocks, heads, block_size, dim)`, converted to their dtype or
+    quantized. It may be reused for K/V with an equal `store_signature`, and any slots. `slots`
+    `(batch, n)` int64: `block_id * block_size + offset` of each token, each slot at most once;
+    negative for tokens that are not stored."""
+    write: Callable[..., None] = store_portable
+    has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         tensors = (keys, values, key_blocks, value_blocks)
         supported = (*DTYPES, *quantized.LARGEST)
         device = key_blocks.device
-        if fits and all(x.dtype in supported and x.device == device for x in tensors):
-            chosen = _store_triton
-    elif fits and cpp.is_available():
+        are_supported = all(x.dtype in supported and x.device == device for x in tensors)
+        if has_equal_heads and are_supported:
+            write = _store_triton
+    elif has_equal_heads and cpp.is_available():
         dtypes = (keys.dtype, values.dtype)
         stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
         if quantized.is_quantized(key_blocks):  # the kernel converts K/V
@@ -71,14 +74,14 @@ def choose_store(
                 keys.to(key_dtype), values.to(value_dtype), slots
             )
 
-    return lambda keys, values, slots: chosen(keys, values, key_blocks, value_blocks, slots)
+    return lambda keys, values, slots: write(keys, values, key_blocks, value_blocks, slots)
 
 
 def _store_triton(*tensors: Tensor) -> None:
-    from ..kernels.triton import store as triton  # needs Triton
+    from ..kernels.triton import store as triton_store  # needs Triton
 
     try:
-        triton.store(*tensors)
+        triton_store.store(*tensors)
     except LaunchFailedError:
         store_portable(*tensors)
 
@@ -92,16 +95,18 @@ def store_portable(
 ) -> None:
     """Writes K/V as `choose_store` describes, in plain PyTorch on any device."""
     block_size = key_blocks.shape[2]
-    index, tokens = _targets(slots, block_size, key_blocks.device)
+    index, token_indices = _targets(slots, block_size, key_blocks.device)
     for blocks, states in ((key_blocks, keys), (value_blocks, values)):
         packed = states.transpose(1, 2).flatten(0, 1)  # [batch * n, heads, dim]
-        if tokens is not None:
-            packed = packed[tokens]
+        if token_indices is not None:
+            packed = packed[token_indices]
         quantized.write(blocks, index, packed)
 
 
-# the arguments and the result of `_targets` for the last store: layers share a step's slots
-_last = threading.local()
+# `entry` holds the slots, the key and the result of the thread's last `_targets` call, since all
+# layers of a step share its slots. It is one attribute, so that an interrupted call never leaves a
+# key with the targets of other slots.
+_last_targets = threading.local()
 
 
 def _targets(
@@ -109,18 +114,22 @@ def _targets(
     block_size: int,
     device: torch.device,
 ) -> tuple[Any, Tensor | None]:
-    """Returns the index of the stored tokens in blocks, and the numbers of these tokens (`None`:
-    all). Synchronizes with the device."""
+    """Returns the index of the stored tokens in blocks, and the indices of these tokens (`None`:
+    all). Synchronizes with the device on the first call for `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
-    if getattr(_last, "key", None) != key or _last.slots() is not slots:
-        packed = slots.to(device).flatten()
-        tokens = None
-        if bool((packed < 0).any()):
-            tokens = (packed >= 0).nonzero().squeeze(1)
-            packed = packed[tokens]
-        index = (packed // block_size, slice(None), packed % block_size)
-        # assigned together: an error must not leave a key with the targets of other slots
-        _last.slots, _last.key, _last.targets = weakref.ref(slots), key, (index, tokens)
-    targets: tuple[Any, Tensor | None] = _last.targets
+    targets: tuple[Any, Tensor | None]
+    entry = getattr(_last_targets, "entry", None)
+    if entry is not None:
+        last_slots, last_key, targets = entry
+        if last_key == key and last_slots() is slots:
+            return targets
+    packed = slots.to(device).flatten()
+    token_indices = None
+    if bool((packed < 0).any()):
+        token_indices = (packed >= 0).nonzero().squeeze(1)
+        packed = packed[token_indices]
+    index = (packed // block_size, slice(None), packed % block_size)
+    targets = (index, token_indices)
+    _last_targets.entry = (weakref.ref(slots), key, targets)
     return targets

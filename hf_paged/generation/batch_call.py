@@ -19,7 +19,7 @@ from ..batching.decoding.base import Decoding
 from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.factory import UNLIMITED, empty_cache, make_loop, not_invariant
+from ..batching.factory import UNLIMITED, batch_invariant_error, empty_cache, make_loop
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
@@ -66,7 +66,7 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
         generation_config = loop.arguments["generation_config"]
         config = PagedConfig.coerce(generation_config.cache_config)
         if config.batch_invariant:
-            raise not_invariant(call.model, call.reason)
+            raise batch_invariant_error(call.model, call.reason)
     return batch
 
 

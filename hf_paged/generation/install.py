@@ -32,7 +32,7 @@ from ..batching.arguments import (
 )
 from ..batching.decoding.prepare import LoopCall, capturing
 from ..batching.decoding.sample import ObservedCriteria, RowStreamers
-from ..batching.factory import not_invariant
+from ..batching.factory import batch_invariant_error
 from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
@@ -202,7 +202,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
         elif config is not None:
             call.note_unpaged(*_why_not_paged(model, is_passed, arguments))
         if config is not None and config.batch_invariant and not call.built:
-            raise not_invariant(model, call.reason)
+            raise batch_invariant_error(model, call.reason)
     return result
 
 

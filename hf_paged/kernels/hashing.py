@@ -1,8 +1,8 @@
 """Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused
 optimizers, numpy).
 
-The keys are public and strides are ignored, so that a user who chooses the bytes can give two
-tensors the same hash. User content is therefore identified by BLAKE2b digests
+The constants are public and strides are ignored, so a user who chooses the bytes can make two
+tensors collide. User content is therefore identified by BLAKE2b digests
 (`batching/execution/prompts.py`)."""
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from torch import Tensor
 from . import cpp, uses_triton
 from .triton.launch import LaunchFailedError
 
-# bytes that the portable hash reads at a time; its temporaries take about four times as many
+# Bytes that the portable hash reads at a time. Its temporaries take about four times as many.
 CHUNK_BYTES = 8 << 20
 # The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed int64.
-_STEP, _FIRST, _SECOND = (
+_GAMMA, _MIX_1, _MIX_2 = (
     word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes the elements of strided tensors: one hash for all tensors that the C++ kernel reads,
-    and one for each other tensor."""
+    """Hashes the elements of strided tensors. Returns one hash of all tensors that the C++ kernel
+    reads (`None` if there are none), then for each device a list with the hash of each remaining
+    tensor."""
     tensors = [_dense(tensor) for tensor in tensors]
-    # `is_cpu` first, so that tensors of a GPU do not build the C++ kernels
-    here = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
-    hashes: list[Any] = [
-        cpp.hash_memory([x.data_ptr() for x in here], [x.nbytes for x in here]) if here else None
-    ]
-    others: dict[torch.device, list[Tensor]] = {}
+    # `is_cpu` first, so that GPU tensors do not trigger the C++ build
+    cpp_tensors = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
+    cpp_hash = None
+    if cpp_tensors:
+        addresses = [tensor.data_ptr() for tensor in cpp_tensors]
+        sizes = [tensor.nbytes for tensor in cpp_tensors]
+        cpp_hash = cpp.hash_memory(addresses, sizes)
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        if not (here and tensor.is_cpu):
-            others.setdefault(tensor.device, []).append(tensor)
-    device_hashes = [_hash_on_device(held) for held in others.values()]
-    # waits once per device, after work is queued on all of them
-    return hashes + [sums.tolist() for sums in device_hashes]
+        if not (cpp_tensors and tensor.is_cpu):
+            by_device.setdefault(tensor.device, []).append(tensor)
+    device_hashes = [_hash_on_device(device_tensors) for device_tensors in by_device.values()]
+    # `tolist` waits for a device; by now every device has its work queued
+    return [cpp_hash, *(hashes.tolist() for hashes in device_hashes)]
 
 
 def _hash_on_device(tensors: Sequence[Tensor]) -> Tensor:
@@ -69,9 +72,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def hash_portable(tensor: Tensor) -> Tensor:
     """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on its device, independent of
-    the order of summation. A bijection mixes each 8-byte word with its position, and the results
-    are summed modulo 2^64: one changed word always changes the first sum, and two different
-    contents agree in both sums with a probability of about 2^-128."""
+    the order of summation. A bijection mixes each 8-byte word with its position. The results, and a
+    second mix of them, are each summed modulo 2^64: one changed word always changes the first sum,
+    and two different contents agree in both sums with a probability of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):
@@ -82,14 +85,14 @@ def hash_portable(tensor: Tensor) -> Tensor:
         position = torch.arange(
             start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device
         )
-        mixed = position.mul_(_STEP).bitwise_xor_(words)
-        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, _STEP)):
-            mixed = mixed.bitwise_xor_(_shift(mixed, shift)).mul_(factor)
+        mixed = position.mul_(_GAMMA).bitwise_xor_(words)
+        for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, _GAMMA)):
+            mixed = mixed.bitwise_xor_(_shift_right_unsigned(mixed, bits)).mul_(factor)
         total[0] += mixed.sum()
-        total[1] += mixed.bitwise_xor_(_shift(mixed, 32)).mul_(_FIRST).sum()
+        total[1] += mixed.bitwise_xor_(_shift_right_unsigned(mixed, 32)).mul_(_MIX_1).sum()
     return total
 
 
-def _shift(words: Tensor, bits: int) -> Tensor:
-    """Returns `words >> bits` of unsigned words."""
+def _shift_right_unsigned(words: Tensor, bits: int) -> Tensor:
+    """Returns `words >> bits`, with the int64 words taken as unsigned."""
     return (words >> bits).bitwise_and_((1 << 64 - bits) - 1)

@@ -72,19 +72,29 @@ class Capability:
         self._cache = cache
         self._make = make
         self._caller_verdicts = verdicts
+        # while a layout is chosen: the model's `_code_key`, which takes a millisecond
+        self._code: Hashable = None
+        self._keeps_code = False
 
     def choose_layout(self) -> Layout:
         """The best layout in which each sequence gets the results that it gets alone."""
         model = self._model
         with step_lock(model):  # other threads' steps with several adapters put hooks on the model
-            packed = self._verdict(self_check, "packed")
-            if isinstance(packed, Layout):
-                return packed
-            layout = self._verdict(side_check, "side by side")
-            if not isinstance(layout, Layout):
-                layout = TOGETHER
-            if layout is TOGETHER and not model.config.is_encoder_decoder:
-                layout = layout._replace(max_positions=self.max_positions())
+            self._keeps_code = True
+            try:
+                return self._choose_layout()
+            finally:
+                self._keeps_code, self._code = False, None
+
+    def _choose_layout(self) -> Layout:
+        packed = self._verdict(self_check, "packed")
+        if isinstance(packed, Layout):
+            return packed
+        layout = self._verdict(side_check, "side by side")
+        if not isinstance(layout, Layout):
+            layout = TOGETHER
+        if layout is TOGETHER and not self._model.config.is_encoder_decoder:
+            layout = layout._replace(max_positions=self.max_positions())
         return layout._replace(unsupported_reason=packed)
 
     def reason_against_invariance(self) -> str | None:
@@ -184,7 +194,8 @@ class Capability:
         reason = next(reasons(model, cache, modules, layout), None)
         if reason is not None and processes is None:
             return reason
-        key = _key(check, kind, model, cache, modules)
+        code = self._code or self._find_code(modules)
+        key = _key(check, kind, cache, code)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             state = _DONE if key in verdicts else _OPEN
@@ -208,14 +219,22 @@ class Capability:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.lasts:  # the cause may be temporary: the next call checks again
                 return verdict
-        _store(model, _key(check, kind, model, cache, modules), verdict)
+        # the check may have noted what forwards write, which the key depends on
+        _store(model, _key(check, kind, cache, self._find_code(modules)), verdict)
         return verdict
+
+    def _find_code(self, modules: Modules) -> Hashable:
+        """Returns the model's `_code_key`, and keeps it while a layout is chosen."""
+        code = _code_key(self._model, modules)
+        if self._keeps_code:
+            self._code = code
+        return code
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
     """Notes that a packed forward failed for `reason` after `self_check` had passed: while the
     model stays in this state, `choose_layout` chooses no packed layout."""
-    key = _key(self_check, None, model, cache, list(model.modules()))
+    key = _key(self_check, None, cache, _code_key(model, list(model.modules())))
     _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
@@ -247,12 +266,11 @@ def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
 def _key(
     check: Callable[..., Any],
     kind: Any,
-    model: PreTrainedModel,
     cache: PagedCache,
-    modules: Modules,
+    code: Hashable,
 ) -> Hashable:
     layers = [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-    return check, kind, tuple(layers), _code_key(model, modules)
+    return check, kind, tuple(layers), code
 
 
 def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:

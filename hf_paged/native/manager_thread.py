@@ -117,7 +117,9 @@ class ManagerThread:
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the thread's end, at most `timeout` seconds; returns whether it has ended."""
         thread = self.thread
-        if thread is not None and thread is not threading.current_thread():
+        # an error may have kept `start` from beginning it
+        has_begun = thread is not None and thread.ident is not None
+        if thread is not None and has_begun and thread is not threading.current_thread():
             thread.join(timeout)
         return not self.is_alive
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..batching.arguments import RequestOptions, check_generates
 from ..batching.execution.inputs import PackedTokens
-from ..batching.factory import MANY_BLOCKS, choose_layout, empty_cache, make_loop
+from ..batching.factory import UNLIMITED_BLOCKS, choose_layout, empty_cache, make_loop
 from ..batching.loop import StepLoop
 from ..batching.request import RowsError
 from ..cache import budget
@@ -289,7 +289,7 @@ class Follower:
     def make(self, config: PagedConfig) -> None:
         self._memory = PagedMemory(config, is_bounded=False)
         cache = empty_cache(self.model, self._memory)
-        cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+        cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         loop = make_loop(self.model, cache, self._layout, config, max_num_seqs=config.max_num_seqs)
         self._executor = loop.executor
         self._groups = loop.blocks.groups
@@ -367,7 +367,7 @@ class Follower:
         for group, count in zip(self._groups, num_blocks):
             missing = count - group.pool.num_blocks
             if missing > 0:
-                group.storage.grow(count, most=MANY_BLOCKS)
+                group.storage.grow(count, most=UNLIMITED_BLOCKS)
                 group.pool.grow(missing)
 
 

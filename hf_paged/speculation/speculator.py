@@ -20,7 +20,7 @@ from ..batching.decoding.scores import are_row_wise
 from ..batching.execution.buckets import draft_bucket
 from ..batching.execution.packed import PackedRunner
 from ..batching.execution.runner import Runner
-from ..batching.factory import MANY_BLOCKS, make_runner, max_chunk_tokens
+from ..batching.factory import UNLIMITED_BLOCKS, make_runner, max_chunk_tokens
 from ..batching.generation import Generation
 from ..batching.request import Request, Sequence
 from ..batching.scheduling.scheduler import Scheduler
@@ -180,7 +180,7 @@ class Speculator:
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
             # growing would copy the blocks, and require new graphs
-            cache.reserve(config.num_blocks or MANY_BLOCKS, config.max_num_seqs)
+            cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
         return Assistant(

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
+from .buffers import AddressOf, KeepBytes, PackedCall, TensorRef, buffer_ids_of
 from .rows import Rows
-from .values import Address, Keep, Packed, Ref, values_of
 
 
 @dataclass(eq=False)
@@ -19,11 +19,11 @@ class Kernel:
 
     name: str
     packed: bytes
-    refs: dict[int, Ref]  # by byte offset in the struct
-    reads: set[int]
+    refs: dict[int, TensorRef]  # by byte offset in the struct
+    reads: set[int]  # ids of buffers
     writes: set[int]
 
-    def pack(self, address: Address, keep: Keep) -> Packed:
+    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
         packed = bytearray(self.packed)
         for offset, ref in self.refs.items():
             struct.pack_into("Q", packed, offset, address(ref))
@@ -34,12 +34,12 @@ class Kernel:
 class Linear:
     """`y = x W^T + b` for several weights (pieces) with the same `x`."""
 
-    x: Ref
+    x: TensorRef
     is_transposed: bool
-    pieces: list[tuple[Ref, Ref | None, Ref]]  # weight, bias, output
+    pieces: list[tuple[TensorRef, TensorRef | None, TensorRef]]  # weight, bias, output
 
     @property
-    def kind(self) -> tuple[Ref, bool, bool]:
+    def kind(self) -> tuple[TensorRef, bool, bool]:
         """Equal for products that one call can compute without changing their results."""
         _, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
@@ -48,13 +48,13 @@ class Linear:
     @property
     def reads(self) -> set[int]:
         inputs = [ref for weight, bias, _ in self.pieces for ref in (weight, bias)]
-        return values_of([self.x, *inputs])
+        return buffer_ids_of([self.x, *inputs])
 
     @property
     def writes(self) -> set[int]:
-        return values_of(out for *_, out in self.pieces)
+        return buffer_ids_of(out for *_, out in self.pieces)
 
-    def pack(self, address: Address, keep: Keep) -> Packed:
+    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
         x = self.x
         num_rows, depth = x.sizes
         head = address(x), x.dtype, num_rows, depth, x.strides[0]
@@ -68,23 +68,23 @@ class Linear:
 
 @dataclass(eq=False)
 class TorchOp:
-    """A PyTorch operation, with [`Ref`]s as tensors."""
+    """A PyTorch operation, with [`TensorRef`]s as tensors."""
 
     function: Any  # torch._ops.OpOverload
     arguments: Any  # positional and keyword arguments
     results: list[Any]  # the targets of its results; `None` for results that are no tensors
-    reads: set[int]
+    reads: set[int]  # ids of buffers
     writes: set[int]
 
 
 Entry = Rows | Kernel | Linear | TorchOp
 
 
-def spans(entries: list[Entry]) -> dict[int, tuple[int, int]]:
-    """The first and the last entry that uses each value."""
-    by_value: dict[int, tuple[int, int]] = {}
+def lifetimes(entries: list[Entry]) -> dict[int, tuple[int, int]]:
+    """Returns the indices of the first and the last entry that use each buffer, by its id."""
+    by_buffer: dict[int, tuple[int, int]] = {}
     for index, entry in enumerate(entries):
-        for value in entry.reads | entry.writes:
-            first, _ = by_value.get(value, (index, index))
-            by_value[value] = first, index
-    return by_value
+        for buffer_id in entry.reads | entry.writes:
+            first, _ = by_buffer.get(buffer_id, (index, index))
+            by_buffer[buffer_id] = first, index
+    return by_buffer

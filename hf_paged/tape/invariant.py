@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
+from .buffers import TensorRef
 from .entries import Kernel, Linear, TorchOp
 from .exact import is_exact
 from .lower import Lowering
@@ -29,7 +30,6 @@ from .products import ProductsOfRows
 from .record import Operation, ReadGuard, decompose, tensors_in
 from .rows import Rows
 from .tape import keep
-from .values import Ref
 
 aten = torch.ops.aten
 
@@ -59,11 +59,11 @@ class _Program(NamedTuple):
         output_starts = [tensor.data_ptr() for tensor in outputs if tensor.numel()]
         keep_all = functools.partial(keep, [])
 
-        def address(ref: Ref) -> int:
-            if ref.value is None:
-                number = self.inputs[ref.start]
+        def address(ref: TensorRef) -> int:
+            if ref.buffer_id is None:
+                number = self.inputs[ref.offset]
                 return starts[number]
-            return output_starts[ref.value] + ref.start
+            return output_starts[ref.buffer_id] + ref.offset
 
         for entry in self.entries:
             name, packed = entry.pack(address, keep_all)
@@ -207,7 +207,7 @@ def _program(
         return None
     lowering = Lowering(lambda tensor: True)
     for tensor in outputs:
-        lowering.values.add_outside(tensor)  # so that stores to it are not dropped as unused
+        lowering.buffers.add_fixed(tensor)  # so that stores to it are not dropped as unused
     operation = Operation(func, args, kwargs, result)
     try:
         entries = lowering.run([operation])

@@ -1,5 +1,5 @@
-"""The number of stored positions, as the forward of a recorded rectangle sees it: a tensor, from
-which code may make position ids, and which it may compare with sizes."""
+"""The number of stored positions in the forward of a recorded rectangle step: a tensor, from which
+model code can compute position ids, and which it can compare with Python numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 Compare = Callable[[int, int], bool]
 
-# the functions that the operators of tensors call
-_SUMS = {Tensor.add: 1, Tensor.sub: -1}
+# the functions that the operators of tensors call; `+=` makes a new length, as with an int
+_SUMS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
 _COMPARISONS: dict[Callable[..., Any], Compare] = {
     Tensor.gt: operator.gt,
     Tensor.ge: operator.ge,
@@ -26,7 +26,8 @@ _COMPARISONS: dict[Callable[..., Any], Compare] = {
 
 
 class LengthRange:
-    """The lengths for which all comparisons of recorded forwards have the same results."""
+    """The lengths, `least` to `most` inclusive, for which every comparison gives its recorded
+    result."""
 
     def __init__(self) -> None:
         self.least = 0
@@ -43,74 +44,77 @@ class LengthRange:
 
 
 class Length(Tensor):
-    """The length of the cache, `()` int64, plus a Python number. A comparison with a Python number
-    gives the same result in each replay: it narrows the `bounds` of lengths that may be
-    replayed."""
+    """The length of the cache plus `offset`, `()` int64. A comparison with a Python number returns
+    a constant, which replays reuse, and narrows the `bounds` of lengths that may be replayed."""
 
-    number: Tensor  # the same, as an ordinary tensor
-    value: int  # as the forward is recorded
-    offset: int  # more than the length of the cache
+    tensor: Tensor  # this length as an ordinary tensor
+    recorded_value: int
+    offset: int
     bounds: LengthRange
 
     @staticmethod
-    def __new__(cls, number: Tensor, value: int, bounds: LengthRange, offset: int = 0) -> Length:
-        length = Tensor._make_subclass(cls, number)
-        length.number = number
-        length.value = value
+    def __new__(
+        cls, tensor: Tensor, recorded_value: int, bounds: LengthRange, offset: int = 0
+    ) -> Length:
+        length = Tensor._make_subclass(cls, tensor)
+        length.tensor = tensor
+        length.recorded_value = recorded_value
         length.bounds = bounds
         length.offset = offset
         return length
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        length, *others = args
-        if isinstance(length, Length) and len(others) == 1 and type(others[0]) is int:
-            (other,) = others
+        if len(args) == 2 and isinstance(args[0], Length) and type(args[1]) is int:
+            length, other = args
             if func in _COMPARISONS:
                 return length._compare(_COMPARISONS[func], other)
             if func in _SUMS:
-                step = _SUMS[func] * other
-                number, value = length.number + step, length.value + step
-                return Length(number, value, length.bounds, length.offset + step)
-        args, kwargs = tree_map_only(Length, operator.attrgetter("number"), (args, kwargs or {}))
+                return length._plus(_SUMS[func] * other)
+        args, kwargs = tree_map_only(Length, operator.attrgetter("tensor"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _compare(self, compare: Compare, other: int) -> bool:
+    def _plus(self, delta: int) -> Length:
+        value, offset = self.recorded_value + delta, self.offset + delta
+        return Length(self.tensor + delta, value, self.bounds, offset)
+
+    def _compare(self, operation: Compare, other: int) -> bool:
         """Compares with a number, and narrows the bounds to lengths on the same side of it."""
-        limit = other - self.offset
-        if compare in (operator.gt, operator.le):  # then `other` itself is on the lower side
-            limit += 1
-        length = self.value - self.offset
-        if compare in (operator.eq, operator.ne) and length == limit:
-            self.bounds.narrow(limit, limit)
-        elif compare in (operator.eq, operator.ne) and length > limit:
-            self.bounds.narrow(limit + 1, None)
-        elif length >= limit:
-            self.bounds.narrow(limit, None)
+        split = other - self.offset  # the least length on the upper side
+        if operation in (operator.gt, operator.le):
+            split += 1
+        length = self.recorded_value - self.offset
+        is_equality = operation in (operator.eq, operator.ne)
+        if is_equality and length == split:
+            self.bounds.narrow(split, split)
+        elif is_equality and length > split:
+            self.bounds.narrow(split + 1, None)
+        elif length >= split:
+            self.bounds.narrow(split, None)
         else:
-            self.bounds.narrow(None, limit - 1)
-        return compare(self.value, other)
+            self.bounds.narrow(None, split - 1)
+        return operation(self.recorded_value, other)
 
 
-RANGES = frozenset({torch.arange, Tensor.__getitem__})
+RANGE_FUNCTIONS = frozenset({torch.arange, Tensor.__getitem__})
 
 
 def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs one of `RANGES` with a range between two lengths, which has equally many positions in
-    each replay; `NotImplemented` without such a range."""
+    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths, whose size is the same in every
+    replay; returns `NotImplemented` if there is no such range."""
     if func is torch.arange and len(args) == 2:
         positions = _range(*args)
         if positions is not None:
-            device = kwargs.get("device")
-            dtype = kwargs.get("dtype")
-            return positions.to(device=device, dtype=dtype)
+            return positions.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
     if func is Tensor.__getitem__:
         x, index = args
         parts = index if isinstance(index, tuple) else (index,)
-        picked = [_range(x.start, x.stop) if _is_range(x) else None for x in parts]
-        if len([part for part in picked if part is not None]) == 1 and Ellipsis not in parts:
-            indices = [y if y is not None else x for x, y in zip(parts, picked)]
-            return x[tuple(indices)]
+        ranges = [_range(x.start, x.stop) if _is_range(x) else None for x in parts]
+        # with other kinds of parts, an index of tensors would select other elements
+        are_plain = all(isinstance(part, (slice, int, type(None))) for part in parts)
+        if are_plain and sum(positions is not None for positions in ranges) == 1:
+            pairs = zip(parts, ranges)
+            return x[tuple(part if positions is None else positions for part, positions in pairs)]
     return NotImplemented
 
 
@@ -121,5 +125,5 @@ def _is_range(part: Any) -> bool:
 def _range(start: Any, stop: Any) -> Tensor | None:
     if not isinstance(start, Length) or not isinstance(stop, Length):
         return None
-    count = torch.arange(stop.offset - start.offset, device=start.number.device)
-    return count + start.number
+    offsets = torch.arange(stop.offset - start.offset, device=start.tensor.device)
+    return offsets + start.tensor

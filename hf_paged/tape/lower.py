@@ -17,12 +17,12 @@ from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
+from .buffers import DTYPES, FLOATS, Buffers, buffer_ids_of
 from .entries import Entry, Kernel, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
 from .rows import Rows, TensorLayout, layout, shape_of
-from .values import DTYPES, FLOATS, Values, values_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
 
@@ -56,7 +56,7 @@ class Lowering:
     its address."""
 
     is_persistent: Callable[[Tensor], bool]
-    values: Values = field(default_factory=Values)
+    buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
     # addresses of the storages written before the last operation
     _changed_outside: set[int] = field(default_factory=set)
@@ -72,7 +72,7 @@ class Lowering:
                 self._kernel(operation)
             else:
                 self._operation(operation)
-        return simplify(self.entries, self.values)
+        return simplify(self.entries, self.buffers)
 
     def _operation(self, operation: Operation) -> None:
         function = operation.function
@@ -85,7 +85,7 @@ class Lowering:
             if targets & self._changed:
                 raise NotCapturable("its forward writes to a tensor that it makes of numbers")
             self._constants |= targets
-            self.values.held += results
+            self.buffers.held_tensors += results
             return
         if not is_mutable and targets <= sources:
             return  # views
@@ -93,11 +93,11 @@ class Lowering:
         is_fixed = not (is_mutable or is_empty or targets & self._changed)
         if is_fixed and sources <= self._constants:
             self._constants |= targets
-            self.values.held += results
+            self.buffers.held_tensors += results
             return
         for tensor in results:
             if _storage(tensor) not in sources:
-                self.values.add(tensor)
+                self.buffers.add(tensor)
         if is_empty:
             return
         self._hold(inputs)
@@ -106,16 +106,16 @@ class Lowering:
 
     def _hold(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if self.values.number(tensor) is not None:
+            if self.buffers.id_of(tensor) is not None:
                 continue
             storage = _storage(tensor)
             is_stable = storage not in self._changed and (
                 storage in self._constants or self.is_persistent(tensor)
             )
             if not is_stable:
-                self.values.held.append(tensor)
+                self.buffers.held_tensors.append(tensor)
             if storage in self._changed_outside:
-                self.values.add_outside(tensor)
+                self.buffers.add_fixed(tensor)
 
     # -- lists ------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Lowering:
         if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
             return None
         shape = shape_of(sizes)
-        layouts = [layout(x, self.values.ref(x), sizes) for x in tensors]
+        layouts = [layout(x, self.buffers.ref(x), sizes) for x in tensors]
         fitting = [x for x in layouts if x is not None]
         if shape is None or len(fitting) < len(tensors):
             return None
@@ -308,7 +308,7 @@ class Lowering:
             and result.is_contiguous()
             and result.numel()
         )
-        if not fits or self.values.number(table) is not None:
+        if not fits or self.buffers.id_of(table) is not None:
             return False
         size = table.element_size()
         num_rows, width = table.shape
@@ -329,7 +329,7 @@ class Lowering:
             uses_kernel = x.shape[0] <= max_rows(x.dtype)
         if is_scaled or not uses_kernel or x.dtype not in FLOATS or not result.numel():
             return False
-        if self.values.number(weight) is not None or weight.dtype is not x.dtype:
+        if self.buffers.id_of(weight) is not None or weight.dtype is not x.dtype:
             return False
         if x.stride(1) != 1 or result.stride(1) != 1:
             return False
@@ -341,21 +341,21 @@ class Lowering:
         if is_transposed and width_stride != 1:
             return False
         stored = weight if is_transposed else weight.t()
-        bias_ref = self.values.ref(biases[0]) if biases else None
-        piece = self.values.ref(stored), bias_ref, self.values.ref(result)
-        self.entries.append(Linear(self.values.ref(x), is_transposed, [piece]))
+        bias_ref = self.buffers.ref(biases[0]) if biases else None
+        piece = self.buffers.ref(stored), bias_ref, self.buffers.ref(result)
+        self.entries.append(Linear(self.buffers.ref(x), is_transposed, [piece]))
         return True
 
     def _kernel(self, call: KernelCall) -> None:
         self._hold(tensors_in((call.reads, call.writes)))
         inputs = self._refs(call.reads)
         outputs = self._refs(call.writes)
-        reads = values_of(inputs.values())
-        writes = values_of(outputs.values())
+        reads = buffer_ids_of(inputs.values())
+        writes = buffer_ids_of(outputs.values())
         self.entries.append(Kernel(call.name, call.packed, inputs | outputs, reads, writes))
 
     def _refs(self, x: Any) -> Any:
-        return tree_map_only(Tensor, self.values.ref, x)
+        return tree_map_only(Tensor, self.buffers.ref, x)
 
     def _call(self, operation: Operation) -> None:
         function = operation.function
@@ -371,8 +371,8 @@ class Lowering:
             )
         arguments = self._refs((operation.args, operation.kwargs))
         outputs = tree_leaves(self._refs(operation.result))
-        reads = values_of(tree_leaves(arguments))
-        writes = values_of(outputs)
+        reads = buffer_ids_of(tree_leaves(arguments))
+        writes = buffer_ids_of(outputs)
         if function._schema.is_mutable:
             writes |= reads
             outputs = []

@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable
 
 from ..kernels.cpp.linear import MAX_PIECES
+from .buffers import Buffers
 from .entries import Entry, Linear, TorchOp
 from .rows import Rows
-from .values import Values
 
 _MAX_DISTANCE = 5  # entries between two lists that are joined, at most
 
 
-def simplify(entries: list[Entry], values: Values) -> list[Entry]:
+def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
     entries = _join(_without_empty(entries), _joins_linear)
     entries = _join(entries, _joins_rows)
-    _drop_stores(entries, values)
+    _drop_stores(entries, buffers)
     entries = _without_empty(entries)
-    _place_result(entries, values)
+    _place_result(entries, buffers)
     return entries
 
 
@@ -80,15 +80,15 @@ def _depend(entry: Entry, other: Entry) -> bool:
     return bool(entry.writes & touched or entry.reads & other.writes)
 
 
-def _drop_stores(entries: list[Entry], values: Values) -> None:
-    needed = set(values.fixed).union(*(entry.reads for entry in entries))
+def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
+    needed = set(buffers.fixed_addresses).union(*(entry.reads for entry in entries))
     for entry in entries:
         if isinstance(entry, Rows):
             entry.drop_stores(needed)
 
 
-def _place_result(entries: list[Entry], values: Values) -> None:
-    """Drops a last entry that only copies a value to outside memory: the value is computed there
+def _place_result(entries: list[Entry], buffers: Buffers) -> None:
+    """Drops a last entry that only copies a buffer to memory outside: the buffer gets that address
     instead."""
     if not entries:
         return
@@ -100,16 +100,16 @@ def _place_result(entries: list[Entry], values: Values) -> None:
         return
     source, target = last.accesses()
     read = source.ref
-    value = read.value
-    if value is None or target.ref.value is not None:
+    buffer_id = read.buffer_id
+    if buffer_id is None or target.ref.buffer_id is not None:
         return
     are_alike = source.strides == target.strides and read.dtype is target.ref.dtype
     content_bytes = math.prod(read.sizes) * read.dtype.itemsize
-    is_whole = read.start == 0 and read.nbytes == content_bytes == values.sizes[value]
-    users = [entry for entry in others if value in entry.reads | entry.writes]
+    is_whole = read.offset == 0 and read.span_bytes == content_bytes == buffers.num_bytes[buffer_id]
+    users = [entry for entry in others if buffer_id in entry.reads | entry.writes]
     if not are_alike or source.is_narrow or not is_whole or len(users) != 1:
         return
     (producer,) = users
-    if value not in producer.reads and not isinstance(producer, TorchOp):
-        values.fixed[value] = target.ref.start
+    if buffer_id not in producer.reads and not isinstance(producer, TorchOp):
+        buffers.fixed_addresses[buffer_id] = target.ref.offset
         entries.pop()

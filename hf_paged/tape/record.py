@@ -19,7 +19,7 @@ from ..cache.handles import LazyTensor, written_tensors
 from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
-from .length import RANGES, with_ranges
+from .length import RANGE_FUNCTIONS, with_ranges
 
 aten = torch.ops.aten
 _LAZY = frozenset({"aten::_conj", "aten::_neg_view"})
@@ -281,7 +281,7 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _is_of_numbers(func, args, kwargs or {})
-        if func in RANGES:
+        if func in RANGE_FUNCTIONS:
             result = with_ranges(func, args, kwargs or {})
             if result is not NotImplemented:
                 return result

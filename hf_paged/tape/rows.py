@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .values import DTYPES, Address, Keep, Packed, Ref, values_of
+from .buffers import DTYPES, AddressOf, KeepBytes, PackedCall, TensorRef, buffer_ids_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
@@ -28,7 +28,7 @@ class TensorLayout(NamedTuple):
     """The strides by which a list reads or writes a tensor, in the dimensions of its `Shape`.
     Narrow tensors have one number per row."""
 
-    ref: Ref
+    ref: TensorRef
     strides: tuple[int, ...]
     is_narrow: bool
 
@@ -36,7 +36,7 @@ class TensorLayout(NamedTuple):
     def key(self) -> Any:
         """Equal for tensors with the same numbers, whatever their sizes."""
         ref = self.ref
-        return ref.value, ref.start, ref.dtype, self.strides, self.is_narrow
+        return ref.buffer_id, ref.offset, ref.dtype, self.strides, self.is_narrow
 
 
 class Instruction(NamedTuple):
@@ -75,7 +75,7 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
     return (*rows, sizes[-1])
 
 
-def layout(x: Tensor, ref: Ref, sizes: tuple[int, ...]) -> TensorLayout | None:
+def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | None:
     """Returns the layout of a tensor broadcast to `sizes`; `None` if it cannot be broadcast, or has
     too many dimensions."""
     sizes = sizes or (1,)
@@ -114,11 +114,11 @@ class Rows:
 
     @property
     def reads(self) -> set[int]:
-        return values_of(layout.ref for layout in self.accesses("load"))
+        return buffer_ids_of(layout.ref for layout in self.accesses("load"))
 
     @property
     def writes(self) -> set[int]:
-        return values_of(layout.ref for layout in self.accesses("store"))
+        return buffer_ids_of(layout.ref for layout in self.accesses("store"))
 
     # -- building ---------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Rows:
         """Whether this list can read `layouts`: none may be in memory that the list writes, except
         in the same layout."""
         written = self.writes
-        return all(x.key in self._registers or x.ref.value not in written for x in layouts)
+        return all(x.key in self._registers or x.ref.buffer_id not in written for x in layouts)
 
     def _register(self, is_narrow: bool) -> int:
         self.are_narrow.append(is_narrow)
@@ -160,7 +160,7 @@ class Rows:
         """Whether `other` has rows of the same shape, reads only registers or memory that this list
         does not write, and writes no memory that this list reads or writes."""
         stores = (*self.accesses("store"), *other.accesses("store"))
-        if any(target.ref.value is None for target in stores):
+        if any(target.ref.buffer_id is None for target in stores):
             return False  # other tensors may share memory outside the tape
         if self.shape != other.shape or not self.takes(other.accesses("load")):
             return False
@@ -182,21 +182,21 @@ class Rows:
     # -- of the tape ------------------------------------------------------------------------------
 
     def drop_stores(self, needed: set[int]) -> None:
-        """Drops stores to values that are not in `needed`, and then instructions whose results are
+        """Drops stores to buffers that are not in `needed`, and then instructions whose results are
         not used."""
         used: set[int] = set()
         backwards = []
         for instruction in reversed(self.instructions):
             is_used = instruction.out in used
             if instruction.op == "store" and instruction.memory is not None:
-                value = instruction.memory.ref.value
-                is_used = value is None or value in needed
+                buffer_id = instruction.memory.ref.buffer_id
+                is_used = buffer_id is None or buffer_id in needed
             if is_used:
                 backwards.append(instruction)
                 used.update(instruction.inputs)
         self.instructions = backwards[::-1]
 
-    def pack(self, address: Address, keep: Keep) -> Packed:
+    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
         registers, are_narrow = self._renumbered()
         num_memories = 0
         memories = b""

@@ -67,11 +67,11 @@ def _costs_of(layers: dict[int, KVBlocks], configs: Sequence[Any]) -> CascadeCos
         layer_costs.append(default_costs(heads, blocks.keys, blocks.values))
     if not layer_costs:
         return _NO_SAVINGS
-    token_bytes, state_bytes, rows_per_read, splits, overhead_bytes = zip(*layer_costs)
+    token_bytes, state_bytes, rows_per_read, num_splits, overhead_bytes = zip(*layer_costs)
     return CascadeCosts(
         sum(token_bytes),
         sum(state_bytes),
         min(rows_per_read),
-        max(splits),
+        max(num_splits),
         sum(overhead_bytes),
     )

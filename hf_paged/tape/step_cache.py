@@ -1,6 +1,6 @@
 """The cache that a model's forward gets while a decode step of a rectangle is recorded: every
-tensor has the size of the step's capacity, and lengths are numbers on the device. It owns neither
-blocks nor states."""
+tensor has the size of the step's capacity, and lengths are device tensors. It owns neither blocks
+nor states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..cache.states import (
     state_layers,
     state_tensors,
 )
-from ..cache.store import store_key
+from ..cache.store import store_signature
 from ..step import NotCapturable, StepMetadata
 
 
@@ -40,38 +40,38 @@ class StepLayer(CacheLayerMixin):
         step: StepMetadata,
         length: Tensor | int,
         is_sliding: bool,
-        is_read: bool,
+        reads_keys: bool,
     ) -> None:
         """`blocks`: `None` if nothing has been stored in the layer. `length`: `()` int64, the
-        positions that earlier steps have stored; of an encoder's keys and values, which no step
-        changes, a number. `is_read`: whether the model's own code reads keys and values."""
+        positions that earlier steps have stored; an int for an encoder's keys and values, which no
+        step changes. `reads_keys`: whether the model's own code reads keys and values."""
         self._blocks = blocks
         self.step = step
         self.length = length
         self.is_sliding = is_sliding
-        self._is_read = is_read
+        self._reads_keys = reads_keys
         self.is_initialized = blocks is not None
 
     @property
     def blocks(self) -> KVBlocks:
         """The keys and values. Raises `NotCapturable` if there are none."""
         if self._blocks is None:
-            raise NotCapturable("a layer of its cache has no blocks yet")
+            raise NotCapturable("a layer of the model's cache has no blocks yet")
         return self._blocks
 
     @property
     def keys(self) -> Tensor:
         """`(n, heads, capacity, dim)`."""
-        return self._show(False)
+        return self._tensor(False)
 
     @property
     def values(self) -> Tensor:
         """`(n, heads, capacity, dim)`."""
-        return self._show(True)
+        return self._tensor(True)
 
-    def _show(self, is_value: bool) -> Tensor:
+    def _tensor(self, is_value: bool) -> Tensor:
         blocks = self.blocks
-        if not self._is_read:
+        if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
         stored = blocks.values if is_value else blocks.keys
         return gather(self.step, stored, blocks.dtypes[is_value])
@@ -82,9 +82,9 @@ class StepLayer(CacheLayerMixin):
         """Stores K/V `(n, heads, 1, dim)`, and returns `keys` and `values`."""
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
-            raise NotCapturable("its forward stores a different number of tokens than it gets")
-        key = store_key(key_states, value_states)
-        self.blocks.store(key, key_states, value_states, self.step.slots)
+            raise NotCapturable("its forward stores a different number of tokens than it receives")
+        signature = store_signature(key_states, value_states)
+        self.blocks.store(signature, key_states, value_states, self.step.slots)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -107,57 +107,59 @@ class StepLayer(CacheLayerMixin):
 
 
 class HybridStepLayer(StepLayer, LinearAttentionLayer):
-    """A layer of a recorded step that has states, too."""
+    """A layer of a recorded step with both keys and values, and states of linear attention."""
 
 
 def step_cache(
     cache: PagedCache,
     steps: Sequence[StepMetadata],
     length: Tensor,
-    running: Sequence[Any],
+    running_layers: Sequence[Any],
     states: Sequence[Tensor],
-    is_read: bool,
+    reads_keys: bool,
 ) -> Any:
-    """Makes the cache of a step's forward from one step per layer group of `cache`, a model's empty
-    cache, and of its cross-attention cache; its layers of states are as those of the `running`
-    rows, with `states` `(n, ...)`, which the forward reads and changes. `length` and
-    `is_read` as in `StepLayer`."""
-    self_cache = _step_cache(cache, steps[: len(cache.groups)], length, is_read)
+    """Makes the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
+    layer group of `cache`, then of its cross-attention cache. Layers of states copy the attributes
+    of `running_layers` and hold `states` `(n, ...)`, which the forward reads and changes. `length`
+    and `reads_keys` as in `StepLayer`."""
+    self_cache = _step_cache(cache, steps[: len(cache.groups)], length, reads_keys)
     with_states = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
-    for layer, like in zip(with_states, running, strict=True):
-        copy_state_attributes(layer, like)
+    for layer, source in zip(with_states, running_layers, strict=True):
+        copy_state_attributes(layer, source)
     set_state_tensors(with_states, states)
     if cache.cross is None:
         return self_cache
     cross_steps = steps[len(cache.groups) :]
     columns = cross_steps[0].columns
     assert columns is not None
-    cross = _step_cache(cache.cross, cross_steps, len(columns), is_read)
-    both = EncoderDecoderCache(self_cache, cross)
-    both.is_updated = dict.fromkeys(range(len(cross.layers)), True)
-    return both
+    cross = _step_cache(cache.cross, cross_steps, len(columns), reads_keys)
+    encoder_decoder_cache = EncoderDecoderCache(self_cache, cross)
+    encoder_decoder_cache.is_updated = dict.fromkeys(range(len(cross.layers)), True)
+    return encoder_decoder_cache
 
 
 def _step_cache(
-    cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, is_read: bool
+    cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, reads_keys: bool
 ) -> Cache:
-    by_group = dict(zip(cache.groups.values(), steps))
+    step_by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             blocks = layer.group.blocks.storage.layers.get(layer.index)
-            kind = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
-            layer = kind(blocks, by_group[layer.group], length, layer.is_sliding, is_read)
+            layer_class = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
+            layer = layer_class(
+                blocks, step_by_group[layer.group], length, layer.is_sliding, reads_keys
+            )
         elif isinstance(layer, LinearAttentionLayer):
             layer = copy.copy(layer)
         elif not isinstance(layer, EMPTY_LAYERS):
-            raise NotCapturable(f"its cache has a {type(layer).__name__}")
+            raise NotCapturable(f"its cache has an unsupported layer, {type(layer).__name__}")
         layers.append(layer)
     return Cache(layers=layers)
 
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
-    """At the end of the forward: copies states for which it has set other tensors to `states`."""
+    """Copies the states that the forward replaced with new tensors back into `states`."""
     for state, new in zip(states, state_tensors(state_layers(cache)), strict=True):
         if new is not state:
             state.copy_(new)

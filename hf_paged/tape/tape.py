@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
-from .entries import Entry, TorchOp, spans
+from .buffers import Arena, Buffers, PackedCall, TensorRef
+from .entries import Entry, TorchOp, lifetimes
 from .lower import Lowering
 from .record import recording
-from .values import Arena, Packed, Ref, Values
 
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQ")  # struct TapeCall
@@ -32,17 +32,17 @@ def keep(held: list[Any], data: bytes) -> int:
 
 class Tape:
     """Recorded operations that run again, in order, on the same memory: one call runs consecutive
-    C++ entries, between calls of PyTorch. The tape owns memory for intermediate values; the model,
+    C++ entries, between calls of PyTorch. The tape owns memory for intermediate results; the model,
     blocks and inputs must stay at their addresses."""
 
-    def __init__(self, entries: list[Entry], values: Values) -> None:
-        self._arena = Arena(values, spans(entries))
-        self._held: list[Any] = [values.held]
+    def __init__(self, entries: list[Entry], buffers: Buffers) -> None:
+        self._arena = Arena(buffers, lifetimes(entries))
+        self._held: list[Any] = [buffers.held_tensors]
         self._keep = functools.partial(keep, self._held)
         self._failed = ctypes.c_int64()
         self.names: list[str] = []  # of the C++ kernels, in order
         self._parts: list[Callable[[], None]] = []
-        batch: list[Packed] = []
+        batch: list[PackedCall] = []
         for entry in entries:
             if isinstance(entry, TorchOp):
                 self._close(batch)
@@ -64,7 +64,7 @@ class Tape:
         with recording() as operations:
             run()
         lowering = Lowering(is_persistent)
-        return cls(lowering.run(operations), lowering.values)
+        return cls(lowering.run(operations), lowering.buffers)
 
     def replay(self) -> None:
         for part in self._parts:
@@ -72,7 +72,7 @@ class Tape:
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def _close(self, batch: list[Packed]) -> None:
+    def _close(self, batch: list[PackedCall]) -> None:
         """Turns these entries into one part of the replay."""
         if not batch:
             return
@@ -100,8 +100,8 @@ class Tape:
 
     def _call(self, entry: TorchOp) -> Callable[[], None]:
         tensor_of = self._arena.tensor
-        args, kwargs = tree_map_only(Ref, tensor_of, entry.arguments)
-        targets = [tensor_of(x) if isinstance(x, Ref) else None for x in entry.results]
+        args, kwargs = tree_map_only(TensorRef, tensor_of, entry.arguments)
+        targets = [tensor_of(x) if isinstance(x, TensorRef) else None for x in entry.results]
         function = entry.function
         if function.name() in _WITH_OUT and not kwargs:
             with_out = function.overloadpacket.out

@@ -1,4 +1,4 @@
-"""A request to `transformers serve`, from its client and its fields to its result. `serving` has
+"""The state of a request to `transformers serve`: its client, fields and result. `serving` makes
 the app answer it."""
 
 from __future__ import annotations
@@ -16,62 +16,64 @@ from .openai_answers import chat_logprobs, completion_logprobs
 from .openai_fields import CHAT, Translation
 
 CACHE_SALT = "x-cache-salt"  # header with the `cache_salt` of a request
-MAX_BODY_BYTES = 32 << 20  # of a JSON body: parsing it blocks everything else
+MAX_BODY_BYTES = 32 << 20  # parsing a longer JSON body would block the event loop too long
 
 
-class ClientGone(Exception):
-    """The client has disconnected, so that nobody reads the answer."""
+class ClientDisconnected(Exception):
+    """The client has disconnected, so nobody reads the answer."""
 
 
 @dataclass(eq=False)
 class Client:
-    """The client of a request, as its connection shows it."""
+    """The client of an HTTP request, and the state of its connection."""
 
     cache_salt: str | None
-    num_bytes: int = 0  # received so far of the body
-    is_gone: bool = False
-    requests: list[Callable[[], None]] = field(default_factory=list)  # each cancels one
+    num_bytes: int = 0  # of the body, received so far
+    is_disconnected: bool = False
+    cancel_callbacks: list[Callable[[], None]] = field(default_factory=list)
 
-    def leave(self) -> None:
-        self.is_gone = True
-        for cancel in self.requests:
+    def disconnect(self) -> None:
+        self.is_disconnected = True
+        for cancel in self.cancel_callbacks:
             cancel()
 
-    def watch(self, cancel: Callable[[], None]) -> None:
-        """Calls `cancel` when the client leaves."""
-        self.requests.append(cancel)
-        if self.is_gone:
+    def on_disconnect(self, cancel: Callable[[], None]) -> None:
+        """Calls `cancel` when the client disconnects, or now if it already has."""
+        self.cancel_callbacks.append(cancel)
+        if self.is_disconnected:
             cancel()
 
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A request of a client, with all its choices, which is one request of the engine."""
+    """A client's request; the engine serves all of its choices as one request."""
 
     endpoint: str
     fields: Translation
     is_plain: bool = False  # plain `generate` serves it
-    name: str = field(default_factory=lambda: str(uuid.uuid4()))  # two clients may send the same id
+    # id in the engine; unlike the client's, it is always unique
+    engine_request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     seed: int | None = None
     tokenizer: Any = None
-    inputs: dict[str, Any] | None = None  # images and sound of the prompt
-    generation: dict[str, Any] = field(default_factory=dict)  # options of its generation config
-    is_read: bool = False  # the body has been read: later errors are not the client's
-    is_added: bool = False  # the engine has the request
+    inputs: dict[str, Any] | None = None  # images and audio of the prompt
+    generation_options: dict[str, Any] = field(default_factory=dict)  # of the generation config
+    # errors are now the server's: the input was accepted, or a model is loading
+    errors_are_internal: bool = False
+    is_added: bool = False  # to the engine
     # set at the engine's first output
-    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-    has_run: bool = False  # a step has computed it
+    first_output_event: asyncio.Event = field(default_factory=asyncio.Event)
+    has_run: bool = False  # in at least one step
     result: RequestResult | None = None
 
     @property
     def refusal(self) -> Exception | None:
-        """The engine's error, if it never ran the request or no token was allowed."""
+        """The engine's error, if the request never ran or no token was allowed."""
         error = None if self.result is None else self.result.error
         return error if not self.has_run or isinstance(error, NoTokenError) else None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `PagedEngine.add_request` from the fields and headers."""
+        """Arguments of `PagedEngine.add_request` that the fields and headers determine."""
         salt = current_client.get().cache_salt
         return {**self.fields.options, **({} if salt is None else {"cache_salt": salt})}
 
@@ -79,7 +81,7 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        # one sequence if all choices are equal (greedy search)
+        # greedy search gives one sequence for all choices
         sequences = self.result.sequences if self.result is not None else []
         if "return_logprobs" not in self.fields.options or not sequences:
             return None
@@ -87,7 +89,7 @@ class ServedRequest:
         return form(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
-# Of the current asyncio task:
+# The client, the request and the choice that the current asyncio task serves.
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
 current_choice: ContextVar[int] = ContextVar("choice")  # the app answers each choice separately
@@ -100,8 +102,9 @@ def current_request() -> ServedRequest:
 
 
 class ClientWatch:
-    """ASGI middleware that reads the headers of a request, cancels its generation when the client
-    leaves, and refuses (413) a body of more than `MAX_BODY_BYTES`, except uploaded sound."""
+    """ASGI middleware that reads the cache salt, cancels generation when the client disconnects,
+    and limits bodies to `MAX_BODY_BYTES`, except uploaded audio: longer ones are refused with
+    status 413."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -114,36 +117,60 @@ class ClientWatch:
             return
         headers = Headers(scope=scope)
         salts = headers.getlist(CACHE_SALT)
-        # several headers make one salt, joined by commas, so that a header that a client adds to
-        # its proxy's cannot result in another tenant's salt
+        # joined into one salt, so a client that adds a header to its proxy's cannot select another
+        # tenant's salt
         client = Client(",".join(salts) if salts else None)
         current_client.set(client)
         limit = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
+        # closes the connection, since the rest of the body is not read
+        refusal = error_response(
+            413, f"the body has more than {MAX_BODY_BYTES} bytes: shorten it", connection="close"
+        )
         lengths = filter(str.isdecimal, headers.getlist("content-length"))
         if any(int(length) > limit for length in lengths):
-            message = f"the body has more than {MAX_BODY_BYTES} bytes: shorten it"
-            await error_response(413, message, connection="close")(scope, receive, send)
+            await refusal(scope, receive, send)
             return
-        # the queue of one message makes the body arrive at the app's pace
-        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)
+        # a queue of one message, for backpressure: the body is read at the app's pace
+        messages: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue(maxsize=1)
+        has_response = False
 
         async def read() -> None:
-            while True:
-                message = await receive()
-                client.num_bytes += len(message.get("body", b""))
-                # a body in chunks has no content-length header
-                if message["type"] == "http.disconnect" or client.num_bytes > limit:
-                    break
-                await messages.put(message)
-            client.leave()
-            while True:  # for every later call of `receive`
-                await messages.put({"type": "http.disconnect"})
+            last: dict[str, Any] | Exception = {"type": "http.disconnect"}
+            try:
+                while True:
+                    message = await receive()
+                    client.num_bytes += len(message.get("body", b""))
+                    # a body in chunks has no content-length header
+                    if message["type"] == "http.disconnect" or client.num_bytes > limit:
+                        break
+                    await messages.put(message)
+            except Exception as error:
+                last = error
+            client.disconnect()
+            while True:  # for every later call of `receive_queued`
+                await messages.put(last)
+
+        async def receive_queued() -> dict[str, Any]:
+            message = await messages.get()
+            if isinstance(message, Exception):
+                raise message
+            return message
+
+        async def send_unless_refused(message: dict[str, Any]) -> None:
+            nonlocal has_response
+            # a body over the limit looks like a disconnect to the app: the refusal replaces its
+            # answer
+            if has_response or client.num_bytes <= limit:
+                has_response = True
+                await send(message)
 
         reader = asyncio.ensure_future(read())
         try:
-            await self.app(scope, messages.get, send)
+            await self.app(scope, receive_queued, send_unless_refused)
         finally:
             reader.cancel()
+        if not has_response and client.num_bytes > limit:
+            await refusal(scope, receive, send)
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:

@@ -38,7 +38,7 @@ from .openai_fields import (
 )
 from .openai_limits import check_allows_tokens, check_beams, check_extremes
 from .served_request import (
-    ClientGone,
+    ClientDisconnected,
     ClientWatch,
     ServedRequest,
     current_choice,
@@ -58,7 +58,7 @@ LONG_BODY_BYTES = 1 << 20
 
 # options that the app passes as arguments, or that configure its own loop
 HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
-TEXT_INPUTS = ("input_ids", "attention_mask")  # the others are images and sound
+TEXT_INPUTS = ("input_ids", "attention_mask")  # the others are images and audio
 
 
 class ServedManager(PagedBatchingManager):
@@ -70,20 +70,21 @@ class ServedManager(PagedBatchingManager):
         if not request.is_added:  # the first choice adds the request for all choices
             super().add_request(
                 input_ids,
-                request.name,
+                request.engine_request_id,
                 seed=request.seed,
                 request_options={**request.options, "inputs": request.inputs},
                 on_result=request.take_result,
-                **{**request.generation, **kwargs},
+                **{**request.generation_options, **kwargs},
             )
-            request.is_added = request.is_read = True
-            current_client.get().watch(functools.partial(self.cancel_request, request.name))
+            request.is_added = request.errors_are_internal = True
+            cancel = functools.partial(self.cancel_request, request.engine_request_id)
+            current_client.get().on_disconnect(cancel)
         return str(request_id)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancels the request that a choice belongs to."""
-        name, _, _ = request_id.partition("__child#")
-        super().cancel_request(name)
+        engine_request_id, _, _ = request_id.partition("__child#")
+        super().cancel_request(engine_request_id)
 
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], None]
@@ -92,7 +93,7 @@ class ServedManager(PagedBatchingManager):
 
         def record(output: GenerationOutput) -> None:
             request.has_run |= output.lifespan[0] >= 0
-            request.has_begun.set()
+            request.first_output_event.set()
             callback(output)
 
         super().register_result_handler(request_id, record)
@@ -133,8 +134,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
             refusal = current_request().refusal
             if refusal is not None:
                 raise Refused(str(refusal)) from None
-            if current_client.get().is_gone:
-                raise ClientGone from None
+            if current_client.get().is_disconnected:
+                raise ClientDisconnected from None
             raise error from None
 
     def _begin(
@@ -150,37 +151,37 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self.manager.engine.tokenizer = tokenizer
         defaults = self.manager.generation_config
         num_choices = request.fields.num_choices
-        generation = {
+        overrides = {
             name: value
             for name, value in vars(gen_config).items()
             if name[0] != "_"
             and name not in HOW_TO_RUN
             and value not in (None, getattr(defaults, name, None))
         }
-        request.generation = {
-            **generation,
+        request.generation_options = {
+            **overrides,
             **request.fields.generation,
             "num_return_sequences": num_choices,
         }
-        check_extremes(request.generation)
-        biases = request.generation.get("sequence_bias")
+        check_extremes(request.generation_options)
+        biases = request.generation_options.get("sequence_bias")
         if isinstance(biases, Mapping):
             # transformers takes floats
             biases = {ids: float(bias) for ids, bias in biases.items()}
-            request.generation["sequence_bias"] = biases
-        check_beams(gen_config, request.generation)
-        check_allows_tokens(model, gen_config, request.generation)
+            request.generation_options["sequence_bias"] = biases
+        check_beams(gen_config, request.generation_options)
+        check_allows_tokens(model, gen_config, request.generation_options)
         core = self.manager.engine._core
         options = RequestOptions(schema=request.fields.options.get("schema"))
         try:
             if request.inputs is None:
-                core.check_length(inputs["input_ids"], request.name)
+                core.check_length(inputs["input_ids"], request.engine_request_id)
             if options.schema is not None:  # compiled here, so that the engine's thread need not
                 make = core.grammars.processor
                 _compile(functools.partial(make, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
             raise Refused(str(error)) from None
-        return output_names(request.name, num_choices)[current_choice.get()]
+        return output_names(request.engine_request_id, num_choices)[current_choice.get()]
 
 
 def _compile(function: Callable[[], Any]) -> None:
@@ -243,7 +244,7 @@ class MediaGenerateManager(utils.GenerateManager):
                 " them out"
             )
         vars(gen_config).update(request.fields.generation)
-        request.is_plain = request.is_read = True
+        request.is_plain = request.errors_are_internal = True
         return super(), (processor, inputs, gen_config)
 
 
@@ -284,8 +285,8 @@ class EngineGenerationState(utils.GenerationState):
 
 
 def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
-    """Builds the app. It refuses (400) requests that are invalid or not served, ends those whose
-    client disconnects, and has /metrics if prometheus_client is installed."""
+    """Builds the app. It refuses requests that are invalid or not served (400) or too long (413),
+    ends those whose client disconnects, and has /metrics if prometheus_client is installed."""
     from fastapi import Response
 
     handlers = {CHAT: chat_handler, **others}
@@ -314,7 +315,7 @@ def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
     gc.collect()
     gc.freeze()
     app.add_exception_handler(Refused, refuse)
-    app.add_exception_handler(ClientGone, drop)
+    app.add_exception_handler(ClientDisconnected, drop)
     app.add_middleware(ClientWatch)
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -403,24 +404,24 @@ async def _answer(
     try:
         remainders = []
         async with turn:
-            if current_client.get().is_gone:
-                raise ClientGone
+            if current_client.get().is_disconnected:
+                raise ClientDisconnected
             for choice in range(fields.num_choices):
                 # one after another: the first adds the request
                 current_choice.set(choice)
                 answer = handle(dict(fields.body), request_id)
                 remainders.append(await _begin_in_thread(answer))
         answers = await asyncio.gather(*remainders)
-    except (Refused, ClientGone, HTTPException, utils.CBWorkerDeadError):
+    except (Refused, ClientDisconnected, HTTPException, utils.CBWorkerDeadError):
         raise
     except Exception as error:
-        # libraries of templates, images and sound have their own errors for invalid input
-        if request.is_read:
+        # libraries of templates, images and audio have their own errors for invalid input
+        if request.errors_are_internal:
             raise
         raise Refused(f"{type(error).__name__}: {error}") from error
     is_stream = isinstance(answers[0], StreamingResponse)
     if is_stream and not request.is_plain:
-        await request.has_begun.wait()
+        await request.first_output_event.wait()
         if request.refusal is not None:
             raise Refused(str(request.refusal))
     adds_logprobs = "return_logprobs" in fields.options
@@ -440,14 +441,14 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     request = request_or_none.get()
     if request is None:  # not for a request
         return load(*args, **kwargs)
-    request.is_read = True
+    request.errors_are_internal = True
     try:
         loaded = load(*args, **kwargs)
     except OSError as error:
         if error.errno is None:  # transformers' error, for a model that does not exist
             raise Refused(str(error)) from error
         raise
-    request.is_read = False  # only the model's name has been read
+    request.errors_are_internal = False  # only the model's name has been read
     return loaded
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .. import forks
-from ..attention.backends.parts import Member, Part, Parts, geometries_of, part_maker
+from ..attention.backends.parts import Member, Part, PartPlan, geometries_of, part_maker
 from ..step import StepMetadata
 
 MIN_ROWS = 64
@@ -78,37 +78,37 @@ class RowViews(NamedTuple):
     values: Tensor
     step: StepMetadata
 
-    def parts(self, kv_heads: int) -> Parts:
-        parts: Parts = self.step.plan(_plan, kv_heads, self.placement)
-        return parts
+    def parts(self, kv_heads: int) -> PartPlan:
+        plan: PartPlan = self.step.plan(_plan, kv_heads, self.placement)
+        return plan
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:
         visible = slice(part.offset, part.offset + part.length)
-        return self.keys[part.slots, :, visible], self.values[part.slots, :, visible]
+        return self.keys[part.row_slots, :, visible], self.values[part.row_slots, :, visible]
 
 
-def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> Parts:
+def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
     """Returns the parts of rows that are contiguous in memory: each has rows of one geometry in
     consecutive slots."""
     geometries, is_complete = geometries_of(step)
     heads = slice(0, kv_heads)
     parts = []
-    for geometry, seeing in geometries:
+    for geometry, all_members in geometries:
         runs: list[tuple[int, int, list[Member]]] = []
         expected = None
-        for row, low in seeing:
+        for row, first_visible in all_members:
             slot = placement.slots[row]
-            offset = placement.firsts[row] + low
+            offset = placement.firsts[row] + first_visible
             if (row, slot, offset) != expected:
                 runs.append((slot, offset, []))
-            runs[-1][2].append((row, low))
+            runs[-1][2].append((row, first_visible))
             expected = (row + 1, slot + 1, offset)
         make_part = part_maker(step, geometry, geometries)
         for slot, offset, members in runs:
             row, _ = members[0]
             rows = slice(row, row + len(members))
             slots = slice(slot, slot + len(members))
-            parts.append(make_part(rows, tuple(members), heads, offset, slots=slots))
+            parts.append(make_part(rows, tuple(members), heads, offset, row_slots=slots))
     return tuple(parts), is_complete
 
 

@@ -131,14 +131,14 @@ def test_many_adapters_with_room_for_eight(count: int, tmp_path: Path) -> None:
     with PagedEngine(bare, PagedConfig(block_size=8)) as engine:
         engine.generate([prompt], options, adapter=folders[0])
         pages = engine._core.get_loop().executor.adapters().pages
-        assert len(pages._pages) == 1
+        assert len(pages._adapters) == 1
         own = engine.stats().cached_blocks - len(prompt) // 8
     config = PagedConfig(block_size=8, num_blocks=8 * own + 16)
     with PagedEngine(bare, config) as engine:
         results = engine.generate([prompt] * count, options, adapter=folders)
         again = engine.generate([prompt] * 4, options, adapter=folders[-4:])
         pages = engine._core.get_loop().executor.adapters().pages
-        assert len(pages._pages) <= 9
+        assert len(pages._adapters) <= 9
         stats = engine.stats()
         assert_drained(engine)
     assert stats.num_adapter_loads == count and stats.num_adapter_hits == 4

@@ -77,10 +77,10 @@ def test_hits_are_admissions_with_a_place() -> None:
     assert pages.pin("a", BYTES, "r")
     pages.unpin("a", "r")  # its request was not admitted
     assert pages.pin("a", BYTES, "r")
-    pages.use("a")
+    pages.record_admission("a")
     assert pages.num_hits == 0
     assert pages.pin("a", BYTES, "s")
-    pages.use("a")
+    pages.record_admission("a")
     assert pages.num_hits == 1
 
 

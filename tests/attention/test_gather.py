@@ -12,7 +12,7 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
-from hf_paged.attention.backends.parts import plan_parts
+from hf_paged.attention.backends.parts import SCRATCH_BYTES, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.reading import BlockLayout
@@ -36,7 +36,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "features", [{}, {"bias": (0, 1)}, {"softcap": 3.0, "sinks": True}, {"window": 20}], ids=str
 )
-def test_rows_of_several_lengths(
+def test_rows_of_different_lengths(
     features: dict[str, Any], queries: int, device: torch.device
 ) -> None:
     call = to_device(build(Case(seq_lens=(33, 70, 5, 64), queries=queries, **features)), device)
@@ -141,16 +141,28 @@ def test_masks_of_rows_gathered_together_are_small() -> None:
     assert lengths_of_parts([150, 140], queries=31) == [[150], [140]]
 
 
+def test_a_mask_with_a_row_per_head_takes_less_than_the_scratch() -> None:
+    """With as many query heads per K/V head as Falcon-7B, and about as many rows as are gathered
+    together."""
+    case = Case(seq_lens=(340, 330, 335, 338), queries=3, heads=71, kv_heads=1)
+    call = build(case)
+    call.run("gather")
+    assert len(call.step.plan(plan_parts, *layouts_of(call.key_blocks, call.value_blocks))[0]) == 1
+    (mask,) = (plan for plan in call.step._plans.values() if isinstance(plan, torch.Tensor))
+    assert mask.shape == (4, 1, 71 * 3, 340)
+    assert mask.untyped_storage().nbytes() < SCRATCH_BYTES
+
+
 def test_shorter_rows_are_padded_in_front() -> None:
-    """The first visible token of such a row is repeated and hidden."""
+    """The first visible token of such a row is repeated, and masked as padding."""
     tables = torch.tensor([[4, 2, 0], [3, 1, 0]], dtype=torch.int32)
     step = StepMetadata.rectangle(tables, (10, 6), 4, starts=(3, 4))
     blocks = torch.zeros(5, 2, 4, 8)
     (layout,) = layouts_of(blocks)
     ((part,), _) = plan_parts(step, layout)
-    assert part.positions is not None and part.hidden is not None
+    assert part.positions is not None and part.is_padding is not None
     assert part.positions.tolist() == [[3, 4, 5, 6, 7, 8, 9], [4, 4, 4, 4, 4, 4, 5]]
-    assert part.hidden[:, 0, 0].tolist() == [[False] * 7, [True] * 5 + [False] * 2]
+    assert part.is_padding[:, 0, 0].tolist() == [[False] * 7, [True] * 5 + [False] * 2]
 
 
 def test_slots_are_looked_up_once_for_all_layers() -> None:

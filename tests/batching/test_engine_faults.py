@@ -1442,7 +1442,7 @@ def test_a_machine_without_memory_for_more_blocks_preempts(
     """Memory that runs out while the pool grows is treated like any shortage of blocks."""
     countdown, grown = Countdown(growth, torch.OutOfMemoryError), KVBlocks.grown
     # otherwise storage is reserved at once, and never grows
-    monkeypatch.setattr(engine_core, "MANY_BLOCKS", 1)
+    monkeypatch.setattr(engine_core, "UNLIMITED_BLOCKS", 1)
 
     def failing(self: KVBlocks, num_blocks: int) -> KVBlocks:
         countdown()

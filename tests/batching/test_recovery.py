@@ -183,7 +183,7 @@ def test_blocks_of_a_lost_sequence_are_free_again() -> None:
     assert cache.stats().used_blocks == len(kept.tables[0].block_ids)
 
 
-@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "_hold", "_evicted"])
+@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "_hold", "_evict_adapter_of"])
 def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_folders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:

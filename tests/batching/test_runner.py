@@ -63,7 +63,7 @@ class Bench:
         self.model = model
         self.memory = PagedMemory(PagedConfig(block_size=SIZE, **config))
         self.cache = PagedCache(model.config, memory=self.memory)
-        recorder = find_recorder(model, self.cache)
+        recorder = find_recorder(model, self.cache, self.memory.config.capture)
         self.runner = PackedRunner(model, self.cache, mixed_lengths, recorder)
         self.groups = [group.blocks for group in self.cache.groups.values()]
 

@@ -311,7 +311,7 @@ def test_an_error_where_no_call_will_give_blocks_back() -> None:
     kept = paged(model, 4, return_dict_in_generate=True, **few)  # holds 5 blocks
 
     def refused(number: int) -> None:
-        with pytest.raises(hf_paged.OutOfBlocksError, match="Others hold blocks"):
+        with pytest.raises(hf_paged.OutOfBlocksError, match="Other requests or caches hold"):
             paged(model, number, **few)
 
     in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))
@@ -577,9 +577,16 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
     paged(
         model,
         0,
-        cache_config={"block_size": 8, "max_num_batched_tokens": 7, "prefix_caching": False},
+        cache_config={
+            "block_size": 8,
+            "max_num_batched_tokens": 7,
+            "prefix_caching": False,
+            "capture": False,
+        },
     )
     assert made[-1].scheduler.max_num_batched_tokens == 7 and not made[-1].blocks.prefix_caching
+    assert made[0].executor.runner.recorder is not None, "the other call may record"
+    assert made[-1].executor.runner.recorder is None
 
 
 def test_no_call_waits_for_one_that_stopped() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
-from hf_paged.batching.scheduling.queue import NeverFits
+from hf_paged.batching.scheduling.queue import NeverFitsError
 from tests.support import models
 from tests.support.engine_helpers import lone_run, prompts, run_all
 from tests.support.peft_models import many
@@ -47,7 +47,7 @@ def test_log_probabilities_of_a_prompt_whose_request_drafts_beside_a_prefill(len
 
 
 def test_the_error_of_a_request_that_never_fits_can_be_copied() -> None:
-    error = NeverFits(SimpleNamespace(), "needs 12 blocks")  # type: ignore[arg-type]
+    error = NeverFitsError(SimpleNamespace(), "needs 12 blocks")  # type: ignore[arg-type]
     for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
         assert type(copied) is OutOfBlocksError and str(copied) == str(error)
 

@@ -401,7 +401,7 @@ def test_a_cache_whose_first_step_failed_is_as_new(
             patch.setattr(owner, method, fail)
             with pytest.raises(RuntimeError, match="of torch"):
                 cache.update(states[2], states[2], 0)
-        assert cache.is_empty and not cache.rows.held
+        assert cache.is_empty and not cache.rows.sequences
         assert cache.stats().used_blocks == 0
         cache.check_integrity()
         for index in range(3):

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import threading
@@ -191,11 +192,42 @@ def test_bodies_that_are_too_long_are_refused(app: App, monkeypatch: pytest.Monk
     monkeypatch.setattr(served_request, "MAX_BODY_BYTES", 2000)
     body = json.dumps({"model": app.model, "messages": messages("a" * 2000)}).encode()
     path, form = "/v1/chat/completions", {"content-type": "application/json"}
-    answer = app.client.post(path, content=body, headers=form)
-    assert answer.status_code == 413 and "more than 2000 bytes" in answer.json()["error"]["message"]
     chunks = (body[i : i + 100] for i in range(0, len(body), 100))  # sent without a length
-    assert app.client.post(path, content=chunks, headers=form).status_code in (400, 413)
+    for content in (body, chunks):
+        answer = app.client.post(path, content=content, headers=form)
+        assert answer.status_code == 413 and answer.headers["connection"] == "close"
+        error = answer.json()["error"]
+        assert "more than 2000 bytes" in error["message"]
+        assert error["type"] == "invalid_request_error"
     assert app.chat()["usage"]["completion_tokens"] == 6
+
+
+def test_an_error_of_the_connection_ends_its_request() -> None:
+    """The app gets the error from its next `receive`, instead of waiting forever."""
+    received: list[bytes] = []
+    cancelled: list[bool] = []
+
+    async def app(scope: Any, receive: Callable[[], Any], send: Any) -> None:
+        served_request.current_client.get().on_disconnect(lambda: cancelled.append(True))
+        message = await receive()
+        received.append(message["body"])
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match="reset"):
+                await receive()
+
+    messages: list[Any] = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> Any:
+        if not messages:
+            raise ConnectionError("reset by the client")
+        return messages.pop()
+
+    async def send(message: Any) -> None: ...
+
+    scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
+    watched = served_request.ClientWatch(app)
+    asyncio.run(asyncio.wait_for(watched(scope, receive, send), WAIT))
+    assert received == [b"{"] and cancelled == [True]
 
 
 def test_stop_strings_up_to_the_limit_make_no_table(

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 import hf_paged
 from hf_paged import threads
+from hf_paged.native import manager_thread
 from tests.batching.test_interrupted_calls import interrupts
 from tests.support import models
 
@@ -116,3 +117,26 @@ def test_an_interrupt_as_a_manager_pauses_leaves_nothing_paused() -> None:
         assert not manager._thread.pausing, f"{vars(interrupt)}"
     expect(manager)
     manager.stop()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_error_as_the_thread_begins_leaves_a_manager_that_can_stop_and_start(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = models.get("llama")
+    manager = model.init_continuous_batching(GREEDY)
+
+    def fail(thread: threading.Thread) -> Any:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(manager_thread, "begin", fail)
+    with pytest.raises(MemoryError, match="on purpose"):
+        manager.start()
+    monkeypatch.undo()
+    assert not manager.is_running()
+    if is_stopped:
+        manager.stop(block=True, timeout=WAIT)
+    manager.start()
+    expect(manager)
+    manager.stop(block=True, timeout=WAIT)
+    assert not manager.is_running()

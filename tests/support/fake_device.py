@@ -123,7 +123,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             (masks, "padding_columns", padding_columns),
             (record, "_is_same", lambda host, other: True),  # neither has data
             (KVBlocks, "store", lambda *arguments: None),
-            (layers, "store_key", lambda keys, values: ()),
+            (layers, "store_signature", lambda keys, values: ()),
         ]:
             stack.enter_context(mock.patch.object(owner, name, value))
         for group in runner.cache.groups.values():
@@ -132,7 +132,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
                 for index, each in group.blocks.storage.layers.items()
             }
             for each in blocks.values():
-                each.store_key = ()
+                each.store_signature = ()
             stack.enter_context(mock.patch.object(group.blocks.storage, "layers", blocks))
         forget()
         try:

@@ -57,6 +57,32 @@ def test_positions_are_made_of_it() -> None:
     assert operations
 
 
+def test_other_code_gets_its_tensor() -> None:
+    length = length_of(5)
+    for other in (length + 1.5, torch.clamp(input=length, min=7), length * 2, -length):
+        assert type(other) is Tensor
+    assert torch.clamp(input=length, min=7).item() == 7
+
+
+def test_a_sum_in_place_leaves_the_positions_of_the_step() -> None:
+    positions = torch.tensor([5, 5])
+    length = Length(positions[0], 5, LengthRange())
+    length += 2
+    length -= 1
+    assert isinstance(length, Length) and length.offset == 1 and length.tensor.item() == 6
+    assert positions.tolist() == [5, 5]
+
+
+def test_an_index_with_other_tensors_is_left_to_the_guard() -> None:
+    x = torch.arange(60).view(3, 20)
+    length = length_of(5)
+    with recording(), pytest.raises(NotCapturable):
+        x[torch.tensor([0, 1]), length : length + 2]
+    with recording():
+        part = x[None, 1, length : length + 2]
+    assert part.tolist() == [[25, 26]]
+
+
 @pytest.mark.parametrize(
     "read",
     [int, bool, range, lambda x: torch.zeros(40)[:x], lambda x: torch.arange(x), Tensor.item],

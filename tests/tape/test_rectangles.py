@@ -63,10 +63,7 @@ def build(name: str) -> PreTrainedModel:
 
 def inputs_of(name: str, seed: int = 1) -> dict[str, Any]:
     """Two rows, the second of which is padded."""
-    inputs = next(iter(make_inputs(build(name), seed).values()))
-    if "Whisper" in name:  # whose mask is of the features, and which no decoder gets
-        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    return inputs
+    return next(iter(make_inputs(build(name), seed).values()))
 
 
 def generate(
@@ -388,8 +385,11 @@ def test_a_padded_decoder_prompt_gets_the_bias_of_its_own_positions(is_padded_fi
     assert_recorded(model)
 
 
-def test_a_mask_of_the_encoder_inputs_may_hide_tokens_of_the_decoder() -> None:
-    name = "Speech2TextForConditionalGeneration"
+AUDIO = ["Speech2TextForConditionalGeneration", "SeamlessM4TForSpeechToText"]
+
+
+@pytest.mark.parametrize("name", AUDIO)
+def test_a_mask_of_the_encoder_inputs_may_hide_tokens_of_the_decoder(name: str) -> None:
     model = build(name)
     inputs = inputs_of(name)
     frames = inputs["attention_mask"].shape[1]
@@ -397,7 +397,37 @@ def test_a_mask_of_the_encoder_inputs_may_hide_tokens_of_the_decoder() -> None:
         mask = torch.ones_like(inputs["attention_mask"])
         mask[1, frames - num_hidden :] = 0
         call = {**inputs, "attention_mask": mask}
-        assert torch.equal(generate(model, call, True), generate(model, call, False)), num_hidden
+        expected = generate(model, call, False)
+        assert torch.equal(generate(model, call, True), expected), num_hidden
+    assert_recorded(model, NUM_TOKENS - 4)
+
+
+@pytest.mark.parametrize("name", AUDIO)
+def test_rows_with_other_masks_of_their_audio_join(name: str) -> None:
+    model = build(name)
+    inputs = inputs_of(name)
+    del inputs["attention_mask"]
+    frames = inputs["input_features"].shape[1]
+    rows = []
+    for row, num_visible in enumerate((frames, frames // 2, frames - 3, frames // 4)):
+        audio = {key: x[row % 2][None] for key, x in inputs.items()}
+        mask = (torch.arange(frames) < num_visible).long()[None]
+        rows.append({**audio, "attention_mask": mask})
+    limits = [30, 9, 21, 14, 26, 17]
+    expected = []
+    for number, limit in enumerate(limits):
+        limit_options = {"max_new_tokens": limit, "min_new_tokens": limit}
+        output = generate(model, rows[number % 4], False, **limit_options)
+        expected.append(output[0, -limit:].tolist())
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        for number, limit in enumerate(limits):
+            options = {**GREEDY, "max_new_tokens": limit}
+            engine.add_request(rows[number % 4], options, request_id=str(number))
+            engine.step()
+        results = run_all(engine)
+        assert [results[str(number)].token_ids for number in range(len(limits))] == expected
+        assert engine.stats().num_captured_steps > 0 or not records_on_cpu()
+        assert_drained(engine)
 
 
 class LateBonus(transformers.T5ForConditionalGeneration):

@@ -270,7 +270,7 @@ def test_constants_are_made_once() -> None:
     check(function, tensor(3, 8), exact=True, calls=0)
 
 
-def test_values_share_memory() -> None:
+def test_buffers_share_memory() -> None:
     def function(x: Tensor) -> Tensor:
         for _ in range(20):
             x = x.softmax(-1) * 3

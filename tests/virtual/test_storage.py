@@ -112,7 +112,7 @@ class Model:
             .contiguous()
         )
         self.layer.store((), states, -states, slots)
-        self.layer.store_key = None
+        self.layer.store_signature = None
 
     def fork(self) -> None:
         table, tokens = self.random.choice(self.rows)

@@ -17,7 +17,7 @@ from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
 from . import reference
-from .parts import APART_QUERIES, SLICE_QUERIES, Part, plan_parts
+from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
 PACK_QUERIES = 64
@@ -144,7 +144,7 @@ def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Ten
 def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
     """Returns the bias `[rows, heads, queries, length]` of a part."""
     length = part.length
-    ranges = [slice(low, low + length) for _, low in part.members]
+    ranges = [slice(start, start + length) for _, start in part.members]
     if part.positions is not None:
         rows_bias = bias[part.rows, heads]
         index = part.positions[:, None, None].expand(*rows_bias.shape[:3], -1)
@@ -166,7 +166,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     is_plain = call.is_plain
     holds_scores = not is_plain or not call.query.is_cpu or dim != value_dim
     num_apart = 1  # heads of a group that run one after another
-    if holds_scores and queries >= APART_QUERIES:
+    if holds_scores and queries >= MIN_SEPARATE_QUERIES:
         num_apart = heads // key.shape[1]
     slices = part.slices
     if part.causal and is_plain and queries >= PACK_QUERIES:
@@ -251,37 +251,37 @@ def _mask(
     same mask. With padded rows there is one per part, `[rows, 1, heads * queries or 1, keys]`."""
     mask_queries = queries
     mask_keys = part.length
-    if part.hidden is None:
+    if part.is_padding is None:
         if not part.mask_keys:
             return None
         mask_keys = part.mask_keys
         if heads == 1:
             mask_queries = min(step.query_len or 1, SLICE_QUERIES)
     is_causal = part.mask_keys > 0
-    mask = step.plan(_make_mask, part.hidden, is_causal, mask_queries, mask_keys, dtype, heads)
+    mask = step.plan(_make_mask, part.is_padding, is_causal, mask_queries, mask_keys, dtype, heads)
     return mask[..., -heads * queries :, -keys:]
 
 
 @torch.inference_mode(False)
 def _make_mask(
     step: StepMetadata,
-    hidden: Tensor | None,
+    is_padding: Tensor | None,
     is_causal: bool,
     queries: int,
     keys: int,
     dtype: torch.dtype,
     heads: int,
 ) -> Tensor:
-    """Returns minus infinity where a query does not see a key, or the key is hidden, else 0. The
+    """Returns minus infinity where a query does not see a key, or the key is padding, else 0. The
     stride of its rows is a multiple of `MASK_ALIGNMENT`."""
     device = step.block_tables.device
     width = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
-    num_masks = 1 if hidden is None else len(hidden)
+    num_masks = 1 if is_padding is None else len(is_padding)
     mask_queries = heads * queries if is_causal else 1
     shape = (num_masks, 1, mask_queries, width)
     mask = torch.zeros(shape, dtype=dtype, device=device)[..., :keys]
-    if hidden is not None:
-        mask.masked_fill_(hidden, -math.inf)
+    if is_padding is not None:
+        mask.masked_fill_(is_padding, -math.inf)
     if is_causal:
         query = torch.arange(-queries, 0, device=device)[:, None]
         key = torch.arange(-keys, 0, device=device)

@@ -1,4 +1,4 @@
-"""Plans which rows and heads the portable path attends to together, once per step, and where their
+"""Plans, once per step, which rows and heads the portable path computes together, and where their
 keys and values are in the blocks. `gather` computes the attention."""
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torch import Tensor
 from ...cache.reading import BlockLayout, Units
 from ...step import StepMetadata
 
-APART_QUERIES = 32
-"""From this many queries per row on, rows of several lengths are not gathered together, and the
-heads of a group run one after another if all scores are in memory at once."""
+MIN_SEPARATE_QUERIES = 32
+"""With at least this many queries per row, rows of different lengths are not gathered together, and
+the heads of a group run one after another where all scores are materialized."""
 
 SCRATCH_BYTES = 2 << 20
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""Bytes of K and V gathered at a time, unless one head of one row takes more. On the CPU more would
-not stay in L2 and L3; on other devices gathering less would take no longer than the launches."""
+"""Bytes of K and V gathered at a time, unless one head of one row takes more. On the CPU, more
+would not fit in L2 and L3; on other devices, launch overhead would dominate smaller gathers."""
 
-PADDING_SHARE = 8
-"""Rows of several lengths are gathered together while their padding takes at most one part in this
-many of the scratch: that costs less than further operations."""
+PADDING_DIVISOR = 8
+"""Rows of different lengths are gathered together while padding takes at most 1/`PADDING_DIVISOR`
+of the scratch: that costs less than extra operations."""
 
 SLICE_QUERIES = 256
-"""Queries at a time under a mask, which skips keys that none of them sees and bounds the rows of
-the mask."""
+"""Queries per slice of a masked part: slicing skips keys that none of the slice's queries sees, and
+bounds the mask's rows."""
 
 Member = tuple[int, int]
-"""A row's number, and the first position that it sees."""
+"""A row's index in the step, and its first visible position."""
 
 Geometry = tuple[int, int, int]
-"""The number of tokens that a row sees, the offset of the first one in its block, and the first
-query that sees any."""
+"""The number of tokens visible to a row, the offset of the first one in its block, and the first
+query that sees a token."""
 
 GeometryRows = tuple[Geometry, list[Member]]
 """A geometry and its rows."""
@@ -44,40 +44,43 @@ GeometryRows = tuple[Geometry, list[Member]]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of one geometry, or padded to one, and a range of K/V heads, which fit in the scratch
-    together."""
+    """A range of K/V heads of rows that have one geometry or are padded to one length. Their keys
+    and values fit in the scratch together."""
 
+    # index of the members' rows in the step; a tensor is int64 `[rows]`, on the block tables'
+    # device
     rows: slice | Tensor
     members: tuple[Member, ...]
     heads: slice
     offset: int  # of the visible range in the first gathered block
     length: int  # of the visible range
     first_query: int  # earlier queries see no keys
-    # all queries in order, each range with the keys that any of its queries sees
+    # (queries, keys) ranges, counted from `first_query` and the first visible token: all queries in
+    # order, with the keys that any of them sees
     slices: tuple[tuple[slice, slice], ...]
     mask_keys: int  # columns of the step's mask, 0 if every query sees every key
     causal: bool  # as many keys as queries, and each query sees keys up to itself
-    # of keys and values; if quantized, of the codes and scales of keys, then of values
+    # one of keys and one of values; if quantized, of the keys' codes and scales, then the values'
     units: tuple[Units, ...] = ()
     positions: Tensor | None = None
-    """For rows of several lengths: the position of each gathered token, `[rows, length]`. Rows are
-    aligned at their ends: a shorter one is padded in front with copies of its first visible
+    """For rows of different lengths: the position of each gathered token, `[rows, length]`. Rows
+    are aligned at their ends: a shorter one is padded in front with copies of its first visible
     token."""
-    hidden: Tensor | None = None
-    """With `positions`: which of them are such padding, `[rows, 1, 1, length]`."""
-    slots: slice | None = None
+    is_padding: Tensor | None = None
+    """With `positions`: true for padding, bool `[rows, 1, 1, length]`."""
+    row_slots: slice | None = None
     """For rows that are contiguous in memory (`seams.PlacedRows`): their slots. The visible range
     begins at `offset` in a slot."""
 
 
-Parts = tuple[tuple[Part, ...], bool]
+PartPlan = tuple[tuple[Part, ...], bool]
 """The parts of a step with equally many queries per row, and whether they cover every query of
 every row."""
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> Parts:
+def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
     """Returns the parts of gathered rows, with their units in each layout. `step.plan` runs this
     once for all layers with the same layouts."""
     geometries, is_complete = geometries_of(step)
@@ -85,10 +88,10 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> Parts:
     size = step.block_size
     scratch = SCRATCH_BYTES if step.block_tables.is_cpu else DEVICE_SCRATCH_BYTES
     token_bytes = sum(layout.itemsize * layout.shape[3] for layout in layouts)  # of one head
-    most_tokens = scratch // (token_bytes * kv_heads)
+    scratch_tokens = scratch // (token_bytes * kv_heads)
     parts = []
-    for group in _similar(step, geometries, most_tokens):
-        (geometry, rows), *others = group
+    for group in _group_similar(step, geometries, scratch_tokens):
+        (geometry, all_members), *others = group
         make_part = part_maker(step, geometry, geometries)
         if others:
             part = _padded_part(step, group, layouts, make_part)
@@ -99,11 +102,11 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> Parts:
         head_bytes = num_blocks * size * token_bytes
         num_rows = max(1, scratch // (head_bytes * kv_heads))
         num_heads = max(1, min(kv_heads, scratch // head_bytes))
-        for at in range(0, len(rows), num_rows):
-            members = rows[at : at + num_rows]
+        for start in range(0, len(all_members), num_rows):
+            members = all_members[start : start + num_rows]
             tables = []
-            for row, low in members:
-                first = low // size
+            for row, first_visible in members:
+                first = first_visible // size
                 tables.append(step.block_tables[row, first : first + num_blocks])
             blocks = torch.stack(tables).long()
             index = _index(step, members)
@@ -126,13 +129,14 @@ def _units(
     return tuple(units[layout] for layout in layouts)
 
 
-def _similar(
+def _group_similar(
     step: StepMetadata,
     geometries: list[GeometryRows],
-    most: int,
+    scratch_tokens: int,
 ) -> Iterator[list[GeometryRows]]:
-    """Groups geometries of similar lengths, of at most `most` tokens including padding. Steps of
-    many queries are not grouped: they have few rows, and skip keys that no query sees."""
+    """Yields groups of geometries of similar length: padded, a group's rows fit in the scratch,
+    with little padding. With many queries per row, each geometry is a group: there are few rows,
+    and slices skip keys that no query sees."""
     group = list[GeometryRows]()
     num_rows = 0
     padding = 0
@@ -144,11 +148,12 @@ def _similar(
         count = len(members)
         num_rows += count
         padding += (longest - length) * count
-        # the mask of a group has a row per query and head, and is kept for all layers
+        # The group's mask is kept for all layers. It has a row per query; where heads are packed,
+        # one per head and query, which still takes fewer bytes than K and V of as many tokens.
         mask_size = num_rows * longest * queries
-        fits = mask_size <= most and padding * PADDING_SHARE <= most
+        fits = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or skipped > 0
-        if group and (not fits or skips_queries or queries >= APART_QUERIES):
+        if group and (not fits or skips_queries or queries >= MIN_SEPARATE_QUERIES):
             yield group
             group = []
             num_rows = count
@@ -168,12 +173,12 @@ def _padded_part(
     (length, _, _), _ = group[0]
     members = sorted(member for _, members in group for member in members)
     device = step.block_tables.device
-    row_bounds = [(step.seq_lens[row] - length, low) for row, low in members]
+    row_bounds = [(step.seq_lens[row] - length, first_visible) for row, first_visible in members]
     bounds = torch.tensor(row_bounds, device=device)
-    lows = bounds[:, 1:]
+    first_visible = bounds[:, 1:]
     positions = bounds[:, :1] + torch.arange(length, device=device)
-    hidden = (positions < lows)[:, None, None]
-    positions = positions.maximum(lows)
+    is_padding = (positions < first_visible)[:, None, None]
+    positions = positions.maximum(first_visible)
     rows = _index(step, members)
     tables = step.block_tables[rows].long()
     heads = slice(0, layouts[0].shape[1])
@@ -184,30 +189,29 @@ def _padded_part(
         0,
         units=_units(layouts, tables, heads, positions),
         positions=positions,
-        hidden=hidden,
+        is_padding=is_padding,
     )
 
 
 def geometries_of(step: StepMetadata) -> tuple[list[GeometryRows], bool]:
-    """Returns the rows and their first visible positions by geometry, longest first, and whether
-    every query sees a key."""
+    """Returns the members of each geometry, longest first, and whether every query sees a key."""
     query_len = step.query_len
     assert query_len is not None
     geometries: dict[Geometry, list[Member]] = {}
     is_complete = True
     ranges = zip(step.seq_lens, step.starts)
-    for row, (seq_len, low) in enumerate(ranges):
+    for row, (seq_len, first_visible) in enumerate(ranges):
         first_query = 0
         if step.causal:
             position = seq_len - query_len
-            first_query = max(0, low - position)
+            first_query = max(0, first_visible - position)
             if step.window is not None:
-                low = max(low, position + first_query - step.window + 1)
-        sees_keys = low < seq_len
+                first_visible = max(first_visible, position + first_query - step.window + 1)
+        sees_keys = first_visible < seq_len
         is_complete = is_complete and first_query == 0 and sees_keys
         if first_query < query_len and sees_keys:
-            geometry = (seq_len - low, low % step.block_size, first_query)
-            geometries.setdefault(geometry, []).append((row, low))
+            geometry = (seq_len - first_visible, first_visible % step.block_size, first_query)
+            geometries.setdefault(geometry, []).append((row, first_visible))
     longest_first = sorted(geometries.items(), reverse=True)
     return longest_first, is_complete
 
@@ -217,7 +221,8 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns `Part` with the fields set that all parts of one geometry share."""
+    """Returns a `Part` constructor with the fields bound that all parts of one geometry share.
+    `geometries`: longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry
@@ -227,7 +232,7 @@ def part_maker(
     window = length
     num_slices = 1
     if step.causal and queries > 1:
-        (mask_keys, _, _), _ = geometries[0]  # the longest
+        (mask_keys, _, _), _ = geometries[0]
         if step.window is not None:
             window = step.window
             mask_keys = min(mask_keys, SLICE_QUERIES + window - 1)
@@ -248,7 +253,7 @@ def part_maker(
 
 
 def _index(step: StepMetadata, members: list[Member]) -> slice | Tensor:
-    """Returns the index of the members' rows: if possible a slice, which needs no copy."""
+    """Returns the index of the members' rows, if possible a slice, which copies nothing."""
     rows = [row for row, _ in members]
     first = rows[0]
     end = rows[-1] + 1

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
-from ...attention.masks import LookAhead, attention_observer
+from ...attention.masks import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
@@ -229,12 +229,9 @@ class Prompts(PromptInputs):
         observer = LookAhead(self.paddings, self.length, first)
         rectangle = self.lay_out(model, cache, rows)
         rectangle.borrow(first)
-        token = attention_observer.set(observer)
-        try:
+        with observing_attention(observer):
             inputs = rectangle.inputs
             logits, _ = next_logits(model, self.input_ids, inputs, begins=True, num_cached=first)
-        finally:
-            attention_observer.reset(token)
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_positions for layer in layers if layer.num_positions]
         if any(count != self.length for count in counts):

@@ -38,6 +38,8 @@ class Rectangle:
     # names of inputs that are the same in every step
     constants: set[str] = dataclasses.field(default_factory=set)
     row_bytes: int = 0  # bytes of a row's states
+    # the range of encoder columns that each row attends to, if a forward has shown it
+    encoder_columns: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         self.origins = list(range(len(self.blocks)))  # each row's index in the first step
@@ -73,6 +75,8 @@ class Rectangle:
         for name in ("blocks", "encoded", "paddings", "origins"):
             values = getattr(self, name)
             setattr(selected, name, [values[row] for row in rows])
+        if self.encoder_columns is not None:
+            selected.encoder_columns = [self.encoder_columns[row] for row in rows]
         is_same = selected.origins == self.origins
         selected.inputs = {}
         for name, value in self.inputs.items():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ... import compat
+from ...attention.masks import EncoderColumns, observing_attention
 from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import SequenceBlocks
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
@@ -32,6 +33,7 @@ from ...model.registry import warn_once
 from ...model.state import ModelState
 from ...plan import StepPlan
 from ...seams import ForwardContext, Recorder, RectangleRecorder
+from ...switches import NOTHING
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
 from .runner import LogitsPart, Runner, WholePrompts, in_order
@@ -197,13 +199,25 @@ class RectangleRunner(Runner):
         """Runs the model's own forward on these arguments; returns logits as `_forward` does, and
         carries the rectangle's inputs on."""
         self.num_forwards += 1
+        observer = self._encoder_observer(rectangle)
+        observing = NOTHING if observer is None else observing_attention(observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
             prepared["logits_to_keep"] = num_logits
-        with self.products:
+        with self.products, observing:
             outputs = self.model(**prepared, return_dict=True)
+        if observer is not None and (columns := observer.columns()) is not None:
+            rectangle.encoder_columns = list(zip(*columns))
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
         rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
         return logits
+
+    def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
+        """The observer of the next forward's attention to the encoder, if replays need to know its
+        columns, and attention to the rows' own tokens has another number of keys."""
+        width = rectangle.encoder_width
+        if self._replays is None or rectangle.encoder_columns is not None or not width:
+            return None
+        return EncoderColumns(len(rectangle.blocks), width) if width != rectangle.width else None
 
     def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """As `_compute`, of one new token a row, as a replay; `None` if no recorded step serves

@@ -1,6 +1,6 @@
-"""The unfinished requests of a scheduler, running and waiting, in the order of their keys; which of
-them may have made a forward fail; the errors for lack of blocks. What a step computes is up to the
-scheduler."""
+"""Holds a scheduler's unfinished requests, running and waiting, in priority order; tracks which of
+them may have made a forward fail; creates out-of-blocks errors. The scheduler decides what a step
+computes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .preemption import Preemption
 _by_key = attrgetter("key")
 
 
-class NeverFits(OutOfBlocksError):
-    """`request` needs more blocks than there are, although no other request holds any."""
+class NeverFitsError(OutOfBlocksError):
+    """`request` needs more blocks than there are, and no other request holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -35,8 +35,9 @@ class NeverFits(OutOfBlocksError):
 
 
 class Suspects(deque[set[Request]]):
-    """Groups of requests whose common forward failed. Steps compute the first group alone, then the
-    next one, and a group that fails again is halved, so that only requests end which fail alone."""
+    """Groups of requests that failed in one forward. Steps compute the first group alone, then the
+    next one, and a group that fails again is halved, so that only requests that fail alone are
+    ended."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -45,18 +46,18 @@ class Suspects(deque[set[Request]]):
         return self[0] if self else None
 
     def halve(self, units: Items[list[Request]]) -> None:
-        """Makes the next steps compute these units, whose forward failed, in two halves, one after
-        the other; the requests of a unit stay together."""
+        """Splits the units of a failed forward into two groups, which the next steps compute one
+        after the other. A unit: requests that must be computed together."""
         middle = len(units) // 2
         for half in (units[middle:], units[:middle]):
             requests = {request for unit in half for request in unit if not request.is_finished}
-            self.discard(requests)  # the forward was for requests of the first group
+            self.discard(requests)  # if there are groups, the failed forward computed the first
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
-        """After a forward that succeeded: removes its requests that have nothing left to compute
-        before they get their next tokens."""
-        self.discard({request for request in self[0] if _has_logits(request)})
+        """Removes the requests of a successful forward that have nothing to compute until they get
+        their next tokens."""
+        self.discard({request for request in self[0] if _needs_no_forward(request)})
 
     def discard(self, requests: set[Request]) -> None:
         """Removes requests from their groups."""
@@ -66,18 +67,18 @@ class Suspects(deque[set[Request]]):
 
 @dataclass(eq=False)
 class RequestQueue:
-    """Every unfinished request is in `running` or in `waiting`. `preemption` allocates and frees
-    their blocks."""
+    """Every unfinished request is in `running` or in `waiting`, both sorted by `Request.key`.
+    `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
-    aging: float  # one unit of priority weighs as much as this many arrivals
+    arrivals_per_priority: float  # a priority lower by 1 counts as this many arrivals earlier
     # admits requests whose adapters take memory in the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None`: all
     allowed: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
-    # a preempted request may only wait for a token
+    # includes preempted requests with nothing to compute until their next token
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
@@ -97,20 +98,20 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Queues a new request."""
         if request.adapter_bytes:
-            self.adapters()  # makes it, so that it can prefetch
+            self.adapters()  # creates the adapters' part, so that it can prefetch weights
         arrival = self._num_arrivals
-        request.key = (arrival + request.priority * self.aging, arrival)
+        request.key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
-        self.wait(request)
+        self.enqueue(request)
 
-    def wait(self, request: Request) -> None:
+    def enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_by_key)
         if self.preemption.may_stop(request):
             self.preemption.waiting.add(request)
 
-    def run(self, request: Request) -> None:
-        """Makes a waiting request run; its blocks are allocated."""
+    def start(self, request: Request) -> None:
+        """Moves a waiting request to `running`; its blocks must be allocated."""
         self.remove(request)
         request.status = Status.RUNNING
         self.num_rows += request.num_open_rows
@@ -127,7 +128,7 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Counts a row of the request that has ended while others have not."""
+        """Counts one open row less: a row of the request has ended while others go on."""
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self.num_rows -= 1
@@ -138,10 +139,18 @@ class RequestQueue:
         self.num_rows = 0
         self.preemption.forget_waiting()
 
-    def admit(self, request: Request, chunk: int, reserve: int, is_alone: bool) -> bool:
-        """`Preemption.admit`, with the memory that the request's adapter needs. If this raises
-        `OutOfBlocksError`, the request holds no blocks and is recomputed."""
-        admit = functools.partial(self.preemption.admit, request, chunk, reserve, is_alone)
+    def admit(
+        self,
+        request: Request,
+        max_chunk_tokens: int,
+        num_reserved_blocks: int,
+        is_alone: bool,
+    ) -> bool:
+        """Calls `Preemption.admit`, also taking the memory of the request's adapter. After an
+        `OutOfBlocksError`, the request holds no blocks and will be recomputed."""
+        admit = functools.partial(
+            self.preemption.admit, request, max_chunk_tokens, num_reserved_blocks, is_alone
+        )
         try:
             if not request.adapter_bytes:
                 return admit()
@@ -152,26 +161,26 @@ class RequestQueue:
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Returns the error of a step that could schedule nothing because blocks for `request` are
-        missing: `NeverFits` if no other request holds any."""
+        missing: `NeverFitsError` if no other request holds any."""
         blocks = self.preemption.blocks
-        total = "any number of"
+        available = ""
         if blocks.num_total < sys.maxsize:
-            total = f"{blocks.num_free} of {blocks.num_total}"
+            available = f" ({blocks.num_free} of {blocks.num_total} available)"
         shortage = (
-            f"nothing can be scheduled: request {request.request_id!r} needs more blocks,"
-            f" {len(self.waiting)} requests wait, {len(self.running)} run, {total} blocks are"
-            " available. "
+            f"nothing can be scheduled: request {request.request_id!r} needs more blocks"
+            f"{available}. Requests waiting: {len(self.waiting)}, running: {len(self.running)}. "
         )
         if self.running or blocks.memory.is_used:
             return OutOfBlocksError(
-                shortage + "Others hold blocks: free their caches, or raise `num_blocks`"
+                shortage + "Other requests or caches hold blocks: end the requests, free the"
+                " caches or raise `num_blocks`"
             )
         if blocks.memory.num_held_by_others:
             return OutOfBlocksError(
-                shortage
-                + "Other models hold the rest of `hf_paged.budget`: end their requests, or raise it"
+                shortage + "Other models hold the rest of `hf_paged.budget`: end their requests, or"
+                " raise the budget"
             )
-        return NeverFits(
+        return NeverFitsError(
             request,
             shortage + "No other request holds blocks: raise `num_blocks`, `memory_fraction` or"
             " `hf_paged.budget`, free memory, or lower `max_new_tokens`, the prompt length or the"
@@ -179,5 +188,5 @@ class RequestQueue:
         )
 
 
-def _has_logits(request: Request) -> bool:
+def _needs_no_forward(request: Request) -> bool:
     return request.is_finished or request.is_computed or request.awaits_tokens

@@ -19,7 +19,7 @@ from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-AGING = 256.0  # one unit of priority weighs as much as this many arrivals
+ARRIVALS_PER_PRIORITY = 256.0  # a priority lower by 1 counts as this many arrivals earlier
 
 
 @dataclass(eq=False, repr=False)
@@ -27,8 +27,8 @@ class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
     preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). In the order of
-    `arrival + priority * aging`, running requests get their tokens and may preempt later requests;
-    then waiting requests are admitted as long as the first of them fits."""
+    `arrival + priority * arrivals_per_priority`, running requests get their tokens and may preempt
+    later requests; then waiting requests are admitted as long as the first of them fits."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step
@@ -38,7 +38,7 @@ class Scheduler:
     # limit of prefill tokens in a step with decodes; `None`: as many as fit into the step
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission leaves to running requests
-    aging: float = AGING
+    arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # set if keys depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
@@ -49,7 +49,7 @@ class Scheduler:
         self._chunks = self.preemption.chunks
         # every running sequence must be able to decode in every step, with one prefill beside them
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        self.queue = RequestQueue(self.preemption, self.aging, self.adapters)
+        self.queue = RequestQueue(self.preemption, self.arrivals_per_priority, self.adapters)
         # the first waiting request, if this step had no room for it (`max_num_seqs` or blocks)
         self._refused: Request | None = None
         self._scheduled = Scheduled()
@@ -80,8 +80,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Returns the next step, which `commit` or `fail_step` must end. Raises `OutOfBlocksError`,
-        with nothing scheduled, if others hold the blocks that the first request needs, `NeverFits`
-        if no other request holds any. After any other exception the caller must `recover`."""
+        with nothing scheduled, if others hold the blocks that the first request needs,
+        `NeverFitsError` if no other request holds any. After any other exception the caller must
+        `recover`."""
         self._is_committed = False
         self._scheduled = Scheduled()
         self._schedule(self._scheduled)
@@ -368,7 +369,7 @@ class Scheduler:
                 if not self.reclaim():
                     self._refused = request
                     return
-            self.queue.run(request)
+            self.queue.start(request)
             num_left = left
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
@@ -379,7 +380,7 @@ class Scheduler:
             self._scheduled.admitted.append(request)
 
     def _wait(self, request: Request) -> None:
-        self.queue.wait(request)
+        self.queue.enqueue(request)
         self.timeline.waits(request)
 
     def _preempt(self, request: Request, keeps_kv: bool = True) -> None:

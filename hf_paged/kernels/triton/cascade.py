@@ -16,63 +16,80 @@ from ...step import Cascade, StepMetadata, to_device
 
 
 class SharedPrefix(NamedTuple):
+    """Rows of a step whose block tables begin with the same blocks."""
+
     rows: tuple[int, ...]
-    num_blocks: int  # leading blocks that the rows' block tables share
+    num_blocks: int  # leading blocks that these rows attend to together: all shared ones, or fewer
 
 
 class CascadeCosts(NamedTuple):
-    token_bytes: int  # K and V of one token of a layer, all heads
+    """What attending to shared blocks once saves and costs, in all layers with the same plan."""
+
+    token_bytes: int  # K and V of one token, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
     rows_per_read: int  # rows whose queries one program computes per read of a shared block
-    splits: int = 1  # parts into which shared keys are split
+    num_splits: int = 1  # parts into which shared keys are split
     overhead_bytes: int = 0  # bytes that could be read while two more kernels start, once per step
 
 
-def make_cascade(groups: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
-    size, device = step.block_size, step.block_tables.device
-    width = max(group.num_blocks for group in groups)
-    starts = [0] * step.num_rows
+def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
+    """Splits a decode step whose block ids are on the host into a step over the shared prefixes (at
+    least one, each row in at most one) and a step over the remaining tokens of every row."""
+    block_size = step.block_size
+    num_prefixes = len(shared_prefixes)
+    max_blocks = max(prefix.num_blocks for prefix in shared_prefixes)
+    tail_starts = [0] * step.num_rows  # in tokens
     tables = array("i")
-    bounds = [0]
-    members = array("i")
-    for rows, num_blocks in groups:
-        bounds.append(bounds[-1] + len(rows))
-        members.extend(rows)
-        tables.extend((*step.block_ids[rows[0]][:num_blocks], *([0] * (width - num_blocks))))
+    query_start = [0]
+    query_rows = array("i")
+    for rows, num_blocks in shared_prefixes:
+        query_start.append(query_start[-1] + len(rows))
+        query_rows.extend(rows)
+        shared_ids = step.block_ids[rows[0]][:num_blocks]
+        padding = [0] * (max_blocks - num_blocks)
+        tables.extend((*shared_ids, *padding))
         for row in rows:
-            starts[row] = num_blocks * size
-    on_device = to_device(torch.frombuffer(tables + members, dtype=torch.int32), device)
-    shared, query_index = on_device.split((len(tables), len(members)))
+            tail_starts[row] = num_blocks * block_size
+    # one copy to the device is faster than two
+    host = torch.frombuffer(tables + query_rows, dtype=torch.int32)
+    on_device = to_device(host, step.block_tables.device)
+    block_tables, query_index = on_device.split((len(tables), len(query_rows)))
     prefixes = StepMetadata(
-        block_tables=shared.view(len(groups), width),
-        query_start=tuple(bounds),
-        seq_lens=tuple(group.num_blocks * size for group in groups),
-        starts=(0,) * len(groups),
-        block_size=size,
-        causal=False,
+        block_tables=block_tables.view(num_prefixes, max_blocks),
+        query_start=tuple(query_start),
+        seq_lens=tuple(prefix.num_blocks * block_size for prefix in shared_prefixes),
+        starts=(0,) * num_prefixes,
+        block_size=block_size,
+        causal=False,  # a prefix ends before each row's query
     )
-    return Cascade(dataclasses.replace(step, starts=tuple(starts)), prefixes, query_index)
+    tails = dataclasses.replace(step, starts=tuple(tail_starts))
+    return Cascade(tails, prefixes, query_index)
 
 
-def default_costs(heads: int, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
-    """Returns the costs of a layer with this many query heads."""
-    kv_heads, _, key_dim = key_blocks.shape[1:]
+def default_costs(num_heads: int, key_blocks: Tensor, value_blocks: Tensor) -> CascadeCosts:
+    """Returns the costs of a layer with `num_heads` query heads, whose K and V blocks are
+    `(num_blocks, kv_heads, block_size, dim)`."""
+    num_kv_heads, _, key_dim = key_blocks.shape[1:]
     value_dim = value_blocks.shape[3]
     return CascadeCosts(
-        token_bytes=kv_heads * (key_dim + value_dim) * key_blocks.element_size(),
-        state_bytes=heads * (value_dim + 1) * 4,
-        rows_per_read=max(1, 128 * kv_heads // heads),  # query rows of a program
-        splits=8,  # fills an H200 with one group and 8 K/V heads of 2 programs each
+        token_bytes=num_kv_heads * (key_dim + value_dim) * key_blocks.element_size(),
+        state_bytes=num_heads * (value_dim + 1) * 4,  # float32
+        # a program computes 128 queries, those of all heads that read the same K/V head
+        rows_per_read=max(1, 128 * num_kv_heads // num_heads),
+        num_splits=8,  # one prefix and 8 K/V heads with 2 programs each then fill an H200
         overhead_bytes=16 << 20,  # about 4 us at 4 TB/s: an estimate, not a measurement
     )
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """Returns the cascade that pays off for a step of decodes, or `None`."""
+    """Returns the cascade of a decode step if it saves more than it costs, else `None`; `None` also
+    if the block ids are not on the host, or if a row's first visible token is not its first."""
     if not step.block_ids or any(step.starts):
         return None
-    groups = plan_cascade(step.block_ids, step.seq_lens, step.block_size, costs, step.window)
-    return make_cascade(groups, step) if groups else None
+    shared_prefixes = plan_cascade(
+        step.block_ids, step.seq_lens, step.block_size, costs, step.window
+    )
+    return make_cascade(shared_prefixes, step) if shared_prefixes else None
 
 
 def plan_cascade(
@@ -82,52 +99,62 @@ def plan_cascade(
     costs: CascadeCosts,
     window: int | None = None,
 ) -> tuple[SharedPrefix, ...]:
-    """Returns groups of rows (each row in at most one) that move fewer bytes if their shared
-    leading blocks are read once per `rows_per_read` rows, at the cost of writing and reading one
-    more state per row and split; none if they save at most `overhead_bytes` together. The last
-    token of a row is never in a shared part, and rows longer than their window share no blocks."""
-    usable = {
+    """Returns the prefixes, each row in at most one, that save the most bytes: a shared block is
+    read once per `rows_per_read` rows, but each row writes and reads one more state per split.
+    Returns none if they save at most `overhead_bytes` together.
+
+    `tables[i]` holds the block ids of row `i`, and `seq_lens[i]` counts its tokens, including the
+    new one. The block with the new token is never shared: each row writes to its own. A row longer
+    than `window` shares no blocks: its window begins within them."""
+    num_shareable = {
         row: (seq_len - 1) // block_size
         for row, seq_len in enumerate(seq_lens)
         if seq_len > block_size and (window is None or seq_len <= window)
     }
-    groups, saved = _best(list(usable), tables, usable, block_size, costs)
-    return tuple(groups) if saved > costs.overhead_bytes else ()
+    rows = list(num_shareable)
+    shared_prefixes, saved_bytes = _best_prefixes(rows, tables, num_shareable, block_size, costs)
+    return tuple(shared_prefixes) if saved_bytes > costs.overhead_bytes else ()
 
 
-def _best(
+def _best_prefixes(
     rows: list[int],
     tables: Sequence[list[int]],
-    usable: dict[int, int],
+    num_shareable: dict[int, int],
     block_size: int,
     costs: CascadeCosts,
 ) -> tuple[list[SharedPrefix], int]:
-    """Returns one group of all rows, or the best groups of subsets that share more blocks; and the
-    saved bytes."""
+    """Returns one prefix of all `rows`, or the best prefixes of subsets that share more blocks,
+    whichever saves more; and the saved bytes, without `overhead_bytes`. `num_shareable`: leading
+    blocks that a row may share, by row."""
     if len(rows) < 2:
         return [], 0
     # A prefix of both the least and the greatest table is a prefix of all tables; list comparisons
     # run in C.
-    chosen = [tables[row] for row in rows]
-    least = min(chosen)
-    greatest = max(chosen)
-    most = min(usable[row] for row in rows)
-    shared = bisect.bisect_left(
-        range(1, most + 1), True, key=lambda count: least[:count] != greatest[:count]
+    row_tables = [tables[row] for row in rows]
+    least = min(row_tables)
+    greatest = max(row_tables)
+    max_shared = min(num_shareable[row] for row in rows)
+    num_shared = bisect.bisect_left(
+        range(1, max_shared + 1), True, key=lambda count: least[:count] != greatest[:count]
     )
-    reads = -(-len(rows) // costs.rows_per_read)
-    whole = (len(rows) - reads) * shared * block_size * costs.token_bytes
-    whole -= 2 * len(rows) * (costs.splits + 1) * costs.state_bytes
-    branches: dict[int, list[int]] = {}
+    num_reads = -(-len(rows) // costs.rows_per_read)
+    num_saved_tokens = (len(rows) - num_reads) * num_shared * block_size
+    num_states = len(rows) * (costs.num_splits + 1)  # of the splits and of the rows' own tokens
+    saved_together = num_saved_tokens * costs.token_bytes
+    saved_together -= 2 * num_states * costs.state_bytes  # written, then read
+    branches: dict[int, list[int]] = {}  # rows by their first block after the shared ones
     for row in rows:
-        if usable[row] > shared:
-            branches.setdefault(tables[row][shared], []).append(row)
-    parts: list[SharedPrefix] = []
-    total = 0
+        if num_shareable[row] > num_shared:
+            next_block = tables[row][num_shared]
+            branches.setdefault(next_block, []).append(row)
+    separate: list[SharedPrefix] = []
+    saved_separately = 0
     for branch in branches.values():
-        groups, saving = _best(branch, tables, usable, block_size, costs)
-        parts += groups
-        total += saving
-    if whole > max(total, 0):
-        return [SharedPrefix(tuple(rows), shared)], whole
-    return parts, total
+        branch_prefixes, saved_bytes = _best_prefixes(
+            branch, tables, num_shareable, block_size, costs
+        )
+        separate += branch_prefixes
+        saved_separately += saved_bytes
+    if saved_together > max(saved_separately, 0):
+        return [SharedPrefix(tuple(rows), num_shared)], saved_together
+    return separate, saved_separately

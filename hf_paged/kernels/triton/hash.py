@@ -17,19 +17,19 @@ from .launch import launch
 TILE = 1024  # 8-byte words that a program reads at a time: 8 per thread of four warps
 PROGRAMS_PER_SM = 5  # resident programs per multiprocessor, with 90 registers per thread
 # The constants of `hash_portable`, as uint64.
-_STEP = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
-_SECOND = tl.constexpr(0x94D049BB133111EB)
+_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
 def _mix(words, position):
     # Returns the two summands of each word. Products and sums of uint64 are modulo 2^64.
-    mixed = words ^ (position * _STEP)
-    mixed = (mixed ^ (mixed >> 30)) * _FIRST
-    mixed = (mixed ^ (mixed >> 27)) * _SECOND
-    mixed = (mixed ^ (mixed >> 31)) * _STEP
-    return mixed, (mixed ^ (mixed >> 32)) * _FIRST
+    mixed = words ^ (position * _GAMMA)
+    mixed = (mixed ^ (mixed >> 30)) * _MIX_1
+    mixed = (mixed ^ (mixed >> 27)) * _MIX_2
+    mixed = (mixed ^ (mixed >> 31)) * _GAMMA
+    return mixed, (mixed ^ (mixed >> 32)) * _MIX_1
 
 
 @triton.jit

@@ -135,7 +135,7 @@ def test_a_long_prompt_leaves_half_to_more_urgent_ones() -> None:
 
 
 def test_priority_is_worth_a_number_of_arrivals() -> None:
-    scheduler = make(seqs=1, aging=2.5)
+    scheduler = make(seqs=1, arrivals_per_priority=2.5)
     for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:
         add(scheduler, name, 2, priority=priority)
     order = []
@@ -379,7 +379,7 @@ def test_blocks_held_by_others_are_reported() -> None:
     add(scheduler, "a", 16)
     with pytest.raises(
         OutOfBlocksError,
-        match=r"nothing can be scheduled.*2 of 8 blocks are available.*Others hold blocks",
+        match=r"nothing can be scheduled.*2 of 8 available.*Other requests or caches hold blocks",
     ):
         step(scheduler)
     scheduler.blocks.groups[0].pool.release(held)

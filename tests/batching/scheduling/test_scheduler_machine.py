@@ -244,7 +244,7 @@ class Engine(RuleBasedStateMachine):
             max_num_seqs=max_seqs,
             max_chunk_tokens=max_chunk,
             watermark=watermark,
-            aging=4,
+            arrivals_per_priority=4,
         )
         self.decodings: list[list[Request]] = []
         self.answered: dict[Request, set[int]] = {}

@@ -54,7 +54,7 @@ def test_what_merging_and_starting_cost_is_weighed() -> None:
         (FREE._replace(overhead_bytes=40), False),
         (FREE._replace(state_bytes=4), True),  # 2 rows x 2 parts, written and read: 32 bytes
         (FREE._replace(state_bytes=5), False),
-        (FREE._replace(state_bytes=4, splits=2), False),
+        (FREE._replace(state_bytes=4, num_splits=2), False),
         (FREE._replace(rows_per_read=1), False),
     ):
         assert bool(plan_cascade(tables, seq_lens, 4, costs)) is pays_off, costs
@@ -65,7 +65,7 @@ def saving(groups: tuple[SharedPrefix, ...], costs: CascadeCosts, block_size: in
     for rows, num_blocks in groups:
         reads = -(-len(rows) // costs.rows_per_read)
         total += (len(rows) - reads) * num_blocks * block_size * costs.token_bytes
-        total -= 2 * len(rows) * (costs.splits + 1) * costs.state_bytes
+        total -= 2 * len(rows) * (costs.num_splits + 1) * costs.state_bytes
     return total
 
 

@@ -18,6 +18,7 @@ from hf_paged.cache.states import state_tensors
 from hf_paged.rooms import is_installed
 from hf_paged.tape import rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates
+from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.engine_helpers import assert_drained, run_all
@@ -84,7 +85,18 @@ def route_of(model: PreTrainedModel) -> Route:
     return route
 
 
+# whose own code prepares the inputs of a step in older transformers
+UNRECORDED_BEFORE_5_24 = {
+    "MambaForCausalLM",
+    "MllamaForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
+
+
 def assert_recorded(model: PreTrainedModel, least: int = 1) -> None:
+    if models.BEFORE_5_24 and type(model).__name__ in UNRECORDED_BEFORE_5_24:
+        return
     assert route_of(model).num_captured_steps >= least or not records_on_cpu()
 
 

@@ -21,13 +21,13 @@ from .backends.reference import AttentionCall, pair
 from .latent import LatentTensor, attend_packed
 from .masks import (
     PagedMask,
-    attention_observer,
     in_table_coordinates,
     mask_observer,
     packed_step,
     parse,
     rectangle_step,
 )
+from .observers import attention_observer
 
 # A row with more queries is a prefill chunk, for which gathering once and calling sdpa takes less
 # than 3% longer.

@@ -101,6 +101,20 @@ def current_request() -> ServedRequest:
     return request
 
 
+def _client_of(headers: Any) -> Client:
+    """The client of a request with these headers (`starlette.datastructures.Headers`)."""
+    salts = headers.getlist(CACHE_SALT)
+    # joined into one salt, so a client that adds a header to its proxy's cannot select another
+    # tenant's salt
+    return Client(",".join(salts) if salts else None)
+
+
+def _content_length(headers: Any) -> int:
+    """The largest content length of these headers; 0 without any."""
+    lengths = filter(str.isdecimal, headers.getlist("content-length"))
+    return max(map(int, lengths), default=0)
+
+
 class ClientWatch:
     """ASGI middleware that reads the cache salt, cancels generation when the client disconnects,
     and limits bodies to `MAX_BODY_BYTES`, except uploaded audio: longer ones are refused with
@@ -116,18 +130,14 @@ class ClientWatch:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        salts = headers.getlist(CACHE_SALT)
-        # joined into one salt, so a client that adds a header to its proxy's cannot select another
-        # tenant's salt
-        client = Client(",".join(salts) if salts else None)
+        client = _client_of(headers)
         current_client.set(client)
         limit = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
         # closes the connection, since the rest of the body is not read
         refusal = error_response(
             413, f"the body has more than {MAX_BODY_BYTES} bytes: shorten it", connection="close"
         )
-        lengths = filter(str.isdecimal, headers.getlist("content-length"))
-        if any(int(length) > limit for length in lengths):
+        if _content_length(headers) > limit:
             await refusal(scope, receive, send)
             return
         # a queue of one message, for backpressure: the body is read at the app's pace

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import LookAhead, MaskPattern, PagedMask, padding_columns, parse
+from hf_paged.attention.masks import MaskPattern, PagedMask, padding_columns, parse
+from hf_paged.attention.observers import LookAhead
 
 PAD = torch.zeros(2, dtype=torch.long)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
-from ...attention.masks import LookAhead, observing_attention
+from ...attention.observers import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ... import compat
-from ...attention.masks import EncoderColumns, observing_attention
+from ...attention.observers import EncoderColumns, observing_attention
 from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import SequenceBlocks
 from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers

@@ -362,8 +362,9 @@ def recording() -> Iterator[list[Recorded]]:
     modes = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
-        # so that no mask is left out because of its content; recordings are made one at a time
-        masking_utils.is_tracing = lambda _: True
+        # so that this thread leaves out no mask because of its content; recordings are made one at
+        # a time
+        masking_utils.is_tracing = lambda x: observer.get() is not None or is_tracing(x)
         recorder = _Recorder(operations)
         with ReadGuard(recorder), recorder:
             yield operations

@@ -94,13 +94,13 @@ class RectangleReplays:
             return None
         if rectangle.width - 1 not in recorder.lengths:
             return None
+        self._zero_token_types = _zero_token_types(prepared)
         tokens = self._pack(rectangle, prepared)
         if tokens is None:
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
-        self._zero_token_types = _zero_token_types(prepared)
         self._constants = _constants(prepared), tuple(self._zero_token_types)
         cross_lengths = tokens.groups[-1].seq_lens if self._cross else ()
         self._masking = _row_masking(rectangle, cross_lengths)
@@ -215,7 +215,7 @@ class RectangleReplays:
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
         handled = {self._ids_name, self._cache_name, "encoder_outputs"}
-        handled.update(_zero_token_types(prepared))
+        handled.update(self._zero_token_types)
         if self._cross:
             handled.add("attention_mask")  # `_encoder_lengths`
         inputs = [(name, value) for name, value in prepared.items() if name not in handled]
@@ -316,9 +316,9 @@ class RectangleReplays:
         num_self = len(column_steps) - len(self._cross)
         masks = {}
         if self._mask_name in self._forward_parameters:
-            own = column_steps[:num_self]
-            unwindowed = [step for step in own if step.window is None]
-            masks[self._mask_name] = _stored((unwindowed or own)[0])
+            self_steps = column_steps[:num_self]
+            unwindowed = [step for step in self_steps if step.window is None]
+            masks[self._mask_name] = _stored((unwindowed or self_steps)[0])
         if self._cross:
             masks["attention_mask"] = _stored(column_steps[-1])
         return masks

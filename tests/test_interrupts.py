@@ -38,7 +38,7 @@ from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.checks import model_state
 from tests.support.interrupts import interrupt_calls, interrupt_often
-from tests.support.rooms import records_on_cpu
+from tests.support.rooms import needs_all_rooms, records_on_cpu
 from tests.support.scenarios import MODES, Case, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
@@ -778,6 +778,7 @@ def test_an_interrupt_leaves_no_attempted_lock_held(is_taken: bool) -> None:
         holder.join()
 
 
+@needs_all_rooms
 def test_no_lock_is_acquired_outside_of_with_and_attempt() -> None:
     """A signal that arrives between `lock.acquire()` and a `try` leaves the lock held."""
     calls = set[str]()

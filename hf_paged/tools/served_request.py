@@ -115,6 +115,46 @@ def _content_length(headers: Any) -> int:
     return max(map(int, lengths), default=0)
 
 
+class _MessageQueue:
+    """Reads a client's messages from `receive` at the app's pace: it holds one at a time. Disconnects
+    the client at its own disconnection, at an error, and at a body of more than `max_bytes`."""
+
+    def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
+        self._receive = receive
+        self._client = client
+        self._max_bytes = max_bytes
+        self._messages: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue(maxsize=1)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the body has more than `max_bytes`, also one in chunks, without a content-length
+        header."""
+        return self._client.num_bytes > self._max_bytes
+
+    async def fill(self) -> None:
+        """Reads messages until it is cancelled."""
+        last: dict[str, Any] | Exception = {"type": "http.disconnect"}
+        try:
+            while True:
+                message = await self._receive()
+                self._client.num_bytes += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or self.is_too_long:
+                    break
+                await self._messages.put(message)
+        except Exception as error:
+            last = error
+        self._client.disconnect()
+        while True:  # for every later call of `get`
+            await self._messages.put(last)
+
+    async def get(self) -> dict[str, Any]:
+        """The next message; the app's `receive`."""
+        message = await self._messages.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+
 class ClientWatch:
     """ASGI middleware that reads the cache salt, cancels generation when the client disconnects,
     and limits bodies to `MAX_BODY_BYTES`, except uploaded audio: longer ones are refused with
@@ -132,54 +172,31 @@ class ClientWatch:
         headers = Headers(scope=scope)
         client = _client_of(headers)
         current_client.set(client)
-        limit = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
+        max_bytes = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
         # closes the connection, since the rest of the body is not read
         refusal = error_response(
             413, f"the body has more than {MAX_BODY_BYTES} bytes: shorten it", connection="close"
         )
-        if _content_length(headers) > limit:
+        if _content_length(headers) > max_bytes:
             await refusal(scope, receive, send)
             return
-        # a queue of one message, for backpressure: the body is read at the app's pace
-        messages: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue(maxsize=1)
+        messages = _MessageQueue(receive, client, max_bytes)
         has_response = False
-
-        async def read() -> None:
-            last: dict[str, Any] | Exception = {"type": "http.disconnect"}
-            try:
-                while True:
-                    message = await receive()
-                    client.num_bytes += len(message.get("body", b""))
-                    # a body in chunks has no content-length header
-                    if message["type"] == "http.disconnect" or client.num_bytes > limit:
-                        break
-                    await messages.put(message)
-            except Exception as error:
-                last = error
-            client.disconnect()
-            while True:  # for every later call of `receive_queued`
-                await messages.put(last)
-
-        async def receive_queued() -> dict[str, Any]:
-            message = await messages.get()
-            if isinstance(message, Exception):
-                raise message
-            return message
 
         async def send_unless_refused(message: dict[str, Any]) -> None:
             nonlocal has_response
             # a body over the limit looks like a disconnect to the app: the refusal replaces its
             # answer
-            if has_response or client.num_bytes <= limit:
+            if has_response or not messages.is_too_long:
                 has_response = True
                 await send(message)
 
-        reader = asyncio.ensure_future(read())
+        reader = asyncio.ensure_future(messages.fill())
         try:
-            await self.app(scope, receive_queued, send_unless_refused)
+            await self.app(scope, messages.get, send_unless_refused)
         finally:
             reader.cancel()
-        if not has_response and client.num_bytes > limit:
+        if not has_response and messages.is_too_long:
             await refusal(scope, receive, send)
 
 

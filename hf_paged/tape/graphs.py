@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..attention.backends import unsupported_reasons
 from ..attention.switch import model_attention
-from ..batching.execution.buckets import bucket, chunk_bucket, power_of_two
+from ..batching.execution.buckets import bucket, chunk_bucket
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.free_memory import is_out_of_memory
@@ -40,8 +40,9 @@ from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
+from .checks import Checks
 from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
-from .inputs import StaticInputs
+from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
 from .recorders import (
     Graph,
@@ -120,10 +121,8 @@ class StepGraphs:
         self.reads_keys = (
             False  # whether forwards compute with as many keys as tables have room for
         )
-        # of rectangles, as `RectangleReplays` has found: which kinds of steps may be replays, and
-        # the lengths for which all recorded steps hold
-        self.verdicts: dict[Hashable, bool] = {}
-        self.lengths = LengthRange()
+        self.lengths = LengthRange()  # of the cache, for which recorded rectangles hold
+        self.checks = Checks()
         # why changes of the model cannot be tracked, so that graphs are not used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
@@ -142,8 +141,7 @@ class StepGraphs:
         # the largest sizes that are recorded: "decodes", "chunks" (in tokens) and "prefixes"
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
-        # shared by graphs, by vocabulary size and dtype
-        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._outputs = StaticOutputs()  # shared by graphs
         self._forward: Forward | None = None  # of the runner whose step is running
         self._context: ForwardContext | None = None  # of that step
         self._states: Items[Any] = ()  # of that step
@@ -167,7 +165,7 @@ class StepGraphs:
             self._uses.clear()  # so that a model that changes often is not recorded each time
             self._persistent_storages = _storages(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
-            self.verdicts.clear()
+            self.checks.clear()
             self.reads_keys = reads_keys
             self.lengths = LengthRange()
 
@@ -189,14 +187,16 @@ class StepGraphs:
         keeps_hidden: bool = False,
         kind: Hashable = None,
         states: Items[Any] = (),
+        checked_as: Hashable = None,
     ) -> Tensor | None:
         """Runs a step as a replay. Returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no graph serves the step. `token_ids` `(n,)`, int64, on the
         device, replace those of a step that has only decodes, which is then not recorded.
         `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other
         kinds need a recording of their own. `states`: the layers of the rows' states, whose
-        tensors are then in the recording's memory."""
-        if self.unsupported_reason is not None:
+        tensors are then in the recording's memory, or copied if the replay is to be checked.
+        `checked_as` as in `Recorder.run`."""
+        if not self.checks.begin_step(checked_as) or self.unsupported_reason is not None:
             return None
         if not self._is_recorded(tokens, context):
             return None
@@ -223,10 +223,25 @@ class StepGraphs:
                     key = self._find_graph(requested, tokens, prefixes)
                 if key is None:
                     return None
+                if checked_as is not None or self.reads_keys:
+                    self.checks.choose(checked_as, key.widths, tokens)
+                if self.checks.is_pending:
+                    if token_ids is not None:
+                        return None
+                    self._states = self.checks.copy(states, len(tokens.last))
                 return self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = self._context = None
                 self._states = ()
+
+    @property
+    def is_checked(self) -> bool:
+        """As in `Recorder`."""
+        return not self.checks.is_pending
+
+    def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """As in `Recorder`."""
+        self.checks.compare(results, getattr(self._model(), "dtype", None))
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleReplays:
         """As `Recorder.rectangles`."""
@@ -432,22 +447,6 @@ class StepGraphs:
         self._limits[kind] = limit
         logger.info("steps with %s are not recorded above %d: %s", kind, limit, reason)
 
-    def _output(self, logits: Tensor) -> Tensor:
-        num_rows, vocab_size = logits.shape
-        kind = (vocab_size, logits.dtype)
-        output = self._outputs.get(kind)
-        if output is None or output.shape[0] < num_rows:
-            # smaller graphs still write to the outputs they were recorded with
-            rows = power_of_two(1, num_rows)
-            with torch.inference_mode(False):
-                output = self._outputs[kind] = torch.empty(
-                    rows,
-                    vocab_size,
-                    dtype=logits.dtype,
-                    device=self._device,
-                )
-        return output[:num_rows]
-
     def _ranges(
         self, recorded: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
@@ -495,5 +494,5 @@ def _run(
         )
     torch.clear_autocast_cache()
     if not outputs:
-        outputs.append(graphs._output(logits))
+        outputs.append(graphs._outputs.like(logits))
     outputs[0].copy_(logits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,9 @@ from ..attention.masks import padding_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..batching.execution.rectangle import Rectangle
 from ..cache.paged_cache import PagedCache
-from ..cache.states import StateRows, state_layers, state_tensors
+from ..cache.states import state_layers, state_tensors
 from ..model.own_loop import cache_parts
 from ..model.state import ModelState
-from ..model.trial import excess_of
 from ..seams import ForwardContext
 from ..step import StepMetadata
 from .length import Length
@@ -33,8 +31,6 @@ from .step_cache import step_cache, store_states
 
 if TYPE_CHECKING:
     from .graphs import StepGraphs
-
-logger = logging.getLogger(__name__)
 
 _COUNTS = ("logits_to_keep", "num_logits_to_keep")
 _POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
@@ -45,8 +41,9 @@ class RectangleReplays:
 
     A replay does not run the code that prepares masks, so the recorded forward gets masks that hide
     nothing (with `reads_keys`, only columns that are not stored), and the tokens that each row sees
-    come from its block tables. The model's own forward also computes the first step of each kind,
-    from the same states: if logits or states differ, steps of this kind are not replayed."""
+    come from its block tables. The model's own forward also computes the first step of each kind
+    and size of tables, and those of shorter rows (`checks.Checks`): if logits or states differ,
+    steps of this kind are not replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -68,8 +65,6 @@ class RectangleReplays:
         self._constants: Hashable = None
         self._zero_token_types: list[str] = []
         self._masking: list[tuple[bool, bool]] = []
-        # layers with the states of a replay that is not checked yet
-        self._unchecked_layers: list[Any] = []
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -79,14 +74,13 @@ class RectangleReplays:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
         self._uses_stock_update = update is vars(GenerationMixin)[compat.UPDATE_INPUTS]
-        self._forward_parameters = inspect.signature(model.forward).parameters
+        self._forward_parameters = _parameters(model)
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """Replays a step with the model inputs `prepared`; returns logits `(rows, vocab_size)`, or
         `None` if no recording serves the step."""
-        self._unchecked_layers = []
         if self._state is None or not self._uses_stock_update:
             return None
         recorder = self._recorder
@@ -104,50 +98,36 @@ class RectangleReplays:
         self._constants = _constants(prepared), tuple(self._zero_token_types)
         cross_lengths = tokens.groups[-1].seq_lens if self._cross else ()
         self._masking = _row_masking(rectangle, cross_lengths)
-        if not recorder.verdicts.get(self._kind, True):
-            return None
         self._prepared = prepared
-        kind = (self._is_padded, self._constants)
-        layers = rectangle.state_layers
-        if layers and not self.is_checked:
-            # a copy, since the model's own forward starts from these states, too
-            rows = list(range(len(rectangle.blocks)))
-            self._unchecked_layers = layers = StateRows([(layers, rows)]).state_layers
         try:
-            return recorder.run(tokens, None, self._forward, kind=kind, states=layers)
+            return recorder.run(
+                tokens,
+                None,
+                self._forward,
+                kind=(self._is_padded, self._constants),
+                states=rectangle.state_layers,
+                checked_as=(self._constants, self._num_axes, frozenset(self._masking)),
+            )
         finally:
             self._prepared = {}
 
     @property
-    def _kind(self) -> Hashable:
-        """The kind of the last step: one check holds for all steps of a kind."""
-        return self._constants, self._num_axes, frozenset(self._masking)
-
-    @property
     def is_checked(self) -> bool:
-        """Whether the last step is of a kind whose replay has given the logits of the model's own
-        forward."""
-        return self._kind in self._recorder.verdicts
+        """As `Recorder.is_checked`."""
+        return self._recorder.is_checked
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last replay with those of the
         model's own forward, separately for rows with and without hidden tokens; if any differ,
         steps of this kind are no longer replayed."""
-        pairs = [(expected, replayed)]
-        pairs += zip(state_tensors(rectangle.state_layers), state_tensors(self._unchecked_layers))
-        self._unchecked_layers = []
-        excess = None
+        results = [(expected, replayed)]
+        copied = state_tensors(self._recorder.checks.copied_states)
+        results += zip(state_tensors(rectangle.state_layers), copied)
+        pairs = []
         for masking in {*self._masking}:
             rows = [row for row, other in enumerate(self._masking) if other == masking]
-            for own, other in pairs:
-                dtypes = (own.dtype, getattr(self._model, "dtype", None))
-                compared = own[rows].flatten(1), other[rows].flatten(1)
-                excess = excess or excess_of(*compared, dtypes)
-        self._recorder.verdicts[self._kind] = excess is None
-        if excess is not None:
-            logger.info(
-                "one kind of rectangle steps is not replayed: its results differ by %s", excess
-            )
+            pairs += [(own[rows], other[rows]) for own, other in results]
+        self._recorder.check(pairs)
 
     def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
         """Returns the step as packed tokens; `None` if it cannot be recorded."""
@@ -193,12 +173,13 @@ class RectangleReplays:
         columns: Iterable[tuple[int, int]] | None = rectangle.encoder_columns
         if columns is None:  # the model's own code attends to the encoder
             mask = prepared.get("attention_mask")
-            if mask is None or bool(mask.all()):
+            if mask is None or bool((mask == 1).all()):
                 return lengths
             # a mask of the encoder's inputs
             if mask.shape != (len(lengths), width):
                 return None
-            visible = padding_columns(mask, len(lengths), width)
+            are_bits = bool(((mask == 0) | (mask == 1)).all())
+            visible = padding_columns(mask, len(lengths), width) if are_bits else None
             if visible is None:
                 return None
             columns = zip(*visible)
@@ -331,6 +312,18 @@ class RectangleReplays:
         blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
         kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
         return kind(last_hidden_state=blank)
+
+
+def _parameters(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of the model's forward, and of those that it passes `**kwargs` to."""
+    names = set[str]()
+    forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
+    for forward in (model.forward, *forwards):
+        parameters = inspect.signature(forward).parameters
+        names |= set(parameters)
+        if all(x.kind is not inspect.Parameter.VAR_KEYWORD for x in parameters.values()):
+            break
+    return names
 
 
 def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:

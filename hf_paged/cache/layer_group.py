@@ -182,7 +182,7 @@ class LayerGroup:
         self._check_extend(context_len, length)
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
-        self.blocks.pool.note_write(
+        self.blocks.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
             for block_id in table.shared_blocks(*tokens)

@@ -54,8 +54,8 @@ def make_storage(
 def _take_runs(
     run: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes blocks (`cache.block_pool.Take`) that follow the last of `after`, else the first whole
-    run of `run` free blocks, else the blocks with the lowest ids."""
+    """Takes blocks (`block_pool.BlockSelector`) that follow the last of `after`, else the first
+    whole run of `run` free blocks, else the blocks with the lowest ids."""
     block_ids = []
     following = after[-1] + 1 if after else -1
     for _ in range(count):

@@ -90,7 +90,7 @@ class PrefixIndex:
             self._roots[namespace] = Node(None, (), len(self._pools), namespace)
         return self._roots[namespace]
 
-    def needed(self, group: int, num_nodes: int) -> range:
+    def needed_nodes(self, group: int, num_nodes: int) -> range:
         """Returns which of `num_nodes` nodes have blocks of the group that are visible to a query
         right after them."""
         window = self._windows[group]
@@ -141,7 +141,7 @@ class PrefixIndex:
                     num_present[group] += 1
                 else:
                     num_present[group] = 0
-                if len(self.needed(group, num_links)) > num_present[group]:
+                if len(self.needed_nodes(group, num_links)) > num_present[group]:
                     incomplete.append(group)
             if not incomplete and num_links % self.stride == 0:
                 usable = num_links

@@ -54,7 +54,7 @@ def adopt(
     for number in range(len(manager.groups)):
         cached_ids.append([])
         contents.append({})
-        for n in manager.index.needed(number, len(links)):
+        for n in manager.index.needed_nodes(number, len(links)):
             node = links[n].node
             block_id = None if node is None else node.block_ids[number]
             if block_id is not None:
@@ -71,7 +71,7 @@ def adopt(
     allocated = manager.take(needs)
     try:
         if allocated is None:
-            raise manager.refusal or OutOfBlocksError(
+            raise manager.take_error or OutOfBlocksError(
                 f"needs {sum(needs)} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks`"
                 f" ({store.memory.config.num_blocks})"

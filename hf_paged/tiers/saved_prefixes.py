@@ -113,7 +113,7 @@ def save(
                 )
             parts: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
-                needed = manager.index.needed(group, num_nodes)
+                needed = manager.index.needed_nodes(group, num_nodes)
                 block_ids = (nodes[number].block_ids[group] for number in needed)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
@@ -164,7 +164,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         positions = []
         expected = {}
         for group in range(len(manager.groups)):
-            needed = manager.index.needed(group, num_nodes)
+            needed = manager.index.needed_nodes(group, num_nodes)
             positions.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))

@@ -196,7 +196,7 @@ def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> N
             for p in range(4 * num_nodes)
             if window is None or 4 * num_nodes - p < window
         }
-        assert list(index.needed(0, num_nodes)) == [
+        assert list(index.needed_nodes(0, num_nodes)) == [
             block * ratio + ratio - 1 for block in sorted(seen)
         ]
 

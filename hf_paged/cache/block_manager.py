@@ -251,9 +251,9 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably
-        blocks that follow those of `tables[i]`. Returns their ids by group; `None` if too few are free. If
-        it returns `None` or raises, nothing is allocated."""
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably blocks that
+        follow those of `tables[i]`. Returns their ids by group; `None` if too few are free. If it
+        returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)

@@ -468,7 +468,7 @@ class BlockManager:
     def forget_before_period(self) -> None:
         """Drops all blocks registered before the current period, since the model has changed.
         Sequences that began before it register no more blocks."""
-        self.index.forget_before(self.epochs.drop_before_period())
+        self.index.remove_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:
         """Drops the prefix cache and the tier's unverified blocks. Sequences keep their blocks but

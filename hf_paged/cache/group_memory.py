@@ -217,7 +217,7 @@ class GroupMemory:
             # another thread has since taken that part of the budget
             raise self._over_budget(num_blocks, pool.num_available)
         try:
-            left = budget.left()
+            left = budget.num_uncharged_bytes()
             most = growth_limit
             if left is not None:
                 num_left = left // max(1, self.block_bytes)
@@ -230,7 +230,7 @@ class GroupMemory:
         else:
             pool.grow(added)
         finally:
-            budget.note(memory)
+            budget.update_charge(memory)
 
     @property
     def _has_spare_memory(self) -> bool:
@@ -288,7 +288,7 @@ class GroupMemory:
                 has_content = num_live > num_begun
             if has_content:
                 layer = self.storage.promote(index, keys, values)
-                budget.note(self.memory)
+                budget.update_charge(self.memory)
                 return layer
         self._is_allocating = True
         try:
@@ -308,7 +308,7 @@ class GroupMemory:
                 raise
             raise self._no_memory(f"{self.pool.num_blocks} blocks", error) from error
         self._is_short = False
-        budget.note(self.memory)
+        budget.update_charge(self.memory)
         return layer
 
     @mirrored

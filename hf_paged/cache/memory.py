@@ -24,7 +24,7 @@ from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
-from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes
+from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
 from .group_memory import GroupMemory, over_budget
 from .groups import GroupSpec
@@ -132,11 +132,11 @@ class PagedMemory:
         if self.sizes is None or self.is_used:
             return None
         has_served = any(manager.num_hits for manager in list(self.managers.values()))
-        may_serve = has_served or self.sizes.num_ended < MIN_UNSERVED
+        may_serve = has_served or self.sizes.num_ended < MIN_ENDED_WITHOUT_HIT
         groups = list(self.groups.values())
         if may_serve and any(group.pool.num_cached for group in groups):
             return None
-        return self.sizes.renewed()
+        return self.sizes.rechoose()
 
     def group(self, spec: GroupSpec) -> GroupMemory:
         with self.lock:
@@ -358,7 +358,7 @@ class PagedMemory:
         for group in unused:
             group.release()
         self._forget_graphs()
-        budget.note(self)
+        budget.update_charge(self)
         return True
 
     def _forget_graphs(self) -> None:
@@ -417,7 +417,7 @@ class PagedMemory:
             for group in self.groups.values():
                 group.release()
             self._forget_graphs()
-            budget.note(self)
+            budget.update_charge(self)
         trim()
         return True
 

@@ -242,7 +242,7 @@ class PagedCache(DynamicCache):
             of_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
             of_step = config.max_num_batched_tokens // size
             reservation.num_blocks[spec] = -(-num_tokens // size)
-            reservation.live[spec] = num_sequences * of_sequence + of_step
+            reservation.num_live_blocks[spec] = num_sequences * of_sequence + of_step
             reservation.num_layers[spec] = max(1, group.num_layers)  # without a configuration: one
         with self.memory.lock:
             for group in self.groups.values():

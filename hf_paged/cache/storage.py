@@ -16,7 +16,7 @@ from ..config import PagedConfig
 from ..interrupts import is_interrupt
 from ..seams import Storage
 from .block_pool import BlockPool
-from .copies import BlockCopies
+from .copies import BlockCopier
 from .free_memory import Reservation
 from .groups import FULL_ATTENTION, GroupSpec
 from .kv_blocks import KVBlocks, sizes_of
@@ -47,7 +47,7 @@ class BlockStorage:
         self.kv_dtype = kv_dtype
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
-        self._copies = BlockCopies()
+        self._copier = BlockCopier()
 
     @property
     def block_bytes(self) -> int:
@@ -169,7 +169,7 @@ class BlockStorage:
         if num_blocks < num_expected and self._reservation is not None:
             # there is less memory than the system reports: divide it among the layers
             layer = None
-            self._reservation.limit(num_blocks * block_bytes)
+            self._reservation.set_limit(num_blocks * block_bytes)
             num_reserved = self._num_reserved(block_bytes, keys.device)
             num_blocks = max(num_least, num_reserved)
             layer = self._allocate(num_blocks, keys, values)
@@ -180,14 +180,14 @@ class BlockStorage:
         """Frees all memory. Call it only while no table holds a block."""
         self.layers = {}
         if self._reservation is not None:
-            self._reservation.renew()
+            self._reservation.reset()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair, reading all
         sources before writing."""
         layers = self.layers.values()
         tensors = (tensor for layer in layers for tensor in layer.data)
-        self._copies.make(tensors, copies)
+        self._copier.copy(tensors, copies)
 
 
 def storage_of(

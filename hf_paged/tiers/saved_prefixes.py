@@ -159,7 +159,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 " `use_mtp` on one side only"
             )
         manager = loop.blocks
-        num_nodes = len(token_ids) // manager.index.block_size
+        num_nodes = len(token_ids) // manager.index.node_size
         # by group, the positions of the blocks that a sequence after `num_nodes` nodes needs
         positions = []
         expected = {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import compat, forks
 from ..cache.block_pool import BlockPool
-from ..cache.copies import BlockCopies
+from ..cache.copies import BlockCopier
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
@@ -286,7 +286,7 @@ class MappedStorage(BlockStorage):
         """`before_move`: gathers all handles, before blocks move: a child process gets its own
         pages only at the blocks' current addresses."""
         super().__init__(block_size, pool, spec)
-        self._copies = BlockCopies(launches=False)
+        self._copier = BlockCopier(can_launch=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None

@@ -30,7 +30,7 @@ WRITERS: dict[str, set[str]] = {
         "MappedStorage.copy_blocks",  # called by it
         "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
-        "BlockCopies._launch",  # of tensors
+        "BlockCopier._launch",  # of tensors
     },
     "put_back": {
         "put_back",

@@ -75,7 +75,7 @@ def share(memory: Any) -> int | None:
 def charge(memory: Any, more: int = 0) -> bool:
     """Charges this pool, whose lock the caller holds, for its current bytes plus `more`. Returns
     `False`, with nothing charged, if they exceed the budget even after every idle pool is freed."""
-    needed = memory.taken_bytes + more
+    needed = memory.occupied_bytes + more
     if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
         return True
@@ -88,7 +88,7 @@ def charge(memory: Any, more: int = 0) -> bool:
 
 def update_charge(memory: Any) -> None:
     """Charges this pool, whose lock the caller holds, for its current bytes."""
-    memory.charged_bytes = memory.taken_bytes
+    memory.charged_bytes = memory.occupied_bytes
 
 
 def num_uncharged_bytes() -> int | None:

@@ -76,7 +76,7 @@ class LayerGroup:
         self._attach(rows, spec)
         self.__dict__.update(state)
 
-    def num_begun(self, context_len: int) -> int | None:
+    def num_new_tables(self, context_len: int) -> int | None:
         """Counts the tables with blocks that begin in a step after `context_len` positions; `None`
         if any has content already."""
         step = self.packed

@@ -138,13 +138,13 @@ class PagedLayer(cache_utils.DynamicLayer):
                 with group.memory.lock:
                     layer = group.blocks.storage.layers.get(self.index)
                     if layer is None or layer.store_signature != signature:
-                        num_begun = group.num_begun(context_len)
+                        num_new_tables = group.num_new_tables(context_len)
                         group.blocks.layer(
                             self.index,
                             keys,
                             values,
                             group.num_layers,
-                            num_begun,
+                            num_new_tables,
                         )
                     step = group.advance(batch_size, context_len, query_len, device)
                     step = step.on(device)

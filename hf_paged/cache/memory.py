@@ -26,7 +26,7 @@ from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
-from .group_memory import GroupMemory, over_budget
+from .group_memory import GroupMemory, over_limit_error
 from .groups import GroupSpec
 from .handles import Handles
 from .kv_blocks import LayerKV
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TAKEN_BYTES = operator.attrgetter("taken_bytes")
+_OCCUPIED_BYTES = operator.attrgetter("occupied_bytes")
 
 
 class PagedMemory:
@@ -246,9 +246,9 @@ class PagedMemory:
         return any(group.pool.num_used for group in groups)
 
     @property
-    def taken_bytes(self) -> int:
+    def occupied_bytes(self) -> int:
         """Bytes that are no longer free."""
-        return sum(map(_TAKEN_BYTES, self.groups.values()))
+        return sum(map(_OCCUPIED_BYTES, self.groups.values()))
 
     @property
     def num_cached(self) -> int:
@@ -296,7 +296,7 @@ class PagedMemory:
             return
         free = total - used
         if needed > free:
-            raise over_budget(needed, self.block_size, free, total, "`num_blocks`")
+            raise over_limit_error(needed, self.block_size, free, total, "`num_blocks`")
         excess = used + self.num_cached + needed - total
         for group in (first, *self.groups.values()):
             if excess <= 0:
@@ -330,7 +330,7 @@ class PagedMemory:
         total = self._most_bytes()
         if total is None:
             return sys.maxsize
-        left = (total - self.taken_bytes) // block_bytes
+        left = (total - self.occupied_bytes) // block_bytes
         if group.storage.is_elastic:
             return left
         num_spare_rows = group.storage.num_rows - group.pool.num_blocks
@@ -343,7 +343,7 @@ class PagedMemory:
             for layer in group.storage.layers.values():
                 held[layer.keys.device] += layer.block_bytes
         fraction = self.config.memory_fraction or 1
-        return int(fraction * (free_bytes_of_all(held) + self.taken_bytes))
+        return int(fraction * (free_bytes_of_all(held) + self.occupied_bytes))
 
     def release_unused(self, other_than: GroupMemory | None = None) -> bool:
         """Under a limit in bytes, frees the memory of groups, other than this one, in which no
@@ -351,7 +351,7 @@ class PagedMemory:
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
         others = [group for group in self.groups.values() if group is not other_than]
-        unused = [group for group in others if not group.pool.num_used and group.taken_bytes]
+        unused = [group for group in others if not group.pool.num_used and group.occupied_bytes]
         if not unused:
             return False
         self._released_peak_bytes = self.peak_bytes

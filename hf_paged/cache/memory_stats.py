@@ -93,7 +93,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
         peak_bytes=memory.peak_bytes,
         call_bytes=memory.call_bytes,
         plain_bytes=memory.plain_bytes,
-        held_bytes=sum(group.held_bytes for group in groups),
+        held_bytes=sum(group.pool_bytes for group in groups),
         waste=memory.waste,
         copied_blocks=memory.num_copied,
         cached_blocks=memory.num_cached,

@@ -253,8 +253,8 @@ class PrefixIndex:
                     block_id = removed.block_ids[group]
                     if block_id is None:
                         continue
-                    is_computed = self._step_blocks is None or (group, block_id) not in self._step_blocks
-                    if is_computed:
+                    if self._step_blocks is None or (group, block_id) not in self._step_blocks:
+                        # the block is computed
                         offload(group, block_id, digest)
             if is_subtree:
                 pending.extend(removed.children.values())

@@ -34,7 +34,7 @@ class HostLayer(NamedTuple):
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
         # the storage may have grown, changed its dtype or been recreated since
         keys, values = self.blocks.empty_states(self.device)
-        target = group.layer(index, keys, values, num_layers, num_begun=None)
+        target = group.layer(index, keys, values, num_layers, num_new_tables=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
         rows = list(block_ids)
         moved = []

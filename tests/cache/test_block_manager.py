@@ -317,7 +317,7 @@ def test_a_group_gives_its_unused_memory_to_another_and_grows_again() -> None:
     first, second = GroupSpec(), GroupSpec("second")
     states = torch.zeros(1, 2, 4, 16)
     for spec in (first, second):
-        memory.group(spec).layer(0, states, states, num_layers=1, num_begun=0)
+        memory.group(spec).layer(0, states, states, num_layers=1, num_new_tables=0)
     memory._limit_bytes = 40 * memory.group(first).block_bytes
     memory.group(first).ensure_free(30)
     blocks = memory.manager([second, first])
@@ -333,7 +333,7 @@ def test_a_layer_made_anew_serves_nothing_from_before() -> None:
     blocks.free(stored(blocks, range(32)))
 
     states = torch.zeros(1, 2, 4, 16)
-    member.layer(0, states, states, num_layers=1, num_begun=0)
+    member.layer(0, states, states, num_layers=1, num_new_tables=0)
     assert member.pool.num_cached == 0
     blocks.check_integrity()
 

@@ -19,7 +19,7 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, repeated, row_numbers
+from .layers import PagedLayer, num_state_rows, repeated_rows, row_indices
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
@@ -337,11 +337,11 @@ class PagedCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
         copied."""
-        self.reorder_cache(repeated(self._num_rows, repeats))
+        self.reorder_cache(repeated_rows(self._num_rows, repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        self.reorder_cache(row_numbers(indices, self._num_rows))
+        self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
         """Frees every block; the cache is then empty and can be reused."""

@@ -120,7 +120,7 @@ class HiddenStates:
         group = self._layer.group
         slots = []
         for sequence, first, end in spans:
-            table = sequence.tables[group.number]
+            table = sequence.tables[group.index]
             slots += table.slots(first, end)
         with group.memory.lock:
             blocks = group.blocks.storage.layers[self._layer.index]

@@ -87,7 +87,7 @@ class PrefixStore:
         expected = self.expected if device is not None else ()
         self._outlines = [
             {
-                layer.layer: group.storage.outline(*layer.states)
+                layer.layer_index: group.storage.outline(*layer.states)
                 for layer in expected
                 if layer.spec == group.spec
             }

@@ -37,7 +37,7 @@ WRITERS: dict[str, set[str]] = {
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
         "CacheRows.__setstate__",  # a separate memory
-        "adopt",
+        "restore_path",
     },
     "clear": {"GroupMemory.release"},  # of a storage
 }

@@ -202,24 +202,24 @@ class BlockManager:
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
-        """Makes tokens `[first, end)`, `ranges[i]`, of each `tables[i]` of a group writable: copies
-        shared blocks at once, and extends tables that are shorter than `end`. Returns whether a
-        table got new blocks. Raises `OutOfBlocksError` with nothing changed; any other error
-        requires a recount."""
+        """Makes the tokens in the half-open interval `ranges[i]` of each `tables[i]` of a group
+        writable: copies shared blocks at once, and extends tables that are too short. Returns
+        whether a table got new blocks. Raises `OutOfBlocksError` with nothing changed; any other
+        error requires a recount."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
             block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens)
         )
-        needed = sum(map(BlockTable.num_new_blocks, tables, counts))
+        num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():
             if pool.is_kept(block_id):
-                needed += num_writers
+                num_needed += num_writers
             else:
                 # the last holder writes in place, unless the prefix cache keeps the block
-                needed += min(num_writers, pool.refcount(block_id) - 1)
-        if needed:
-            self.groups[group].ensure_free(needed)
+                num_needed += min(num_writers, pool.refcount(block_id) - 1)
+        if num_needed:
+            self.groups[group].ensure_free(num_needed)
         if writers:
             old_ids = [list(table.block_ids) for table in tables]
             try:
@@ -233,7 +233,7 @@ class BlockManager:
                 raise
         for table, count in zip(tables, counts):
             table.append(count)
-        return needed > 0
+        return num_needed > 0
 
     def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
         """Frees window blocks that no later query sees, or none after the first `num_committed`

@@ -179,8 +179,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees up to `num_blocks` cached blocks, least recently released first; returns how many
-        it freed."""
+        """Frees `num_blocks` cached blocks, or all if there are fewer, least recently released
+        first, and those that `on_evict` drops. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -245,9 +245,9 @@ class BlockPool:
         kept_ids = self._kept.keys()
         num_shared = sum(refcount > 1 for refcount in self._refcounts)
         expected = (unused - kept_ids, unused & kept_ids, num_shared)
-        states = (set(self._free), set(self._cached), self.num_shared)
-        if states != expected:
-            raise AssertionError(f"(free, cached, number shared) is {states}, not {expected}")
+        actual = (set(self._free), set(self._cached), self.num_shared)
+        if actual != expected:
+            raise AssertionError(f"(free, cached, number shared) is {actual}, not {expected}")
 
 
 @dataclass(slots=True, eq=False)
@@ -388,9 +388,9 @@ class BlockTable:
         num_dropped: int,
         num_tokens: int | None = None,
     ) -> None:
-        """Shares computed blocks with this empty table, which begins after `num_dropped` dropped
-        blocks. `num_tokens`: tokens up to the end of the last block, by default a full one. Raises
-        `ValueError` if the table is not empty."""
+        """Adds computed blocks, which other tables may share, to this empty table, after
+        `num_dropped` dropped ones. `num_tokens`: tokens up to the end of the last block; `None` if
+        it is full. Raises `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
                 f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"

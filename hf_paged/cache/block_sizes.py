@@ -36,10 +36,10 @@ class Choice:
 
 
 class Occupancy(NamedTuple):
-    """The memory of a layer group that finished sequences filled."""
+    """How finished sequences filled the memory of a layer group."""
 
     num_tokens: int
-    # the last block of each sequence and, once its window has moved, its first
+    # partly filled blocks: the last of each sequence and, once its window has moved, its first
     num_partial_blocks: int
 
     @classmethod

@@ -17,8 +17,8 @@ class Epochs:
         self._period_start = 0
 
     def begin_period(self) -> None:
-        """Begins a period without user code. Blocks of earlier epochs need verification, since user
-        code may have changed the model before it."""
+        """Begins a period in which no user code runs, so that the model cannot change. User code
+        may have changed it before: blocks of earlier epochs need verification."""
         self.current += 1
         self._period_start = self.current
 

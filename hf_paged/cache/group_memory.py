@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Blocks are added a few at a time, so that freed ones, whose pages are warm, are reused first.
 GROWTH_STEP = 16
-KEPT_STATES = 16  # snapshots that a pool without a limit does not evict, but grows
+KEPT_STATES = 16  # snapshots up to which a pool without a limit grows instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,
 # and grows instead of evicting them.
 CACHED_RATIO = 2

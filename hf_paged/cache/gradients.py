@@ -64,18 +64,18 @@ def extend(
     """Returns the states of `past`, none if `None`, followed by the step's new K/V `(batch, heads,
     n, dim)`, rounded as `blocks` store them."""
     query_len = key_states.shape[2]
-    new = [key_states, value_states]
+    new_states = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
         stored = []
         for tensor, dtype in blocks.pair:
             visible = read_rows(step, blocks, tensor, dtype)
             stored.append(visible[:, :, -query_len:])
-        pairs = zip(stored, new)
-        new = [rounded + (states - states.detach()) for rounded, states in pairs]
+        pairs = zip(stored, new_states)
+        new_states = [rounded + (states - states.detach()) for rounded, states in pairs]
     if past is not None:
-        pairs = zip(past[:2], new)
-        new = [torch.cat(pair, dim=2) for pair in pairs]
-    all_keys, all_values = new
+        pairs = zip(past[:2], new_states)
+        new_states = [torch.cat(pair, dim=2) for pair in pairs]
+    all_keys, all_values = new_states
     return GraphStates.of(all_keys, all_values)
 
 

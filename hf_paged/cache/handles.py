@@ -46,7 +46,7 @@ class LazyTensor(Tensor):
         return NotImplemented
 
     def refuse_write(self) -> None:
-        """Raises an error if writes in place are not supported."""
+        """Raises an error if a write in place to this tensor would be lost."""
 
     @classmethod
     def __torch_dispatch__(
@@ -92,12 +92,12 @@ class ReadOnlyTensor(LazyTensor):
         base = args[0] if args else None
         if not isinstance(base, ReadOnlyTensor) or not base.keeps_views:
             return result
-        memory = base.dense()
+        dense = base.dense()
         with torch.inference_mode(base.is_inference()):
             # as for `base`, since torch makes the result a view of it
             return tree_map_only(
                 Tensor,
-                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x,
+                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, dense) else x,
                 result,
             )
 

@@ -172,7 +172,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to new K/V that are all that the queries see, or that are packed. Packed
+        """Returns handles to the new K/V of a layer's first tokens, or of a packed step. Packed
         steps reuse their handles."""
         handles = self.packed_handles
         is_packed = step.columns is None
@@ -213,7 +213,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     @property
     def _is_in_graph(self) -> bool:
-        """Whether gradients, if enabled, reach cached keys and values."""
+        """Whether gradients are enabled and reach cached keys and values."""
         return self.graph_states is not None and torch.is_grad_enabled()
 
     def _extend_graph(
@@ -290,8 +290,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     values = _visible_states(True)
 
     def plain_bytes(self, num_rows: int, length: int) -> int:
-        """Returns the bytes of keys and values that the stock layer holds for `num_rows` rows of
-        `length` positions."""
+        """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
+        of `length` positions."""
         blocks = self.group.blocks.storage.layers.get(self.index)
         if blocks is None:
             return 0

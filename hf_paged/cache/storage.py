@@ -122,8 +122,8 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer to at least `num_blocks` blocks: to the reserved size or by half,
-        whichever is more; of these, blocks beyond `num_blocks` only up to `most`."""
+        """Grows every layer that has fewer than `num_blocks` blocks: to the reserved size or by
+        half, whichever is more, limited to `most` blocks, but at least to `num_blocks`."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:

@@ -150,11 +150,11 @@ class BlockSwapper:
         rows = self._rows(swapped)
         host = swapped[0][1].host
         with self.blocks.memory.lock:
-            taken_ids = self.blocks.take(list(map(len, rows)))
-            if taken_ids is None:
+            allocated_ids = self.blocks.take(list(map(len, rows)))
+            if allocated_ids is None:
                 return False
             try:
-                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken_ids)]
+                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, allocated_ids)]
                 for group, copies, block_ids in zip(self.blocks.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
@@ -163,7 +163,7 @@ class BlockSwapper:
                         table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
             finally:  # by now the tables hold the blocks
-                for group, new_ids in zip(self.blocks.groups, taken_ids):
+                for group, new_ids in zip(self.blocks.groups, allocated_ids):
                     group.pool.release(reversed(new_ids))
         return True
 

@@ -39,7 +39,7 @@ _TIER_FILE = re.compile(
 that of a model, may have the same prefix."""
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 RETRY_SECONDS = 60.0  # seconds without writes after a failed write
-_ABANDONED_SECONDS = 600.0  # a partial file of this age was left by a killed process
+_ABANDONED_SECONDS = 600.0  # from this age on, a partial file counts as left by a killed process
 # errors from opening one file that say nothing about the other files of the folder
 _ONE_FILE_ERRNOS = {
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOENT),
@@ -222,7 +222,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether the path is a regular file. A link is none: this package never writes links."""
+    """Whether the path is a regular file. A symbolic link is not: this package never writes
+    links."""
     status = os.stat(path, follow_symlinks=False)
     return stat.S_ISREG(status.st_mode)
 
@@ -274,7 +275,8 @@ class DiskFolder:
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
         self._unreadable: set[str] = set()  # names of files that can be neither read nor deleted
-        self._num_bytes_written: float = math.inf  # by this process since the last scan
+        # by this process since the last scan; infinity before the first
+        self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TierError(Exception):
-    """The copy of a block failed with `cause`: memory ran out, or the layers differ. The pool is
+    """Copying blocks failed with `cause`: memory ran out, or the layers differ. The pool is
     unchanged."""
 
     def __init__(self, cause: Exception) -> None:

@@ -441,9 +441,9 @@ class BlockManager:
         if blocks.epoch < self.epochs.first_valid:  # `Epochs.is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in blocks.stops
-        registers_state = self._state_group is not None and is_stop
+        should_register_state = self._state_group is not None and is_stop
         has_only_states = len(self.groups) == (self._state_group is not None)
-        if not registers_state and has_only_states:
+        if not should_register_state and has_only_states:
             return
         node = blocks.node
         first = blocks.num_registered
@@ -460,7 +460,7 @@ class BlockManager:
                 else:
                     block_ids.append(None)
             is_last = index + 1 == num_nodes
-            if self._state_group is not None and registers_state and is_last:
+            if self._state_group is not None and should_register_state and is_last:
                 (block_ids[self._state_group],) = blocks.tables[self._state_group].block_ids
             node = self.index.add(node, tokens, block_ids, blocks.epoch)
         blocks.node, blocks.num_registered = node, num_nodes

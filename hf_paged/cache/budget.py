@@ -68,8 +68,8 @@ def share(memory: Any) -> int | None:
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None
-    others = _others(memory)
-    return total - sum(pool.charged_bytes for pool in others if pool.is_used)
+    other_pools = _others(memory)
+    return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
 
 
 def charge(memory: Any, more: int = 0) -> bool:
@@ -132,12 +132,12 @@ def _shrink(needed: int, memory: Any) -> bool:
     """Frees idle pools until `needed` bytes fit in the budget beside the other pools; returns
     whether they do."""
     while (total := _limit) is not None:
-        others = _others(memory)
-        charged_bytes = sum(pool.charged_bytes for pool in others)
+        other_pools = _others(memory)
+        charged_bytes = sum(pool.charged_bytes for pool in other_pools)
         excess = needed + charged_bytes - total
         if excess <= 0:
             return True
-        if not any(_release(pool) for pool in _idle(others)):
+        if not any(_release(pool) for pool in _idle(other_pools)):
             return False
     return True
 

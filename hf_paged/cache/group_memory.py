@@ -170,13 +170,13 @@ class GroupMemory:
         has_limit = self._has_limit
         has_rows = pool.num_blocks + num_missing <= self.storage.num_rows
         if self.holds_states:
-            keeps_all = has_limit or num_cached < KEPT_STATES
+            should_keep_all = has_limit or num_cached < KEPT_STATES
         else:
-            keeps_all = has_limit and (has_rows or self.storage.is_elastic)
-        if keeps_all:
+            should_keep_all = has_limit and (has_rows or self.storage.is_elastic)
+        if should_keep_all:
             return 0
-        keeps_some = self.memory.keeps_cached and has_rows and not has_limit
-        if keeps_some and not self.holds_states and self._has_spare_memory:
+        should_keep_some = self.memory.keeps_cached and has_rows and not has_limit
+        if should_keep_some and not self.holds_states and self._has_spare_memory:
             return max(0, num_cached - CACHED_RATIO * pool.peak_used)
         return num_cached
 

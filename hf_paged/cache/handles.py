@@ -73,7 +73,7 @@ class ReadOnlyTensor(LazyTensor):
     """Cached keys or values, or a view of them. Writes in place raise `RuntimeError`, since they
     would change only a copy."""
 
-    keeps_views = True  # whether views are read-only, too
+    has_read_only_views = True
     # replacements by torch function, for calls with such tensors
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -90,7 +90,7 @@ class ReadOnlyTensor(LazyTensor):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         base = args[0] if args else None
-        if not isinstance(base, ReadOnlyTensor) or not base.keeps_views:
+        if not isinstance(base, ReadOnlyTensor) or not base.has_read_only_views:
             return result
         dense = base.dense()
         with torch.inference_mode(base.is_inference()):
@@ -188,11 +188,12 @@ class PagedTensor(ReadOnlyTensor):
         is_value: bool,
         fresh: Tensor | None = None,
         reader: Any = None,
-        keeps_views: bool = False,
+        has_read_only_views: bool = False,
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
-        or rows are packed. `reader.gathers` is set to `True` when code other than our attention
-        function reads the values. `keeps_views`: whether views are read-only, too."""
+        or rows are packed. `reader.should_gather` is set to `True` when code other than our
+        attention function reads the values. `has_read_only_views`: whether views are read-only,
+        too."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape = fresh.shape
@@ -214,7 +215,7 @@ class PagedTensor(ReadOnlyTensor):
         handle.blocks = blocks
         handle.fresh = fresh
         handle.reader = reader
-        handle.keeps_views = keeps_views
+        handle.has_read_only_views = has_read_only_views
         handle._dense = None
         return handle
 
@@ -247,7 +248,7 @@ class PagedTensor(ReadOnlyTensor):
 
     def read(self) -> Tensor:
         if self.reader is not None:
-            self.reader.gathers = True
+            self.reader.should_gather = True
         return self.dense()
 
     def refuse_write(self) -> None:

@@ -43,8 +43,8 @@ def end_use(memory: PagedMemory) -> None:
     the whole pool."""
     seconds = memory.config.idle_release_seconds
     # the leader frees the pools of several processes, whose clocks differ
-    follows = memory.processes is not None and not memory.processes.leads
-    if seconds is None or (seconds == 0 and memory.release()) or follows:
+    is_follower = memory.processes is not None and not memory.processes.leads
+    if seconds is None or (seconds == 0 and memory.release()) or is_follower:
         begin_use(memory)
     else:
         _schedule(memory, seconds or MIN_WAIT)

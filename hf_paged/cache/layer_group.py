@@ -137,8 +137,8 @@ class LayerGroup:
         tables = self.tables
         rows = zip(tables, self.paddings)
         have_slots = (padding + table.num_tokens >= length for table, padding in rows)
-        continues = self.rows.is_borrowed and context_len == self.length
-        if continues and all(have_slots):
+        follows_last_step = self.rows.is_borrowed and context_len == self.length
+        if follows_last_step and all(have_slots):
             # the owner of the tables has allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
         else:
@@ -210,8 +210,8 @@ class LayerGroup:
     ) -> None:
         """Frees blocks outside the window and makes tokens `ranges[i]` of each table writable."""
         window = self.spec.window
-        grows = length > self.length and not self.record_past
-        if grows and window is not None:
+        is_longer = length > self.length and not self.record_past
+        if is_longer and window is not None:
             is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
             first_visible = self.spec.first_visible(length)
             self._drop_outside_window(tables, context_len)

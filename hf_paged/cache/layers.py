@@ -45,7 +45,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.num_positions = 0
         # whether the model's own code has read values in a decode: from then on, decodes gather in
         # `update`
-        self.gathers = False
+        self.should_gather = False
         # handles returned in the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
         self._packed_signature: StoreSignature | None = None
@@ -198,7 +198,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to all visible K/V, or dense tensors in a decode once the model's own
         code has read values."""
-        if self.gathers and is_decode:
+        if self.should_gather and is_decode:
             key_dtype, value_dtype = blocks.dtypes
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
             dense_values = read_rows(step, blocks, blocks.values, value_dtype)
@@ -269,8 +269,8 @@ class PagedLayer(cache_utils.DynamicLayer):
                 return visible[is_value]
             rows = self.group.rows
             # an engine, whose rows the cache borrows, only reads
-            keeps_views = not rows.is_borrowed
-            handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
+            has_read_only_views = not rows.is_borrowed
+            handle = PagedTensor(step, blocks, is_value, has_read_only_views=has_read_only_views)
             return rows.track(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:

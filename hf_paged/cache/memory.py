@@ -355,8 +355,8 @@ class PagedMemory:
         holds a block. Returns whether there were any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        others = [group for group in self.groups.values() if group is not excluded]
-        unused = [group for group in others if not group.pool.num_used and group.occupied_bytes]
+        groups = [group for group in self.groups.values() if group is not excluded]
+        unused = [group for group in groups if not group.pool.num_used and group.occupied_bytes]
         if not unused:
             return False
         self._released_peak_bytes = self.peak_bytes

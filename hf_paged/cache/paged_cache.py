@@ -186,9 +186,9 @@ class PagedCache(DynamicCache):
     ) -> None:
         self.memory, self.kind = memory, kind
         self.counters = ReadCounters() if borrows is None else borrows
-        grows = cache.layer_class_to_replicate is not None
+        can_grow = cache.layer_class_to_replicate is not None
         specs = [spec_of(layer, kind) for layer in cache.layers]
-        if grows:
+        if can_grow:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
             distinct_specs = dict.fromkeys(filter(None, specs))
@@ -204,11 +204,11 @@ class PagedCache(DynamicCache):
     @property
     def layer_class_to_replicate(self) -> Any:
         """A function that makes the next layer of a cache without a configuration; else `None`."""
-        return self._make_next_layer if self._grows else None
+        return self._make_next_layer if self._can_grow else None
 
     @layer_class_to_replicate.setter
     def layer_class_to_replicate(self, value: Any) -> None:
-        self._grows = value is not None
+        self._can_grow = value is not None
 
     def _make_next_layer(self) -> PagedLayer:
         group = next(iter(self.groups.values()))
@@ -375,7 +375,7 @@ class PagedCache(DynamicCache):
     def discard(self) -> None:
         """Frees the cache after a failure. Does not gather handles, which a traceback may still
         hold."""
-        self.rows.free(gathers=False)
+        self.rows.free(should_gather=False)
         self.reset()
 
     def stats(self) -> MemoryStats:

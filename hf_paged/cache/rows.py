@@ -123,13 +123,13 @@ class CacheRows:
                 group.crop(length)
 
     @guarded
-    def free(self, gathers: bool = True) -> None:
+    def free(self, should_gather: bool = True) -> None:
         """Drops all rows, and frees their blocks unless they are borrowed. First gathers the
-        handles that are still alive; without `gathers`, forgets them, and they must not be read any
-        more. If gathering raises, the rows are dropped all the same."""
+        handles that are still alive; without `should_gather`, forgets them, and they must not be
+        read any more. If gathering raises, the rows are dropped all the same."""
         with self.memory.changing():
             try:
-                if gathers:
+                if should_gather:
                     self.gather_handles()
             finally:
                 if not self.is_borrowed:

@@ -166,9 +166,9 @@ def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
     new_states = iter(tensors)
     for layer in layers:
         for states in _states_of(layer):
-            for number, state in states.items():
+            for state_index, state in states.items():
                 if state is not None:
-                    states[number] = next(new_states)
+                    states[state_index] = next(new_states)
 
 
 def _states_of(layer: Any) -> list[dict[int, Tensor | None]]:
@@ -203,11 +203,13 @@ def gather_states(
         layer.device = first_source.device
         for name in _STATES:
             states: dict[int, Tensor | None] = {}
-            for number, state in getattr(first_source, name).items():
-                states[number] = None
+            for state_index, state in getattr(first_source, name).items():
+                states[state_index] = None
                 if state is not None:
-                    tensors = [(getattr(source, name)[number], rows) for source, rows in sources]
-                    states[number] = _concatenate_rows(tensors).to(target)
+                    tensors = [
+                        (getattr(source, name)[state_index], rows) for source, rows in sources
+                    ]
+                    states[state_index] = _concatenate_rows(tensors).to(target)
             setattr(layer, name, states)
 
 

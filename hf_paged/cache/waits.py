@@ -63,10 +63,10 @@ class Shortage:
         """Returns `should_retry`, after a short sleep if it is true. Must not be called while
         holding a lock."""
         with claims_waiting(self._memory):
-            retries = self.should_retry()
-            if retries:
+            will_retry = self.should_retry()
+            if will_retry:
                 time.sleep(_POLL)
-            return retries
+            return will_retry
 
 
 class Claim:

@@ -75,7 +75,8 @@ class PrefixIndex:
         self._registered: list[dict[int, Node]] = [{} for _ in pools]
         groups = range(len(self._pools))
         self._on_evict = [functools.partial(self._handle_eviction, group) for group in groups]
-        # `(group, block_id)` of blocks registered since `begin_step`; `None` between steps
+        # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
+        # `None` between steps
         self._step_blocks: dict[tuple[int, int], None] | None = None
         self._offload: Offload | None = None
 
@@ -112,7 +113,7 @@ class PrefixIndex:
     ) -> list[Link]:
         """Returns the longest path along `token_ids`, of at most `max_nodes` nodes, after which a
         sequence can start: all blocks that its next query sees exist, except perhaps in group
-        `ignored_group`. With `tier_has(group, digest)`, blocks in the tier exist, too."""
+        `ignored_group`. With `tier_has(group, digest)`, blocks in the tier count as existing."""
         node = self._roots.get(namespace)
         digest = namespace_digest(namespace)
         links: list[Link] = []
@@ -254,7 +255,6 @@ class PrefixIndex:
                     if block_id is None:
                         continue
                     if self._step_blocks is None or (group, block_id) not in self._step_blocks:
-                        # the block is computed
                         offload(group, block_id, digest)
             if is_subtree:
                 pending.extend(removed.children.values())

@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # from this size on, the C library maps each allocation separately, too
+MIN_RESERVED_BYTES = 32 << 20  # from here on, the C library, too, maps each allocation
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""

@@ -128,22 +128,23 @@ class PagedCache(DynamicCache):
         cache: DynamicCache,
         memory: PagedMemory,
         kind: str = "self",
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache`. With `borrows`, the
-        read counters of the owner of its rows, it borrows the tables passed to `take` and owns
+        """Returns a paged cache with the layers of an empty `DynamicCache`. With `owner_counters`,
+        the read counters of the owner of its rows, it borrows the tables passed to `take` and owns
         none."""
         paged = cls.__new__(cls)
-        paged._setup(memory, kind, cache, borrows)
+        paged._setup(memory, kind, cache, owner_counters)
         return paged
 
     def empty_twin(
         self,
         memory: PagedMemory,
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
         kind: str | None = None,
     ) -> PagedCache:
-        """Returns an empty cache on `memory` with the same layers; `borrows` as in `from_empty`."""
+        """Returns an empty cache on `memory` with the same layers; `owner_counters` as in
+        `from_empty`."""
         layers = []
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
@@ -152,10 +153,10 @@ class PagedCache(DynamicCache):
         stock = DynamicCache()
         stock.layers = layers
         stock.layer_class_to_replicate = self.layer_class_to_replicate
-        twin = PagedCache.from_empty(stock, memory, kind or self.kind, borrows)
+        twin = PagedCache.from_empty(stock, memory, kind or self.kind, owner_counters)
         cross = self.cross
         if cross is not None:
-            cross = cross.empty_twin(memory, borrows)
+            cross = cross.empty_twin(memory, owner_counters)
         twin.cross = cross
         return twin
 
@@ -182,17 +183,18 @@ class PagedCache(DynamicCache):
         memory: PagedMemory,
         kind: str,
         cache: DynamicCache,
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
     ) -> None:
         self.memory, self.kind = memory, kind
-        self.counters = ReadCounters() if borrows is None else borrows
+        self.counters = ReadCounters() if owner_counters is None else owner_counters
         can_grow = cache.layer_class_to_replicate is not None
         specs = [spec_of(layer, kind) for layer in cache.layers]
         if can_grow:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
             distinct_specs = dict.fromkeys(filter(None, specs))
-        self.rows = CacheRows(memory, distinct_specs, self.counters, borrows is not None)
+        is_borrowed = owner_counters is not None
+        self.rows = CacheRows(memory, distinct_specs, self.counters, is_borrowed)
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
         for index, (layer, spec) in enumerate(zip(cache.layers, specs)):

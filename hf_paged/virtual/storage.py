@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import compat, forks
 from ..cache.block_pool import BlockPool
-from ..cache.copies import BlockCopies
+from ..cache.copies import BlockCopier
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
@@ -54,8 +54,8 @@ def make_storage(
 def _take_runs(
     run: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes blocks (`cache.block_pool.Take`) that follow the last of `after`, else the first whole
-    run of `run` free blocks, else the blocks with the lowest ids."""
+    """Takes blocks (`block_pool.BlockSelector`) that follow the last of `after`, else the first
+    whole run of `run` free blocks, else the blocks with the lowest ids."""
     block_ids = []
     following = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -286,7 +286,7 @@ class MappedStorage(BlockStorage):
         """`before_move`: gathers all handles, before blocks move: a child process gets its own
         pages only at the blocks' current addresses."""
         super().__init__(block_size, pool, spec)
-        self._copies = BlockCopies(launches=False)
+        self._copier = BlockCopier(can_launch=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None

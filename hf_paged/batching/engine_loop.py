@@ -246,7 +246,7 @@ class EngineLoop:
         reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.merge_key = self._capability.how_prompts_merge(prompts)
+        prompts.merge_key = self._capability.merge_key(prompts)
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
@@ -260,7 +260,7 @@ class EngineLoop:
         reason = self._capability.reason_against_rows(prompts)
         if reason is not None:
             raise self._not_served(reason)
-        prompts.set_join_keys(self._capability.how_rows_join(prompts))
+        prompts.set_join_keys(self._capability.join_requirements(prompts))
         count = self._capability.max_positions(prompts)
         state.request.limit_positions(count, prompts.shift(0))
         prompts.assign(state.request, 0, None, False)

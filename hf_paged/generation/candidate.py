@@ -253,7 +253,7 @@ class Candidate:
     def _outgrows_table(self) -> bool:
         """Whether a row may need more positions than the model's table has in packed forwards."""
         limit = self.layout.max_positions
-        if limit is None or not self.layout.grows_unpacked:
+        if limit is None or not self.layout.can_grow_unpacked:
             return False
         longest = self.config.max_length + self.num_embedded - min(self.paddings)
         return longest > limit + 1
@@ -309,7 +309,7 @@ class Candidate:
             why = capability.reason_against_rows(prompts)
         if why:
             yield why if why in reason else f"{reason}, and {why}"
-        prompts.set_join_keys(capability.how_rows_join(prompts))
+        prompts.set_join_keys(capability.join_requirements(prompts))
         count = capability.max_positions(prompts)
         self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

@@ -25,7 +25,7 @@ class Layout(NamedTuple):
     # most tokens of a sequence that the model's tables of positions allow; `None`: no limit
     max_positions: int | None = None
     # whether forwards that are not packed grow that table when they need it
-    grows_unpacked: bool = False
+    can_grow_unpacked: bool = False
     # the K/V that the cache's layers store, if rows may join and leave
     layers: tuple[LayerKV, ...] = ()
 
@@ -54,7 +54,7 @@ class PromptsVerdict(NamedTuple):
 
     unsupported_reason: str | None = None
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
-    begins_behind_text: bool = False  # the model's own forward may begin behind cached text
+    can_begin_behind_text: bool = False  # the model's own forward may begin behind cached text
 
 
 TOGETHER = Layout(

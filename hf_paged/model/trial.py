@@ -57,15 +57,15 @@ the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the cause `lasts`, later checks would fail as well."""
+    """A forward failed in a check. If the cause `is_permanent`, later checks would fail as well."""
 
-    lasts = False
+    is_permanent = False
 
 
 class WritesLostError(ForwardFailedError):
     """A forward's writes cannot be undone."""
 
-    lasts = True
+    is_permanent = True
 
 
 def first_line(error: BaseException) -> str:

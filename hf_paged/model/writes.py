@@ -170,7 +170,7 @@ class Snapshot:
             restore_attributes(table, {**before, **notes})
 
     def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
-        """Yields the differences. `changed`: ids of tensors and containers whose content differs."""
+        """Yields the differences. `changed`: ids of tensors and containers with other content."""
         for module, table, attributes in self._tables:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)

@@ -33,7 +33,7 @@ from .trial import (
     sample_tokens,
     scratch_memory,
 )
-from .writes import Write, alter_value, copy_value, values_are_equal, note_write
+from .writes import Write, alter_value, copy_value, note_write, values_are_equal
 
 # prompt tokens of the first two sequences
 _FIRST_LENGTH = 8
@@ -240,7 +240,7 @@ def rows_check(trial: Trial) -> str | None:
         plain_cache = trial.cache.empty_twin(memory)
         inputs = {**plain_prompts.model_kwargs, compat.cache_name(model): with_cross(plain_cache)}
         for step in range(3):
-            logits, inputs = next_logits(model, ids, inputs, begins=not step)
+            logits, inputs = next_logits(model, ids, inputs, is_first_step=not step)
             plain_logits.append(logits)
             new_tokens = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, new_tokens], dim=1)

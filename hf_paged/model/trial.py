@@ -152,7 +152,7 @@ class Trial:
         for count in range(new.shape[1] + 1):
             tokens = torch.cat([ids, new[:, :count]], dim=1)
             with around(tokens.shape[1]):
-                step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
+                step_logits, inputs = next_logits(model, tokens, inputs, is_first_step=not count)
             logits.append(step_logits)
         cached = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
         self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}

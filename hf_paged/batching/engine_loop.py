@@ -155,7 +155,7 @@ class EngineLoop:
         sizes = None
         if self.config.block_size == AUTO:
             lengths = () if previous_sizes is None else previous_sizes.lengths
-            sizes = block_sizes(self.model, self.config, seen=lengths)
+            sizes = block_sizes(self.model, self.config, observed=lengths)
         return PagedMemory(
             self.config,
             sizes=sizes,

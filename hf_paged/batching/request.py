@@ -122,7 +122,7 @@ class Sequence:
 class Rope(Protocol):
     """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
 
-    restarts: bool  # whether a sequence is recomputed when its factors change
+    must_recompute: bool  # whether a sequence is recomputed when its factors change
 
     def factors(self, length: int) -> int: ...
 
@@ -223,7 +223,7 @@ class Request:
         """Updates its rotary factors and namespace; returns whether they changed. Prefixes with
         different factors are not shared."""
         length = self.num_prompt_tokens
-        if rope.restarts:
+        if rope.must_recompute:
             length = max(sequence.num_tokens for sequence in self.open_sequences)
         factors = rope.factors(length)
         if factors == self.rope_factors:

@@ -38,7 +38,7 @@ from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
-from ..model.sharding import alone, deferring
+from ..model.sharding import deferring_signals, reserving
 from ..switches import NOTHING
 from ..topics import Topic
 from .after_import import after_import, forget_import
@@ -189,7 +189,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
         # not "dynamic": assistants copy this config, and transformers refuses that value for them
         generation_config.cache_implementation = None
     result = prepare.run()
-    with deferring(model):
+    with deferring_signals(model):
         if call is None:
             call = Call(model)
             prepared.set(call)
@@ -230,7 +230,7 @@ def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
     num_prompts = arguments.get("batch_size") or 1
     num_rows = num_prompts * rows_per_prompt(generation_config)
     if call.is_running:
-        call.stack.enter_context(alone(model))
+        call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
     call.memory = memory = memory_for(model, config, lengths)
     if call.is_running:
@@ -305,7 +305,7 @@ def _decode(decode: Invocation) -> Any:
     with running:
         if call is not None and call.built:
             loop_call = _loop_call(decode, call)
-            with deferring(decode.model):
+            with deferring_signals(decode.model):
                 batch = batch_of(call, loop_call)
                 if batch:
                     return batch.run()

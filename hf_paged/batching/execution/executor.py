@@ -199,7 +199,7 @@ class Executor:
     def doubt_model(self) -> None:
         """Has the next replay check whether other code has replaced modules or tensors."""
         if self._state is not None:
-            self._state.doubt()
+            self._state.mark_unverified()
 
     def _read_model(self) -> bool:
         """Reads the model's state, within `attention`. If it has changed, drops cached prefixes,

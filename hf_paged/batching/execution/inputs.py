@@ -84,7 +84,7 @@ def pack(
             num_prompt_tokens = sequence.request.num_prompt_tokens
             length = max(end, len(sequence.token_ids))
             factors += rope.token_factors(start, end, num_prompt_tokens, length)
-    if rope is not None and rope.is_fresh and not any(factors):
+    if rope is not None and rope.has_short_factors and not any(factors):
         factors = []
     groups = []
     for number, size in enumerate(block_sizes):

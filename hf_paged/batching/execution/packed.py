@@ -388,7 +388,7 @@ class PackedRunner(Runner):
         arguments[self._cache_name] = cache
         self.num_forwards += 1
         if self._state is not None:
-            self._state.doubt()
+            self._state.mark_unverified()
         self.cache.begin(steps, positions)
         try:
             with self._kernels(num_tokens):

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from .. import compat
 from ..cache.paged_cache import PagedCache
 from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
-from ..model.structure import reasons_of_rows
+from ..model.structure import row_dependencies
 from .call import current, first_rows
 from .invocation import Invocation
 
@@ -102,7 +102,7 @@ def _rows_are_independent(model: Any) -> bool:
     """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
     module state."""
     modules = list(model.modules())
-    if next(reasons_of_rows(model, modules), None) is not None:
+    if next(row_dependencies(model, modules), None) is not None:
         return False
     return not any(
         "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules

@@ -38,7 +38,7 @@ from .checks import (
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .sharding import processes_of
-from .structure import KV_LAYERS, Modules, reasons
+from .structure import KV_LAYERS, Modules, reasons_against
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
@@ -177,8 +177,8 @@ class Capability:
         kind: Any = None,
     ) -> Any:
         """Returns the verdict that the caller keeps, if it is still valid; else the first of
-        `structure.reasons`, or the result of `check`. The check runs several short forwards, once
-        for each state of the model and `kind` of call."""
+        `structure.reasons_against`, or the result of `check`. The check runs several short
+        forwards, once for each state of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._checked(check, layout, prompts, kind)
@@ -195,7 +195,7 @@ class Capability:
         cache = self._cache
         modules = list(model.modules())
         processes = processes_of(model)
-        reason = next(reasons(model, cache, modules, layout), None)
+        reason = next(reasons_against(model, cache, modules, layout), None)
         if reason is not None and processes is None:
             return reason
         code_key = self._last_code_key or self._find_code_key(modules)

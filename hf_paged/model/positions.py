@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .own_loop import first_inputs
 from .trial import ForwardFailedError, Trial, sample_tokens
-from .values import addresses_of, kept_tensors
+from .values import addresses_of, tensors_of_model
 
 _aten = torch.ops.aten
 # prompt tokens and decode steps of the forwards whose reads are observed
@@ -38,7 +38,7 @@ class PositionReads(TorchDispatchMode):
         super().__init__()
         self.position = position
         self.tables = set[PositionTable]()
-        self._addresses = addresses_of(kept_tensors(model))
+        self._addresses = addresses_of(tensors_of_model(model))
 
     def __torch_dispatch__(
         self,

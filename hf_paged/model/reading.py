@@ -39,7 +39,7 @@ from .values import (
     SCALARS,
     STANDARD,
     attributes_of,
-    is_users,
+    is_user_module,
     package_of,
 )
 from .writes import notes_of
@@ -183,7 +183,7 @@ class Reading:
             if base.__module__.startswith(_UNRELATED):
                 continue
             self._owners += gc.get_referents(vars(base))  # the dict behind the proxy
-            is_of_user = is_users(base.__module__)
+            is_of_user = is_user_module(base.__module__)
             if is_of_user:
                 self._packages.add(package_of(base.__module__))
             for name, value in vars(base).items():
@@ -304,7 +304,7 @@ class Reading:
     def _named(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
             return "named", value.__name__
-        if isinstance(value, type) and is_users(value.__module__):
+        if isinstance(value, type) and is_user_module(value.__module__):
             return "class", self._number(value)
         return "named", value.__module__, value.__qualname__
 
@@ -319,7 +319,7 @@ class Reading:
         if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
         is_numbered = id(value) in self._object_numbers
-        is_read = is_users(kind.__module__) and self._num_plain < _MAX_PLAIN_OBJECTS
+        is_read = is_user_module(kind.__module__) and self._num_plain < _MAX_PLAIN_OBJECTS
         if is_read or is_numbered:
             self._num_plain += not is_numbered
             return "object", self._number(value)
@@ -361,7 +361,7 @@ class Reading:
 
     def _function(self, function: Any, depth: int) -> Any:
         attributes = None
-        if is_users(globals_module(function)):
+        if is_user_module(globals_module(function)):
             self._owners.append(function)
             attributes = self._value(vars(function), depth + 1)
         defaults = (function.__defaults__, function.__kwdefaults__)
@@ -374,7 +374,7 @@ class Reading:
         """Keeps a function of a class until code names it; then the function is followed."""
         if name in _SETUP:
             return
-        if not is_users(globals_module(function)):
+        if not is_user_module(globals_module(function)):
             # library code calls methods that user classes override
             self._name(names_of(function.__code__))
         elif name in self._names:
@@ -390,7 +390,7 @@ class Reading:
     def _follow(self, function: Any) -> Any:
         """Describes the globals that a function of user code reads by name."""
         module_name = globals_module(function)
-        if function in self._followed or not is_users(module_name):
+        if function in self._followed or not is_user_module(module_name):
             return None
         self._followed.add(function)
         self._packages.add(package_of(module_name))
@@ -449,7 +449,7 @@ class Reading:
         if is_read or kind in SCALARS:
             return self._value(value, depth)
         # a hook may collect results in other objects, whose changes do not affect cached blocks
-        if package_of(kind.__module__) in STANDARD or is_users(kind.__module__):
+        if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closed.append(self._scalars(value))
         return self._called(value, depth)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..interrupts import restoring
-from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_users_object, plain_tensors
+from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
@@ -126,7 +126,7 @@ class Snapshot:
         limit = len(self._containers) + _MAX_CONTAINERS
         while pending:
             value = pending.pop()
-            if is_users_object(value):
+            if is_user_object(value):
                 value = vars(value)
             if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value

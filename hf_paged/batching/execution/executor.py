@@ -116,7 +116,7 @@ class Executor:
             self.doubt_model()  # another thread may change the model without a pause
         else:
             with self.lock:
-                self.guard.open()
+                self.guard.begin_period()
                 self.handle_model_change()
             span.is_open = self.is_unchecked = True
 
@@ -152,12 +152,12 @@ class Executor:
         self.clear_run_ahead()
         self.runner.go_idle()
         with self.lock:
-            self.guard.rest()
+            self.guard.go_idle()
         self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
         """Between steps: after a change of weights, makes all blocks cached before unusable."""
-        self.guard.change()
+        self.guard.forget_earlier()
         self.forget_model()
 
     def forget_model(self) -> None:

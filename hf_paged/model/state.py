@@ -117,7 +117,7 @@ class ModelState(Reading):
         """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
         every module's mode and the scalars in containers and objects that closures hold."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
-        return self._digest([pointers, self._modes, self._closed])
+        return self._digest([pointers, self._modes, self._closure_scalars])
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models: by `addresses` and, if both states are

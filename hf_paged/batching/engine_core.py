@@ -28,7 +28,7 @@ from ..model.sharding import lead
 from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
-from ..timing import counted, counting
+from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
 from .engine_loop import EngineLoop, check_positions
 from .execution.executor import StableSpan
@@ -250,7 +250,7 @@ class EngineCore(EngineLoop):
         if self._stepping_thread == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
-                counted.set(None)
+                setup_seconds.set(None)
                 self._stepping_thread = None
 
     def remove(self, state: RequestState) -> None:
@@ -337,7 +337,7 @@ class EngineCore(EngineLoop):
         is_outermost = self._stepping_thread != threading.get_ident()
         self._stepping_thread = threading.get_ident()
         # in place of `counting`, which would add its calls to every step
-        token = counted.set(self.setup_seconds)
+        token = setup_seconds.set(self.setup_seconds)
         try:
             self._end_unsupported()
             try:
@@ -360,7 +360,7 @@ class EngineCore(EngineLoop):
                 raise
             self._fail_requests(loop, error)
         finally:
-            counted.reset(token)
+            setup_seconds.reset(token)
             if is_outermost:
                 if self._cancelled:
                     self._end_cancelled()

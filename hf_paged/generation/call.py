@@ -34,7 +34,7 @@ from ..interrupts import ends_with_calls, restoring
 from ..model.own_loop import map_tensors, tensors_of
 from ..model.registry import note_route, route_of, warn_once
 from ..step import ReadCounters
-from ..timing import counted
+from ..timing import setup_seconds
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Call:
             current_call: self,
             mask_observer: None,
             unsupported_reasons: self.slowed_by,
-            counted: self.route_fields["setup_seconds"],
+            setup_seconds: self.route_fields["setup_seconds"],
         }
         plain_bytes = None
         self.thread = threading.get_ident()

@@ -43,7 +43,8 @@ from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
 _lock = forks.lock()
-_RULED_OUT, _PENDING, _DONE = range(3)  # states of a check in one process
+# states of a check in one process; the least of all processes' states counts
+_RULED_OUT, _PENDING, _DONE = range(3)
 # Types of the module attributes that are part of `_code_key`, since they determine what a forward
 # computes: for example a function that replaces the class's `forward`.
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
@@ -116,8 +117,8 @@ class Capability:
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
         """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
-        holds for all prompts with inputs of the same names and with as many axes of positions, if
-        they are alike in hiding tokens and in beginning with text."""
+        holds for all prompts with equal `names`, `axis_counts` and `hides_tokens`, if text precedes
+        the content of either all or none of them."""
         has_text = prompts.num_text(self._model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
         verdict = self._verdict(prompts_check, "packed", prompts, kind)
@@ -288,7 +289,7 @@ def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
     """A key for the code of a model's forward and for the shapes of its weights, but not for their
     values. It is computed in about a millisecond, and keeps no model alive."""
-    kinds = tuple((type(module), module.training) for module in modules)
+    module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []
     shapes: list[torch.Size] = []  # verdicts depend on them: a longer table has more positions
     write_only = notes_of(model).write_only
@@ -299,13 +300,13 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
                 attributes.append(value)
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
-    bases = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
+    bases = dict.fromkeys(base for kind, _ in module_types for base in kind.__mro__)
     members = (member for base in bases for member in vars(base).values())
     functions = tuple(member for member in members if isinstance(member, types.FunctionType))
     configs = switchable_configs(modules)
     device = compute_device(model)
     return (
-        kinds,
+        module_types,
         tuple(map(code_of, attributes)),
         functions,
         tuple(map(model_attention, configs)),

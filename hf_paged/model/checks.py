@@ -41,7 +41,7 @@ _SECOND_LENGTH = 9
 # tokens of the third sequence's first chunk, and of its prompt if it is not split into chunks
 _CHUNK_LENGTH = 18
 _THIRD_LENGTH = 13
-_PACKED_PROMPTS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
+_PACKED_PROMPT_LENGTHS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
 # Two prompts and a chunk of a third; two decodes and the second chunk; decodes alone, for which the
 # head computes the logits of every token.
 _PACKED_STEPS: tuple[Step, ...] = (
@@ -84,7 +84,7 @@ def self_check(trial: Trial) -> Layout | str:
         padded_logits = trial.plain(padded_rows, _FIRST_LENGTH + 2, padding=2)
     memory = scratch_memory()
     try:
-        packed_logits = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS, memory)
+        packed_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS, memory)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"packed, {error}")
     expected = torch.stack([whole_logits[row, end - 1] for row, end in _PACKED_LOGITS])
@@ -101,13 +101,13 @@ def self_check(trial: Trial) -> Layout | str:
         return reason
     # the model may count padding as positions
     unpadded_logits = decode_logits[:2].flatten(0, 1)
-    padding_changes = trial.difference(unpadded_logits, padded_logits.flatten(0, 1))
+    padding_difference = trial.difference(unpadded_logits, padded_logits.flatten(0, 1))
     num_fixed, num_growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
         run_kernels(trial)
     can_grow = num_growing is not None and (num_fixed is None or num_growing < num_fixed)
     return Layout(
-        can_mix_lengths=padding_changes is None,
+        can_mix_lengths=padding_difference is None,
         max_positions=num_growing if can_grow else num_fixed,
         can_grow_unpacked=can_grow,
         layers=memory.layers(),
@@ -175,13 +175,13 @@ def mixing_check(trial: Trial) -> str | None:
 def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The logits of `_PACKED_STEPS`, and those of the same rows when each runs alone: both
     `(len(_PACKED_LOGITS), vocab_size)`."""
-    batched = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS)
+    batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
     single = torch.empty_like(batched)
-    for row, prompt in enumerate(_PACKED_PROMPTS):
-        indices = [index for index, (number, _) in enumerate(_PACKED_LOGITS) if number == row]
-        prefill = ((row, prompt),)
+    for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
+        indices = [index for index, (other, _) in enumerate(_PACKED_LOGITS) if other == row]
+        prefill = ((row, prompt_length),)
         decodes = [((row, 1),)] * (len(indices) - 1)
-        single[indices] = trial.run(Layout(), rows, _PACKED_PROMPTS, [prefill, *decodes])
+        single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
     return batched, single
 
 
@@ -189,14 +189,14 @@ def side_check(trial: Trial) -> Layout:
     """Compares rows that run side by side, join and leave, with plain forwards. Returns the layout
     of such rows, or `TOGETHER` if their results differ. Raises as `self_check`."""
     model = trial.model
-    prompts = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
+    prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
     decode_logits = []
     prefill_logits = []
     with trial.forwards():
         rows = sample_tokens(model)
-        for row, prompt, end in zip(rows.split(1), prompts, _SIDE_LENGTHS):
-            decode_logits.append(trial.plain(row[:, :end], prompt)[:, 0])
-            prefill_logits.append(trial.plain(row[:, :end], end)[0, 0])
+        for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_LENGTHS):
+            decode_logits.append(trial.plain(row[:, :length], prompt_length)[:, 0])
+            prefill_logits.append(trial.plain(row[:, :length], length)[0, 0])
     last_logits = torch.stack([logits[-1] for logits in decode_logits])
     depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
     row_logits = list(map(iter, decode_logits))
@@ -205,7 +205,7 @@ def side_check(trial: Trial) -> Layout:
         layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
-            computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
+            computed = trial.run(layout, rows, prompt_lengths, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
                     can_chunk=(
@@ -281,17 +281,17 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     `self_check`."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
-    first = _single(trial.prompts, width, 1)
-    equal_second = _single(trial.prompts, width, -1)
-    shorter_second = _single(trial.prompts, max(1, width - 3), -1)
+    first = _single_row(trial.prompts, width, 1)
+    equal_second = _single_row(trial.prompts, width, -1)
+    shorter_second = _single_row(trial.prompts, max(1, width - 3), -1)
     new_tokens = sample_tokens(model)[:1, :3]
 
-    def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
+    def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
         """The logits of both rows, which begin together. Unless their lengths must be equal, one
         row then computes one token more than the other."""
         for single in (first, second):
             single.join_key = None
-            single.set_join_keys(verdict if joins else None)
+            single.set_join_keys(verdict if can_join else None)
         runner = TrialRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)
         (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
@@ -306,16 +306,16 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     for verdict in itertools.product((False, True), encoders_must_be_equal):
         second = equal_second if verdict[1] else shorter_second
         with contextlib.suppress(ForwardFailedError):
-            separate = compute(second, verdict, joins=False)
-            joined = compute(second, verdict, joins=True)
+            separate = compute(second, verdict, can_join=False)
+            joined = compute(second, verdict, can_join=True)
             if first.join_key is not None and trial.difference(separate, joined) is None:
                 return verdict
     return None
 
 
-def _single(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts` with its encoder's tokens cut to `width`. `sign` -1 negates the
-    encoder's output, so that exchanged rows would change the logits."""
+def _single_row(prompts: Any, width: int, sign: int) -> Any:
+    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates its
+    floating-point inputs, so that an exchange of two rows would change the logits."""
     num_encoded = prompts.num_encoder_tokens
     single = copy.deepcopy(prompts)
 
@@ -377,7 +377,7 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
 
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
-    """Drops the computed tokens behind the content of each row's prompt. Returns `False`, and drops
+    """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
     none, if a row could not recompute them."""
     if keys is None:
         return False
@@ -434,15 +434,15 @@ def merge_check(trial: Trial) -> bool:
         return False
 
 
-Key = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
-Writes = dict[Key, Write]
+WriteKey = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
+Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes the attributes that each forward of the trial overwrites and none reads, and those
-    that a forward of the engine wrote and a later forward reads."""
+    """Notes the attributes that each forward of the trial overwrites and none reads, and those that
+    a forward of the engine wrote and a later forward reads."""
     last_writes: Writes = {}
-    by_engine = set[Key]()
+    by_engine = set[WriteKey]()
     for write in trial.writes:
         key = id(write.table), write.name
         last_writes[key] = write
@@ -453,7 +453,7 @@ def judge_writes(trial: Trial) -> None:
     expected, _ = _logits_after(trial, last_writes)
     if expected is None:
         return
-    groups: dict[tuple[type, str], list[Key]] = {}
+    groups: dict[tuple[type, str], list[WriteKey]] = {}
     for key, write in last_writes.items():
         attribute = type(write.module), write.name
         groups.setdefault(attribute, []).append(key)
@@ -471,10 +471,10 @@ def judge_writes(trial: Trial) -> None:
                 note_write(trial.model, last_writes[key], is_read)
 
 
-def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Key]]:
+def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
     """The logits of a forward that begins with the values `after` of these writes, or `None` if it
     fails; and the keys of the writes that it overwrites."""
-    overwritten = set[Key]()
+    overwritten = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():

@@ -214,10 +214,10 @@ class TrialRow:
     blocks: SequenceBlocks
     inputs: Any = None  # `Prompts` and the row's index in them, if the prompt comes from these
     encoded: Any = NO_BLOCKS  # the encoder's blocks
-    row: int = 0
+    row: int = 0  # index among the rows of `Trial.run`
     token_ids: list[int] = dataclasses.field(default_factory=list)  # up to the end of the step
     num_computed_tokens: int = 0
-    num_text: int = 0
+    num_text: int = 0  # tokens of cached text before the content
     namespace: Any = UNCACHED
     # the same for all rows
     draft: ClassVar[list[int]] = []

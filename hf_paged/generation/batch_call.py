@@ -132,8 +132,8 @@ class BatchCall(Candidate):
             claim = NOTHING
             if generation.keep_blocks:  # rows then keep their blocks until the call ends
                 preemption = shared.loop.scheduler.preemption
-                needed = sum(map(preemption.num_needed, generation.requests))
-                claim = claimed(memory, needed, lambda: shared.loop.blocks.num_total)
+                num_needed = sum(map(preemption.num_needed, generation.requests))
+                claim = claimed(memory, num_needed, lambda: shared.loop.blocks.num_total)
             try:
                 with claim:
                     return shared.run(generation, keeps_prefixes, replays, finish, make)
@@ -272,10 +272,10 @@ class BatchCall(Candidate):
             if not len(plan) and not shortage.wait():
                 first = unfinished[0]
                 count = first.num_tokens - 1 - first.num_computed_tokens
-                needed = sum(table.num_needed(count) for table in first.blocks.tables)
+                num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
-                    f"the returned cache needs {needed} blocks, {loop.blocks.num_free} are free:"
-                    " raise `num_blocks`, or leave `return_dict_in_generate` out"
+                    f"the returned cache needs {num_needed} blocks, {loop.blocks.num_free} are"
+                    " free: raise `num_blocks`, or leave `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)
         # so that the call discards it after an error: the traceback keeps frames that hold it

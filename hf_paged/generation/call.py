@@ -172,7 +172,7 @@ class Call:
         is_in_place = any(counter.in_place for counter in self.counters)
         is_gathered = any(counter.gathered for counter in self.counters)
         are_views = is_in_place and not is_gathered
-        how = "read where rows lie side by side" if are_views else "gathered"
+        how = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
 
     def note_unpaged(self, reason: str, remedy: str) -> None:
@@ -216,13 +216,13 @@ class Call:
             lengths["self"] += embeds.shape[1]
         if encoded is not None:
             lengths["cross"] = encoded[0].shape[1]
-        needed = 0
+        num_needed = 0
         for cache in self.built_caches:
             length = lengths[cache.kind]
-            spanned = cache.rows.manager.num_spanned(0, length, length)
-            needed += num_rows * sum(spanned)
+            num_blocks = cache.rows.manager.num_spanned(0, length, length)
+            num_needed += num_rows * sum(num_blocks)
         manager = self.built_caches[0].rows.manager
-        claim = claimed(self.built_caches[0].memory, needed, lambda: manager.num_total)
+        claim = claimed(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
         self.claim.enter_context(claim)
 
     def note_inputs(
@@ -251,7 +251,7 @@ class Call:
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 
     def _observe(self, mask: PagedMask) -> None:
-        """Finds the left padding in the model's causal mask: padding need not be stored."""
+        """Finds the left padding in the model's causal mask, so that it is not stored."""
         arguments = mask.arguments
         if not mask.pattern.causal or arguments.get("q_offset", 0) != 0:
             return

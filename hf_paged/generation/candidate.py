@@ -110,7 +110,7 @@ class Candidate:
         config = self.config
         model_kwargs = self.model_kwargs
         override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
-        reports = config.output_attentions or config.output_hidden_states
+        returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
         if not model.config.is_encoder_decoder:  # an encoder may have fewer rows (Dia)
@@ -121,9 +121,9 @@ class Candidate:
                 # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
                 Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
-                    config.return_dict_in_generate and reports
+                    config.return_dict_in_generate and returns_internals
                 ),
-                # if unset, transformers' loop passes all tokens in every step
+                # without it, transformers' loop passes all tokens in every step
                 Topic.OPTIONS(f"`use_cache` is {model_kwargs.get('use_cache')!r}"): (
                     not model_kwargs.get("use_cache", True)
                 ),

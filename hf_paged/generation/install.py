@@ -191,9 +191,9 @@ def _prepare_cache(prepare: Invocation) -> Any:
     uses_default = (
         _is_paged_by_default and not is_passed and generation_config.use_cache is not False
     )
-    chosen = generation_config.cache_implementation
+    implementation = generation_config.cache_implementation
     config = None
-    if chosen in REQUESTED or (chosen is None and uses_default):
+    if implementation in REQUESTED or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
         # not "dynamic", which transformers refuses for assistants, whose config copies this one
         generation_config.cache_implementation = None
@@ -245,24 +245,24 @@ def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> 
     if call.is_running:
         memory.begin_call(call)
 
-    def paged(cache: Any, kind: str) -> Any:
+    def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
             return cache
-        twin = PagedCache.from_empty(cache, memory, kind)
+        paged_cache = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
             blocks_per_row = length // memory.block_size + 1
-            twin.reserve(num_rows * blocks_per_row, num_rows)
+            paged_cache.reserve(num_rows * blocks_per_row, num_rows)
         if generation_config.is_assistant:
-            twin.activate_past_recording()
-        return twin
+            paged_cache.activate_past_recording()
+        return paged_cache
 
     for name in compat.CACHE_NAMES:
         cache = model_kwargs.get(name)
         if isinstance(cache, EncoderDecoderCache):
-            cache.self_attention_cache = paged(cache.self_attention_cache, "self")
-            cache.cross_attention_cache = paged(cache.cross_attention_cache, "cross")
+            cache.self_attention_cache = to_paged(cache.self_attention_cache, "self")
+            cache.cross_attention_cache = to_paged(cache.cross_attention_cache, "cross")
         elif cache is not None:
-            model_kwargs[name] = paged(cache, "self")
+            model_kwargs[name] = to_paged(cache, "self")
 
 
 def _expand_inputs(expand: Invocation) -> Any:

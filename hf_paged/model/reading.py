@@ -102,7 +102,8 @@ _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_fo
 
 class Reading:
     """The parts of a model on which its forward depends: described in `structure`, and the objects
-    that hold them, so that they can be read again."""
+    that hold them, so that they can be read again. A method that is named after a kind of value
+    describes one such value, in lists, tuples and scalars that `marshal` can write."""
 
     def __init__(self, model: nn.Module) -> None:
         # message about a value that user code reads and whose changes cannot be detected
@@ -267,7 +268,7 @@ class Reading:
             return self._callable(value, depth)
         if isinstance(value, (types.BuiltinFunctionType, *_NAMED_TYPES)):
             return self._named(value)
-        return self._describe_object(value, depth)
+        return self._instance(value, depth)
 
     def _items(self, depth: int, *items: Any) -> list[Any]:
         """Describes the items of a value at this depth."""
@@ -310,7 +311,7 @@ class Reading:
             return "class", self._number(value)
         return "named", value.__module__, value.__qualname__
 
-    def _describe_object(self, value: Any, depth: int) -> Any:
+    def _instance(self, value: Any, depth: int) -> Any:
         """Describes an object that is neither data nor code."""
         kind = type(value)
         if isinstance(value, _UNDETECTABLE_TYPES):
@@ -325,7 +326,7 @@ class Reading:
         if is_read or is_numbered:
             self._num_plain_objects += not is_numbered
             return "object", self._number(value)
-        return "object", self._describe_library_object(value, depth)
+        return "object", self._library_object(value, depth)
 
     def _watch_container(self, value: Any) -> None:
         if isinstance(value, types.MappingProxyType):
@@ -343,7 +344,7 @@ class Reading:
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
             # `UserDict`, `ChainMap`
             return self._value(vars(value), depth + 1)
-        return self._describe_library_object(value, depth), self._scalars(value)
+        return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
         """Describes the items of a container, or an object's attributes: scalars by their values,
@@ -434,7 +435,7 @@ class Reading:
         is_large = isinstance(value, _CONTAINER_TYPES) and len(value) > _MAX_ITEMS
         if not is_described or is_large:
             self.undetectable = (
-                f"its code reads the global {name!r}, changes of which cannot be detected"
+                f"its code reads the global {name!r}, whose changes cannot be detected"
             )
         elif is_data or is_followed or not callable(value):
             return self._value(value)
@@ -455,9 +456,9 @@ class Reading:
         # a hook may collect results in other objects, whose changes do not affect cached blocks
         if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closure_scalars.append(self._scalars(value))
-        return self._describe_library_object(value, depth)
+        return self._library_object(value, depth)
 
-    def _describe_library_object(self, value: Any, depth: int) -> Any:
+    def _library_object(self, value: Any, depth: int) -> Any:
         """Describes a library object: autocast by its options, a wrapper such as accelerate's by
         the function inside, others by their types alone."""
         name = type(value).__qualname__

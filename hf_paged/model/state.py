@@ -49,7 +49,7 @@ def _warn_once(model: nn.Module, reason: object) -> None:
     if model not in _warned:
         _warned.add(model)
         message = Topic.PREFIX_CACHE(
-            "prefix caching is off for this %s, since changes of it cannot be detected: %s"
+            "prefix caching is off for this %s, since changes to it cannot be detected: %s"
         )
         logger.warning(message, type(model).__name__, reason)
 

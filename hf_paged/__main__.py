@@ -109,14 +109,14 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 def is_runnable(module: str) -> bool:
     """Whether `python -m` can run the module, or the package's `__main__`. Imports nothing."""
-    first, *others = module.split(".")
+    first, *parts = module.split(".")
     try:
         spec = find_spec(first)
     except (ImportError, ValueError):  # the name is invalid
         return False
     name = first
-    while spec is not None and (others or spec.submodule_search_locations is not None):
-        part = others.pop(0) if others else "__main__"
+    while spec is not None and (parts or spec.submodule_search_locations is not None):
+        part = parts.pop(0) if parts else "__main__"
         name = f"{name}.{part}"
         folders = spec.submodule_search_locations
         if folders is None:
@@ -188,11 +188,11 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 def versions() -> str:
     """Returns the versions of hf_paged, Python, torch, transformers and Triton, from the packages'
     metadata."""
-    others = [f"Python {platform.python_version()}"]
+    dependencies = [f"Python {platform.python_version()}"]
     for name in ("triton", "transformers", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            others.insert(0, f"{name} {metadata.version(name)}")
-    return f"hf_paged {__version__} ({', '.join(others)})"
+            dependencies.insert(0, f"{name} {metadata.version(name)}")
+    return f"hf_paged {__version__} ({', '.join(dependencies)})"
 
 
 def main(arguments: list[str] | None = None) -> int:

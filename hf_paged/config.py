@@ -382,10 +382,10 @@ class PagedConfig:
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
-        most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
-        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
+        max_size = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
+        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= max_size and not size & (size - 1)
         is_auto = isinstance(size, str) and size == AUTO
-        allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)"
+        allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {max_size} (tokens)"
         self._check("block_size", is_size or is_auto, allowed)
         count = "a whole number of at least 1"
         for name in ("num_blocks", "max_chunk_tokens"):

@@ -227,9 +227,9 @@ def print_report(report: Report) -> None:
     for name, num_layers in report.other_layers.items():
         lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
     if groups:
-        free = format_bytes(report.free_bytes)
-        left = format_bytes(report.left_bytes)
-        lines.append(f"What fits: {free} are free, {left} beside the weights")
+        free_text = format_bytes(report.free_bytes)
+        left_text = format_bytes(report.left_bytes)
+        lines.append(f"What fits: {free_text} are free, {left_text} beside the weights")
         for fit in report.fits:
             length = fit["length"]
             blocks = sum(group.num_blocks(length) for group in groups)

@@ -439,9 +439,9 @@ class Processes(Protocol):
         """Called before a step's forward. Raises `RankLostError` if another process has scheduled
         other tokens."""
 
-    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
-        """Announces the next `PackedRunner.compute` to the other processes. `names`: those of its
-        `ForwardContext`."""
+    def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
+        """Announces the next `PackedRunner.compute`, with these `tokens` and `extra`, to the other
+        processes. `names`: those of its `ForwardContext`."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: if all of them raise an error, it passes

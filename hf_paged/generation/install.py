@@ -399,8 +399,8 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
 
 
 def _native() -> rooms.NativeRoom:
-    room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
-    return room
+    native_room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
+    return native_room
 
 
 def _add_to_peft(module: Any) -> None:

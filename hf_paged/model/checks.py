@@ -178,7 +178,7 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
     batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
     single = torch.empty_like(batched)
     for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
-        indices = [index for index, (other, _) in enumerate(_PACKED_LOGITS) if other == row]
+        indices = [index for index, (owner, _) in enumerate(_PACKED_LOGITS) if owner == row]
         prefill = ((row, prompt_length),)
         decodes = [((row, 1),)] * (len(indices) - 1)
         single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
@@ -257,20 +257,22 @@ def rows_check(trial: Trial) -> str | None:
     runner = TrialRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
-    most, least = order[-1], order[0]  # rows with the most padding and with the least
+    most_padded, least_padded = order[-1], order[0]
     try:
         first_step = runner.advance_apart(*rows)
-        fork = dataclasses.replace(rows[least], blocks=runner.manager.fork(rows[least].blocks))
-        forked_step = runner.advance_apart(rows[least], fork)
-        single_step = plain_logits[1][[most]]
-        if most != least:
-            single_step = runner.advance_apart(rows[most])
+        row = rows[least_padded]
+        fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
+        forked_step = runner.advance_apart(row, fork)
+        single_step = plain_logits[1][[most_padded]]
+        if most_padded != least_padded:
+            single_step = runner.advance_apart(rows[most_padded])
         fork_step = runner.advance_apart(fork)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"without all rows of its batch, {error}")
     computed = torch.cat([first_step, forked_step, single_step, fork_step])
     first, second, third = plain_logits
-    expected = torch.cat([first, second[[least, least, most]], third[[least]]])
+    second_rows = second[[least_padded, least_padded, most_padded]]
+    expected = torch.cat([first, second_rows, third[[least_padded]]])
     trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
     return trial.difference(expected, computed, how="without all rows of its batch")
 

@@ -77,9 +77,9 @@ def route_of(
     slowed_by: set[str],
     *,
     is_packed: bool,
-    **others: Any,
+    **fields: Any,
 ) -> Route:
-    """Makes the [`Route`] of a call or an engine with these counters of K/V reads. `others` are the
+    """Makes the [`Route`] of a call or an engine with these counters of K/V reads. `fields` are the
     other fields of the route."""
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
@@ -91,7 +91,7 @@ def route_of(
         in_place=is_packed or reads_in_place,
         latent=any(c.latent for c in counters),
         slowed_by=tuple(reasons),
-        **others,
+        **fields,
     )
 
 

@@ -97,6 +97,8 @@ class WeightsGuard:
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
+        """Fingerprints the model, and drops the blocks of a different one. Returns whether the
+        fingerprint has not changed."""
         weights = self._fingerprint(self._model, state)
         current = None
         if weights is not None:

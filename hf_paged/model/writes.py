@@ -107,12 +107,12 @@ class Snapshot:
         num_bytes = MAX_COPIED  # that may still be copied
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
             num_bytes -= tensor.nbytes
-            if num_bytes < 0 or not self._copy(tensor):
+            if num_bytes < 0 or not self._try_copy(tensor):
                 num_bytes = 0
                 if not tensor.is_inference():
                     self._uncopied.append((tensor, tensor._version))
 
-    def _copy(self, tensor: Tensor) -> bool:
+    def _try_copy(self, tensor: Tensor) -> bool:
         try:
             self._copies.append((tensor, tensor.detach().clone()))
         except RuntimeError:  # out of memory

@@ -335,15 +335,15 @@ class PagedConfig:
             `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
             share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
-            Seconds without a call after which the pool's memory goes back to the system, with
-            cached prefixes and recorded steps; the next call allocates again and generates the same
+            Seconds without a call after which the pool's memory is returned to the system, with
+            cached prefixes and recorded steps. The next call allocates again and generates the same
             tokens. 0: after each call, or once an engine has no unfinished request, for example
             when training follows each rollout. `None`: only with `hf_paged.free(model)` or
             `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: where a row's last tokens occurred before, in its text or in the output of
-            other requests with its `cache_salt`, drafts the tokens that followed and verifies
-            them in one forward (prompt lookup decoding). The generated tokens do not change. A row
+            `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
+            other requests with its `cache_salt`, drafts the tokens that followed them and verifies
+            the draft in one forward (prompt lookup decoding). Generated tokens do not change. A row
             whose drafts are rejected stops drafting for a while, longer each time. Several sampled
             rows of one `generate` call have no drafts, since they draw from one random stream.
             `None`: only if a call or request asks for drafts (`prompt_lookup_num_tokens`,

@@ -461,8 +461,7 @@ class Processes(Protocol):
 
 
 class Leader(Processes, Protocol):
-    """The processes that compute an engine's forwards, as the process that leads them sees
-    them."""
+    """The processes that compute an engine's forwards, for the process that leads them."""
 
     def locked(self, lock: Any) -> AbstractContextManager[Any]:
         """Returns a context that holds the engine's lock and defers interrupts: an interrupt

@@ -1,4 +1,4 @@
-"""Starts threads where limits on processes or memory may prevent it, which the caller handles. Also
+"""Starts threads, and reports to the caller if limits on processes or memory prevent it. Also
 provides the lock that a thread holds while it runs a model."""
 
 from __future__ import annotations

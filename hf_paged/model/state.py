@@ -93,7 +93,7 @@ class ModelState(Reading):
     Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
     scalars, nested containers of scalars, objects of user classes or values of the standard
     library; functions and scalars of modules' classes; functions that replace or hook `forward`,
-    with their closures; what user code reads by name: helper functions, globals of its modules,
+    with their closures; everything that user code names: helper functions, globals of its modules,
     train or eval mode. Not covered: files, attributes of library objects, attributes that each
     forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of

@@ -20,7 +20,7 @@ from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
 from ..threads import submit
 from ..topics import Topic
-from .arguments import RequestOptions, refuse_arguments
+from .arguments import RequestOptions, reject_request_arguments
 from .engine_core import EngineCore
 from .execution.executor import StableSpan
 from .prompt_forms import prompt_ids, split_inputs, split_prompts
@@ -64,7 +64,7 @@ class RequestStream:
     def __init__(
         self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any
     ) -> None:
-        refuse_arguments(options.keys() - RequestOptions.__annotations__.keys())
+        reject_request_arguments(options.keys() - RequestOptions.__annotations__.keys())
         self.engine, self.tokenizer = engine, tokenizer
         queue = split_prompts(*prompts)
         count = len(queue)
@@ -251,7 +251,7 @@ class RequestStream:
         end = object()
         reading = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
-        steps = self.engine.readers.setdefault(event_loop, asyncio.Lock())
+        steps = self.engine.reader_locks.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
             with reading:

@@ -166,9 +166,9 @@ def _checked_ids(generate: Invocation) -> Any:
     main_input = getattr(model, "main_input_name", None)
     if main_input == "input_ids" and not model.config.is_encoder_decoder:
         has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
-        is_alone = not has_more and not caches_in(kwargs)
-        mask = kwargs.get("attention_mask") if is_alone else None
-        check_ids(ids, mask, is_alone)
+        is_whole_prompt = not has_more and not caches_in(kwargs)
+        mask = kwargs.get("attention_mask") if is_whole_prompt else None
+        check_ids(ids, mask, is_whole_prompt)
     return ids
 
 

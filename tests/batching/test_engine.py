@@ -544,7 +544,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(cancelled(engine))
         assert_drained(engine)
         gc.collect()
-        assert not engine._core.readers, "an event loop that has ended is kept"
+        assert not engine._core.reader_locks, "an event loop that has ended is kept"
     for prompt, outputs in zip(texts, found):
         [(tokens, result)] = collect(outputs).values()
         assert_same_as_lone(

@@ -104,7 +104,7 @@ def sample_step(
     return [results[index] for index in indices]
 
 
-def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
+def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | None:
     """Returns an error if the next forward would get an id without an embedding."""
     if isinstance(result, BaseException):
         return None

@@ -16,7 +16,7 @@ from ..cache.storage import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import ensure_done, guarded, restoring
 from ..model.forwards import compute_device
-from ..model.load_kwargs import load_model, load_tokenizer
+from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
 from ..model.wrappers import base_model, resolve_adapter
 from ..rooms import TiersRoom, room

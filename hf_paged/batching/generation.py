@@ -409,7 +409,9 @@ class RequestState(Generation):
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if logprobs is None else logprobs.values,
-            prompt_top_logprobs=logprobs.top if logprobs is not None and logprobs.num_top else None,
+            prompt_top_logprobs=logprobs.top
+            if logprobs is not None and logprobs.num_alternatives
+            else None,
             **self.draft_counts,
         )
 
@@ -456,7 +458,7 @@ class RequestState(Generation):
             logprobs, top_logprobs = None, None
             if decoding.record_logprobs:
                 logprobs = [pair for pair, _ in decoding.records[i]]
-                if decoding.num_top:
+                if decoding.num_alternatives:
                     top_logprobs = [alternatives for _, alternatives in decoding.records[i]]
             score = None if scores is None else scores[i]
             finish_reason = finish_reason or reason or "cancelled"

@@ -98,8 +98,8 @@ def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after
 
 
 def reject_engine_arguments(options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` if there are any `options`: keyword arguments that [`PagedEngine`] does
-    not have."""
+    """Raises `TypeError` for keyword arguments `options` that [`PagedEngine`] does not have; does
+    nothing if there are none."""
     if not options:
         return
     fields = PagedConfig.__annotations__
@@ -119,7 +119,8 @@ def reject_engine_arguments(options: Mapping[str, Any]) -> None:
 
 
 def reject_request_arguments(names: Iterable[str]) -> None:
-    """Raises `TypeError` if there are any `names`: keyword arguments that requests do not have."""
+    """Raises `TypeError` for keyword arguments `names` that requests do not have; does nothing if
+    there are none."""
     if unknown := list(names):
         hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
@@ -198,6 +199,7 @@ def check_config(config: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
+    """Raises `ValueError` unless `tokenizer` is `None` or has a `decode` method."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(
             f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from"
@@ -206,6 +208,8 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_assistant(value: Any, tokenizer: Any = None) -> None:
+    """Raises `ValueError` unless `value` is `None` or a model, and for an assistant's tokenizer
+    without an assistant."""
     if value is not None and not callable(getattr(value, "can_generate", None)):
         raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
     if value is None and tokenizer is not None:
@@ -300,6 +304,7 @@ def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
 
 
 def check_streamer(value: Any) -> None:
+    """Raises `ValueError` unless `value` is `None` or has the methods `put` and `end`."""
     methods = [getattr(value, name, None) for name in ("put", "end")]
     if value is not None and not all(map(callable, methods)):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")

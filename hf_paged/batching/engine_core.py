@@ -59,7 +59,7 @@ class EngineCore(EngineLoop):
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
-        self._stepping_thread: int | None = None  # id of the thread that takes a step
+        self._stepping_thread_id: int | None = None  # id of the thread that takes a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
         self._shortage: Shortage | None = None  # set while steps wait for memory of other models
@@ -134,7 +134,7 @@ class EngineCore(EngineLoop):
                 state = new_state
                 loop.add(state)
                 self.requests[state.request_id] = state
-                self.shares_prefills |= state.request.num_rows > 1
+                self.has_shared_prefills |= state.request.num_rows > 1
                 if options.streamer is not None:
                     options.streamer.put(state.decoding.input_ids.cpu())
                 self.totals.counts["num_prompt_tokens"] += len(state.prompt_ids)
@@ -225,7 +225,7 @@ class EngineCore(EngineLoop):
     def cancel(self, state: RequestState) -> None:
         """Ends a request early. During a step (a call from a caller's code or a finalizer), defers
         this to the end of the step."""
-        if self._stepping_thread is None:
+        if self._stepping_thread_id is None:
             self.end(state, "cancelled")
         else:
             self._cancelled.append(state)
@@ -259,11 +259,11 @@ class EngineCore(EngineLoop):
     def end_calls(self) -> None:
         """After an interrupt of this thread's calls: drops the state of a step that they left
         (`interrupts.ends_with_calls`)."""
-        if self._stepping_thread == threading.get_ident():
+        if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
                 counted.set(None)
-                self._stepping_thread = None
+                self._stepping_thread_id = None
 
     def remove(self, state: RequestState) -> None:
         """Removes a request without any output. After the last request, releases the executor's
@@ -320,7 +320,7 @@ class EngineCore(EngineLoop):
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
-            self._cancelled, self._stepping_thread = [], None
+            self._cancelled, self._stepping_thread_id = [], None
             self.retire()
 
     def _end_unsupported(self) -> None:
@@ -346,9 +346,9 @@ class EngineCore(EngineLoop):
         loop = self.get_loop()
         if not self.requests:
             return
-        num_reasons = len(loop.executor.slowed_by)
-        is_outermost = self._stepping_thread != threading.get_ident()
-        self._stepping_thread = threading.get_ident()
+        num_slowdowns = len(loop.executor.slowed_by)
+        is_outermost = self._stepping_thread_id != threading.get_ident()
+        self._stepping_thread_id = threading.get_ident()
         # cheaper than a `counting` context in every step
         counted_token = counted.set(self.setup_seconds)
         try:
@@ -363,7 +363,7 @@ class EngineCore(EngineLoop):
                     self._shortage = None
                     raise
                 time.sleep(0.01)
-            self._output(loop)
+            self._queue_outputs(loop)
             self._has_failed = False
         except Exception as error:
             if is_interrupt(error):
@@ -377,27 +377,28 @@ class EngineCore(EngineLoop):
             if is_outermost:
                 if self._cancelled:
                     self._end_cancelled()
-                self._stepping_thread = None
-        if not self.requests or len(loop.executor.slowed_by) > num_reasons:
+                self._stepping_thread_id = None
+        if not self.requests or len(loop.executor.slowed_by) > num_slowdowns:
             self.note_route()
 
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
+        """Ends the requests of a step that raised `error` twice."""
         failing = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
             state.error = error
             self.end(state, "error")
 
-    def _output(self, loop: StepLoop) -> None:
+    def _queue_outputs(self, loop: StepLoop) -> None:
         """Queues the outputs of requests that advanced, and the results of requests that ended."""
         while loop.unreported:  # after an interrupt, the current request is still there
             state = loop.unreported[0]
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                self._output_step(state, loop.unreported)
+                self._queue_step_outputs(state, loop.unreported)
             else:  # the request has ended already
                 loop.unreported.popleft()
 
-    def _output_step(self, state: RequestState, unreported: deque[Generation]) -> None:
+    def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
         """Queues the outputs of a request's last step, and its result if it ended; removes the
         request from `unreported`."""
         step_outputs: list[Output] | None = None  # empty if its tokens are not reported

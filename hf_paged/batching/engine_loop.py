@@ -71,7 +71,7 @@ class EngineLoop:
         self.layout = Layout()  # of the loop's forwards
         # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}
-        self.shares_prefills = False  # whether a prompt was computed once for several rows
+        self.has_shared_prefills = False  # whether a prompt was computed once for several rows
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
         self._earlier_counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
@@ -129,7 +129,7 @@ class EngineLoop:
 
     def check_unchanged(self) -> None:
         """Raises `ValueError` if the model's layers or the autocast dtype have changed since the
-        loop was made, whose requests are unfinished."""
+        loop was made. Called while the loop has unfinished requests."""
         if self.loop is None:
             return
         loop_dtype = self.loop.executor.autocast
@@ -202,7 +202,7 @@ class EngineLoop:
             [self._counters],
             slowed_by,
             is_packed=reason is None,
-            prefills_shared=self.shares_prefills,
+            prefills_shared=self.has_shared_prefills,
             num_captured_steps=self.loop_counts()["num_captured_steps"],
             setup_seconds=dict(self.setup_seconds),
         )
@@ -238,15 +238,16 @@ class EngineLoop:
             self._prepare_packed(state, prompts)
             return
         self._prepare_rows(state, prompts)
-        # whether rows can run side by side depends on the prompts, which the first request shows
+        # whether rows can run side by side depends on the prompts of requests
         if prompts.join_key is not None and not self.layout.is_side_by_side:
             self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
+        """Prepares prompts with inputs for packed forwards. Raises as `_prepare_inputs`."""
         model = self.model
         prompts.find_positions(model)
-        reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
+        reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._inputs_error(reason)
         prompts.merge_key = self._capability.how_prompts_merge(prompts)
@@ -254,9 +255,10 @@ class EngineLoop:
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
-        prompts.assign(state.request, 0, keys, begins_behind_text)
+        prompts.assign(state.request, 0, keys, can_begin_after_text)
 
     def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
+        """Prepares prompts with inputs for rectangles. Raises as `_prepare_inputs`."""
         model = self.model
         if not model.config.is_encoder_decoder:
             state.encode_media(model)
@@ -264,8 +266,8 @@ class EngineLoop:
         if reason is not None:
             raise self._inputs_error(reason)
         prompts.set_join_keys(self._capability.how_rows_join(prompts))
-        count = self._capability.max_positions(prompts)
-        state.request.limit_positions(count, prompts.shift(0))
+        max_positions = self._capability.max_positions(prompts)
+        state.request.limit_positions(max_positions, prompts.shift(0))
         prompts.assign(state.request, 0, None, False)
 
     def _inputs_error(self, reason: str) -> ServedByGenerateError:

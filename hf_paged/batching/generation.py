@@ -59,7 +59,7 @@ class Generation:
     # none for beams
     new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # drafts for its only row
-    # counts of verified drafts, by the names of `RequestResult`
+    # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # its rows need no further step
@@ -68,7 +68,7 @@ class Generation:
     # whether the loop need not report its steps: its reader reads only the result, and the time of
     # the first token is recorded
     skips_reports: bool = False
-    # the generation of which this is a part
+    # the generation that was split into this part and others
     parent: Generation | None = None
     # by row, `(vocab,)` logits of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.output_queue = options.request_id, output_queue
-        self.reports_tokens = reports_tokens  # otherwise only the result is reported
+        self.reports_tokens = reports_tokens  # if False, only the result is reported
         callers_criteria = options.stopping_criteria or ()
         self.request.clocks = [
             criterion
@@ -428,8 +428,8 @@ class RequestState(Generation):
     def _sequence_results(
         self, reason: str | None
     ) -> tuple[list[SequenceResult], Exception | None]:
-        """Returns the results of the sequences, and the error that kept one of them from beam
-        search or from text. `reason` as in `result`."""
+        """Returns the results of the sequences, and an error if beam search finished no sequence or
+        the tokenizer raised. `reason` as in `result`."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if isinstance(decoding, BeamDecoding):
             if not decoding.is_done:  # no beam is final
@@ -443,8 +443,8 @@ class RequestState(Generation):
                 )
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
             reason = "error"  # of beams that could not end although others did
-            scores = decoding.returned(decoding.beam_scores).tolist()
-            ids = decoding.returned(decoding.sequences)
+            scores = decoding.select_returned(decoding.beam_scores).tolist()
+            ids = decoding.select_returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
         for i, (length, finish_reason) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):

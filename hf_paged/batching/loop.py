@@ -123,7 +123,7 @@ class StepLoop:
         return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
-        """Ends a generation and frees its blocks; does so even if an interrupt is raised."""
+        """Ends a generation and frees its blocks, also if an interrupt is raised meanwhile."""
         try:
             self._finish_recovery()
             self._drop(generation)
@@ -291,8 +291,7 @@ class StepLoop:
             self.executor.check_model()
             self.memory.free_abandoned()
             with self.memory.lock:
-                # the lock keeps other threads from changing tables before copy-on-write copies are
-                # made
+                # under the lock, since copies must be made before other threads change tables
                 if self.ledger.past_positions:
                     self._end_past_positions()
                 try:
@@ -401,7 +400,7 @@ class StepLoop:
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
-        """Undoes the scheduled step, whose forward failed: removes blocks that were not computed
+        """Undoes a scheduled step that was not completed: removes blocks that were not computed
         from the prefix index, and recomputes states that may have advanced."""
         with self.memory.lock:
             self.scheduler.fail_step()
@@ -460,10 +459,10 @@ class StepLoop:
         cause: BaseException,
         is_mid_update: bool,
     ) -> None:
-        """Ends the generations of `ready` whose sampling `cause` stopped, since it is unknown
-        whether they advanced. Samples those in `to_repeat` again; if `cause` is an interrupt, also
-        the others that can be repeated, except `applying`, whose token may be half appended.
-        `is_mid_update`: whether results were being applied."""
+        """Handles the exception `cause`, which stopped the sampling of `ready`. Generations in
+        `to_repeat` are sampled again; if `cause` is an interrupt, so are others that can be
+        repeated, except `applying`, whose token may be half appended. The remaining ones end, since
+        it is unknown whether they advanced. `is_mid_update`: whether results were being applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
         stopped = [

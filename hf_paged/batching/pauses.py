@@ -73,7 +73,7 @@ class Pauses:
     def end(self) -> None:
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
         with self.lock:
-            pauses = self._open()
+            pauses = self._open_pauses()
             if not pauses:
                 raise RuntimeError(
                     "the engine is not paused: every `resume` needs a `pause` before it"
@@ -92,15 +92,15 @@ class Pauses:
         if not self._pauses:
             return
         thread_id = threading.get_ident()
-        if any(thread_id in pause.thread_ids for pause in self._open()):
+        if any(thread_id in pause.thread_ids for pause in self._open_pauses()):
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`,"
                 " or leave the context of `pause` or `weights_update`, before its next step"
             )
-        while self._open():
+        while self._open_pauses():
             wait(self._ended, self.lock, 0.05)
 
-    def _open(self) -> list[Pause]:
+    def _open_pauses(self) -> list[Pause]:
         """Returns the pauses that have not ended, and forgets the others."""
         living = [pause for ref in self._pauses if (pause := ref()) is not None]
         pauses = [pause for pause in living if pause.thread_ids]
@@ -111,5 +111,5 @@ class Pauses:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
         self._ended = threading.Condition(self.lock)
         thread_id = threading.get_ident()
-        pauses = [pause for pause in self._open() if thread_id in pause.thread_ids]
+        pauses = [pause for pause in self._open_pauses() if thread_id in pause.thread_ids]
         self._pauses = [weakref.ref(pause) for pause in pauses]

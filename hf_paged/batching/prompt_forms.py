@@ -183,8 +183,8 @@ def _is_single(prompts: Any) -> bool:
 def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
-    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises the
-    errors of `PagedEngine.generate` for its first three arguments."""
+    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
+    `ValueError` as `PagedEngine.generate` does for these three arguments."""
     is_single = _is_single(prompts)
     if attention_mask is not None and not is_single:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:

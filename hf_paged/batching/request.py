@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def keys(self) -> list[Any]:
-        """The keys of its tokens in the prefix index: the token ids, or hashable values that
+        """The keys of the sequence's tokens in the prefix index: token ids, or hashable values that
         represent other inputs."""
         keys, inputs = self.request.keys, self.request.inputs
         if keys is None or inputs is None:
@@ -62,12 +62,12 @@ class Sequence:
 
     @property
     def computes_whole_prompt(self) -> bool:
-        """Whether its next forward computes the rest of the prompt at once, because the prompt has
+        """Whether the next forward computes the rest of the prompt at once, because the prompt has
         inputs besides token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
-        """Allocates slots for its last token and up to `limit` draft tokens, and returns the number
+        """Allocates slots for the last token and up to `limit` draft tokens, and returns the number
         of draft tokens. If blocks are short, drops the draft and returns 0, since a draft must not
         preempt other requests."""
         del self.draft[max(0, limit) :]
@@ -209,9 +209,9 @@ class Request:
             self.sequences.append(sequence)
 
     def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
-        """Limits its length to the `num_positions` of the model's table; `None`: no limit. The
-        prompt takes `shift` more positions than it has tokens. Raises `IndexError` if the prompt
-        does not fit into the table."""
+        """Limits the length of sequences to the `num_positions` of the model's table; `None`: no
+        limit. The prompt takes `shift` more positions than it has tokens. Raises `IndexError` if
+        the prompt does not fit into the table."""
         if num_positions is None:
             return
         length = max(sequence.num_tokens for sequence in self.sequences) + shift
@@ -224,7 +224,7 @@ class Request:
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
 
     def update_factors(self, rope: Rope) -> bool:
-        """Updates its rotary factors and returns whether they changed. Also updates its namespace,
+        """Updates the rotary factors and returns whether they changed. Also updates the namespace,
         since prefixes with different factors cannot be shared."""
         length = self.num_prompt_tokens
         if rope.restarts:
@@ -265,21 +265,21 @@ class Request:
 
     @property
     def is_computed(self) -> bool:
-        """Whether all tokens of its open sequences are computed."""
+        """Whether all tokens of the open sequences are computed."""
         return not any(
             sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished
         )
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether it was preempted when it had all its logits, so that it needs no forward until
-        its next tokens are sampled."""
+        """Whether the request was preempted when all its logits were computed, so that it needs no
+        forward until its next tokens are sampled."""
         return all(
             sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
     def fork(self, block_manager: BlockManager, num_sequences: int) -> None:
-        """Forks its first sequence until there are `num_sequences` sequences."""
+        """Forks the first sequence until there are `num_sequences` sequences."""
         forks = [Sequence([]) for _ in range(num_sequences - len(self.sequences))]
         for fork in forks:
             fork.fork_from(self.sequences[0], block_manager)

@@ -183,7 +183,8 @@ class SharedLoop:
 
     @property
     def _patience(self) -> float:
-        """How many seconds a step waits for callers that sample: as long as the last step took."""
+        """Seconds that a step waits for callers that sample: as many as the last step took, within
+        limits."""
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _delay(self) -> float:

@@ -217,8 +217,7 @@ class RequestStream:
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
-                    # made only when needed: tqdm takes a lock, which may stay locked in a forked
-                    # child
+                    # only when needed: tqdm takes a lock, which may stay locked in a forked child
                     if shows_bar and bar is None and time.perf_counter() - start >= delay:
                         bar = stack.enter_context(
                             tqdm(
@@ -290,7 +289,6 @@ class RequestStream:
                 locked(outputs.close)
             if closing is not None and (pending is None or pending.done()):
                 await asyncio.shield(closing)
-            elif (
-                pending is not None
-            ):  # retrieve the step's exception, so that asyncio does not log it
+            elif pending is not None:
+                # retrieve the step's exception, so that asyncio does not log it
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

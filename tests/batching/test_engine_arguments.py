@@ -139,7 +139,7 @@ def test_a_padded_batch_with_its_mask(side: str) -> None:
         (
             torch.full((2, 3), 5),
             torch.tensor([[1, 1, 1], [1, 0, 1]]),
-            "hides tokens inside of row 1",
+            "hides tokens inside row 1",
         ),
         ([[5, 6], [7, 8]], torch.ones(2, 2), "one tensor of shape"),
     ],

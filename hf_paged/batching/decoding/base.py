@@ -102,8 +102,8 @@ class StopChecker:
         self.stop_strings: list[Any] = []
         # criteria of the caller, which get the ids of the whole batch
         self.callers_criteria: list[Any] = []
-        # up to this length, no criterion for lengths or times needs to be evaluated
-        self.free_length = sys.maxsize
+        # up to this length, no criterion for lengths or times needs to be checked
+        self.max_unchecked_length = sys.maxsize
         members: Any = criteria
         if type(criteria) is not StoppingCriteriaList:
             members = [criteria]
@@ -116,14 +116,14 @@ class StopChecker:
                 if self.max_length is not None:
                     max_length = min(max_length, self.max_length)
                 self.max_length = max_length
-                self.free_length = min(self.free_length, max_length - 1)
+                self.max_unchecked_length = min(self.max_unchecked_length, max_length - 1)
                 if criterion.max_position_embeddings is not None:
                     self._positions_criterion = criterion
                     max_positions = criterion.max_position_embeddings
-                    self.free_length = min(self.free_length, max_positions)
+                    self.max_unchecked_length = min(self.max_unchecked_length, max_positions)
             elif kind is stock.MaxTimeCriteria:
                 self._time_criteria.append(criterion)
-                self.free_length = 0
+                self.max_unchecked_length = 0
             elif kind in (stock.StopStringCriteria, StopStrings):
                 self.stop_strings.append(criterion)
             else:
@@ -240,9 +240,8 @@ class Decoding:
         if returns_dict and config.output_logits:
             self.raw_logits = ()
         self._ids = inputs.input_ids
-        self._new_tokens: list[
-            list[int]
-        ] = []  # by step, tokens of all rows that are not in `_ids` yet
+        # by step, tokens of all rows that are not in `_ids` yet
+        self._new_tokens: list[list[int]] = []
         self._runs_stock_code = True  # whether no caller's code reads the batch
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
@@ -270,7 +269,7 @@ class Decoding:
             self._ids, self._new_tokens = ids, []
         return self._ids
 
-    def _of_all_rows(self, values: Tensor) -> Tensor:
+    def _expand_to_all_rows(self, values: Tensor) -> Tensor:
         """Expands `(open rows, vocab)` float32 values to `(num_rows, vocab)`. Ended rows get ones,
         which are valid as logits and as probabilities."""
         if len(values) == self.num_rows:

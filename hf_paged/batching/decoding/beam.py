@@ -127,11 +127,11 @@ class BeamDecoding(Decoding):
     @property
     def lengths(self) -> list[int]:
         """Length of each returned sequence, including the prompt and its padding."""
-        is_new = self.returned(self.beam_indices) >= 0
+        is_new = self.select_returned(self.beam_indices) >= 0
         num_new = is_new.sum(dim=1)
         return (self.prompt_length + num_new).tolist()
 
-    def returned(self, values: Tensor) -> Tensor:
+    def select_returned(self, values: Tensor) -> Tensor:
         """Selects the returned sequences from `(prompts, beams, ...)` values, as `(prompts *
         num_return_sequences, ...)`."""
         num_returned = self.config.num_return_sequences
@@ -140,14 +140,14 @@ class BeamDecoding(Decoding):
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """Returns the output of transformers' loop; `cache` is the cache in the output."""
         longest = max(self.lengths)
-        sequences = self.returned(self.sequences)[:, :longest]
+        sequences = self.select_returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
             return sequences
         sequences_scores = None
         if self.config.output_scores:
-            sequences_scores = self.returned(self.beam_scores)
+            sequences_scores = self.select_returned(self.beam_scores)
         num_new = longest - self.prompt_length
-        beam_indices = self.returned(self.beam_indices)[:, :num_new]
+        beam_indices = self.select_returned(self.beam_indices)[:, :num_new]
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,
             sequences_scores=sequences_scores,
@@ -192,8 +192,7 @@ class BeamDecoding(Decoding):
         )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        # [prompts, 1]: whether a running beam may still beat a finished beam, as transformers
-        # estimates
+        # [prompts, 1]: transformers' estimate whether a running beam may still beat a finished one
         self.may_improve = compat.check_early_stop(
             self.model,
             running_beam_scores=self.running_scores,
@@ -205,9 +204,9 @@ class BeamDecoding(Decoding):
         parents = self.running_indices[..., step].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         if is_unfinished:
-            finished = self._close_final()
+            finished = self._close_final_prompts()
         else:
-            finished = self._finish()
+            finished = self._close_all()
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
@@ -215,7 +214,7 @@ class BeamDecoding(Decoding):
         `_beam_search` does, and returns them as arguments of its next methods."""
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        logits = self._of_all_rows(logits)
+        logits = self._expand_to_all_rows(logits)
         raw = logits.log_softmax(dim=-1)
         log_probs = raw
         if self.record_logprobs:  # processors may write in place
@@ -278,7 +277,7 @@ class BeamDecoding(Decoding):
             early_stopping=self.config.early_stopping,
         )
 
-    def _close_final(self) -> list[int]:
+    def _close_final_prompts(self) -> list[int]:
         """Closes prompts whose result is final, and returns their rows. A result is final if all of
         its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
         It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
@@ -301,12 +300,12 @@ class BeamDecoding(Decoding):
             self.open_rows = remaining
         return closed_rows
 
-    def _finish(self) -> list[int]:
+    def _close_all(self) -> list[int]:
         """Closes all rows and returns them; sets the finish reasons and records of the returned
         sequences."""
         finished, self.open_rows = self.open_rows, []
-        sequences: list[list[int]] = self.returned(self.sequences).tolist()
-        is_finished = self.returned(self.is_finished).tolist()
+        sequences: list[list[int]] = self.select_returned(self.sequences).tolist()
+        is_finished = self.select_returned(self.is_finished).tolist()
         for i, length in enumerate(self.lengths):
             if not is_finished[i]:
                 continue
@@ -316,7 +315,7 @@ class BeamDecoding(Decoding):
             reason = self.stop_checker.reason(ids[-1], length, is_hit)
             self.finish_reasons[i] = reason or "criteria"
         if self.record_logprobs:
-            beam_indices = self.returned(self.beam_indices).tolist()
+            beam_indices = self.select_returned(self.beam_indices).tolist()
             for i, rows in enumerate(beam_indices):
                 tokens = sequences[i][self.prompt_length :]
                 for (pairs, alternatives), row, token in zip(self._records_by_step, rows, tokens):

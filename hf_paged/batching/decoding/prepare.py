@@ -49,19 +49,25 @@ Keywords = dict[str, Any]
 
 _ASSISTED = "assisted_generation"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
-_REPORTS = ("output_attentions", "output_hidden_states")
-_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-_NO_OUTPUTS = (
+_MODEL_OUTPUTS = ("output_attentions", "output_hidden_states")
+_LOOP_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
+_LOOP_OUTPUTS_REASON = (
     "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
 )
-_SHARED = "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
+_CONFIG_REASON = (
+    "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
+)
 # options that an engine does not support: the values that it accepts, and why it rejects others
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(_REPORTS, ((None, False), "only `generate` has these outputs. Leave it out")),
-    **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
-    "use_cache": ((None, True), _SHARED),
-    "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
-    **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
+    **dict.fromkeys(
+        _MODEL_OUTPUTS, ((None, False), "only `generate` has these outputs. Leave it out")
+    ),
+    **dict.fromkeys(_LOOP_OUTPUTS, ((None, False), _LOOP_OUTPUTS_REASON)),
+    "use_cache": ((None, True), _CONFIG_REASON),
+    "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _CONFIG_REASON),
+    **dict.fromkeys(
+        ("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _CONFIG_REASON)
+    ),
     "is_assistant": (
         (None, False),
         "transformers sets it for the drafts of an assistant. Leave it out",
@@ -183,8 +189,8 @@ def request_decoding(
         raise ValueError(
             "the prompt is empty: pass at least one token id, the model's BOS token for instance"
         )
-    keywords = _keywords(model, generation_config)
-    stop_strings = _option(keywords, "stop_strings")
+    keywords = _generate_keywords(model, generation_config)
+    stop_strings = _option_value(keywords, "stop_strings")
     if stop_strings is not None:
         check_stop_strings(stop_strings)
         if tokenizer is None:
@@ -227,7 +233,7 @@ def _prepared_request(
             f"token id {invalid} is outside the vocabulary: ids from 0 to {last_id} have an"
             " embedding"
         )
-    ids = _row(model, input_ids)
+    ids = _ids_tensor(model, input_ids)
     assistant_options: Keywords = {}
     if options.assistant_model is not None:
         assistant_options["assistant_model"] = options.assistant_model
@@ -261,7 +267,7 @@ def _prepared_request(
     return LoopCall(method, arguments, None)
 
 
-def _row(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
+def _ids_tensor(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
     """Returns the token ids as `(1, length)` int64 on the model's device."""
     return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
@@ -279,8 +285,8 @@ def _captured_request(
     for name, value in (options.inputs or {}).items():
         arguments[name] = value.to(device) if isinstance(value, Tensor) else value
     if len(input_ids):
-        arguments["input_ids"] = _row(model, input_ids)
-    stop_strings = _option(keywords, "stop_strings")
+        arguments["input_ids"] = _ids_tensor(model, input_ids)
+    stop_strings = _option_value(keywords, "stop_strings")
     if stop_strings is not None:
         has_config = keywords["generation_config"] is not None
         if has_config and model.generation_config.stop_strings is not None:
@@ -313,12 +319,12 @@ def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
     for method in methods:
         if not is_stock(model, method):
             raise ServedByGenerateError(
-                f"{type(model).__name__} overrides `{method}`, which an engine does not run: call "
+                f"{type(model).__name__} overrides `{method}`, which an engine does not call: call "
                 '`model.generate(..., cache_implementation="paged")` instead'
             )
 
 
-def _keywords(
+def _generate_keywords(
     model: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
@@ -339,7 +345,7 @@ def _keywords(
         keywords = {"generation_config": None, **options}
     if generation_config is not None:
         for name, (accepted, reason) in _UNSUPPORTED.items():
-            value = _option(keywords, name)
+            value = _option_value(keywords, name)
             default = getattr(defaults, name, None)
             if value != default and value not in accepted:
                 raise ValueError(f"`{name}` is {shown(value)}: {reason}")
@@ -352,11 +358,11 @@ def _keywords(
 
 def check_options(model: PreTrainedModel, generation_config: Any) -> None:
     """Raises `ValueError` for options that are invalid with the model's defaults."""
-    keywords = _keywords(model, generation_config)
+    keywords = _generate_keywords(model, generation_config)
     compat.prepare_generation_config(model, **keywords)
 
 
-def _option(keywords: Keywords, name: str) -> Any:
+def _option_value(keywords: Keywords, name: str) -> Any:
     """Returns the value of an option, from the keyword arguments or their generation config; `None`
     if it is not set."""
     config_value = getattr(keywords["generation_config"], name, None)
@@ -379,7 +385,7 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
         )
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
-    for name in (*_REPORTS, *_OUTPUTS):
+    for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
         # may be True in the model's own config
         setattr(config, name, False)
     return mode
@@ -434,8 +440,8 @@ def _prepared_config(
     """Returns the config with which `generate` would call its loop for `(1, length)` ids. Raises
     `ValueError` for options that an engine does not support."""
     defaults = model.generation_config
-    has_default_max = defaults.max_length is None and _option(keywords, "max_length") is None
-    has_default_min = defaults.min_length is None and _option(keywords, "min_length") is None
+    has_default_max = defaults.max_length is None and _option_value(keywords, "max_length") is None
+    has_default_min = defaults.min_length is None and _option_value(keywords, "min_length") is None
     config = _generation_config(model, keywords)
     mode = _checked_mode(config, assistant_options.get("assistant_model"))
     compat.validate_generation_mode(model, mode, config, assistant_options)

@@ -31,7 +31,7 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
     if culprit is None or isinstance(scores, Tensor) or is_interrupt(error):
         return
     raise TypeError(
-        f"the logits processor {type(culprit).__name__} returned {_described(scores)}: it must"
+        f"the logits processor {type(culprit).__name__} returned {_describe(scores)}: it must"
         f" return the scores, a tensor of shape {tuple(logits.shape)}, also if it changes them in"
         " place"
     ) from error
@@ -43,7 +43,7 @@ def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exce
     if is_interrupt(error):
         return
     raise TypeError(
-        f"the stopping criterion {type(criterion).__name__} returned {_described(are_hits)}: it"
+        f"the stopping criterion {type(criterion).__name__} returned {_describe(are_hits)}: it"
         f" must return a bool tensor of shape ({num_rows},), one value per row"
     ) from error
 
@@ -62,7 +62,7 @@ def explain_criteria_error(num_rows: int, error: Exception) -> None:
         explain_hits_error(frame_locals["criteria"], NotImplemented, num_rows, error)
 
 
-def _described(result: Any) -> str:
+def _describe(result: Any) -> str:
     """Describes a result in an error message; `NotImplemented` stands for an unknown result."""
     if result is NotImplemented:
         return "no such tensor"

@@ -92,7 +92,7 @@ class ObservedCriteria(StoppingCriteriaList):
 
 class SampleDecoding(Decoding):
     """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
-    processors and criteria get the whole batch, and one draw is for all rows, so that a seed gives
+    processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
     the same tokens. If the criteria include EOS, ended rows leave `open_rows`; if scores are
     returned, they stay and get padding instead. Raises `ValueError` if EOS can end a row and there
     is no padding token."""
@@ -137,8 +137,8 @@ class SampleDecoding(Decoding):
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.length_bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # no caller's code reads the batch, and a row's tokens do not depend on when others end
-        # (after a split, sampled rows consume their common random numbers in another order)
+        # no caller's code reads the batch, and no row depends on when others end (but after a
+        # split, sampled rows consume their common random numbers in another order)
         streams_by_row = streamer is None or isinstance(streamer, RowStreamers)
         reads_batch = checker.callers_criteria or not streams_by_row
         ends_independently = checker.has_eos or not checker.stop_strings
@@ -179,7 +179,7 @@ class SampleDecoding(Decoding):
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         if not self._selects_rows:
-            logits = self._of_all_rows(logits)
+            logits = self._expand_to_all_rows(logits)
         raw = logits
         if self.record_logprobs:
             raw = logits.clone()
@@ -215,7 +215,7 @@ class SampleDecoding(Decoding):
         if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
-        probs = self._of_all_rows(probs)
+        probs = self._expand_to_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
         drawn = draw(probs, self.generator)
@@ -315,7 +315,7 @@ class SampleDecoding(Decoding):
             checker = decoding.stop_checker
             try:
                 length = decoding.length + 1
-                may_end = token in checker.eos_ids or length > checker.free_length
+                may_end = token in checker.eos_ids or length > checker.max_unchecked_length
                 if may_end or decoding.draft is not None:
                     results.append(decoding.accept_run([token]))
                     continue

@@ -107,7 +107,7 @@ def sample_step(
         parts = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
         for index, result in zip(pending, sample_position(parts)):
             results[index] = _with_earlier(results.get(index), result)
-        pending = [index for index in pending if _is_draft_token(ready[index][0], results[index])]
+        pending = [index for index in pending if _advance_draft(ready[index][0], results[index])]
     return [results[index] for index in indices]
 
 
@@ -138,9 +138,9 @@ def _with_earlier(previous: Result | None, result: Result) -> Result:
     return result
 
 
-def _is_draft_token(decoding: Decoding, result: Result) -> bool:
-    """Returns whether the token just chosen equals the draft's, so that the logits after it are
-    valid; if so, advances `draft.position`."""
+def _advance_draft(decoding: Decoding, result: Result) -> bool:
+    """If the token just chosen equals the draft's, so that the logits after it are valid, advances
+    `draft.position` and returns `True`."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
@@ -173,7 +173,7 @@ def sample_position(
             return sample_position(ready, fetch)
     results: dict[int, Result] = {}
     batches: list[SampledBatch] = []
-    for indices in _groups(ready):
+    for indices in _batch_indices(ready):
         _choose_or_fail(ready, indices, batches, results)
     if results or fetch is None:
         fetch = Tensor.tolist
@@ -183,7 +183,7 @@ def sample_position(
     return [results[index] for index in range(len(ready))]
 
 
-def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
+def _batch_indices(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
     """Returns the indices of the decodings of each batch."""
     constant_keys = [
         None if decoding.draft is not None else decoding.constant_key for decoding, _ in ready

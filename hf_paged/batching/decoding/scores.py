@@ -111,7 +111,7 @@ def for_rows(
     return narrowed
 
 
-def _constants(processor: Any) -> tuple[Any, ...]:
+def _constant_attributes(processor: Any) -> tuple[Any, ...]:
     """Returns the attributes in which two processors of one type must agree to share a call."""
     if type(processor) is _REPETITION_PENALTY:
         return ()
@@ -150,7 +150,9 @@ class BatchableProcessors:
                 self.reads_tokens = True
                 ignored = int(processor.prompt_ignore_length or 0)
                 self.pending_tokens = input_ids[0, ignored:].tolist()
-        self.key = tuple((type(processor), _constants(processor)) for processor in self.processors)
+        self.key = tuple(
+            (type(processor), _constant_attributes(processor)) for processor in self.processors
+        )
         # `(rows, vocab)` bool, shared by several decodings; row `row` marks the tokens to which
         # this decoding's repetition penalty applies
         self.penalized: Tensor | None = None
@@ -249,15 +251,15 @@ def argmax(scores: Tensor) -> Tensor:
         return scores.argmax(dim=-1)
     if vocab < 8 * CHUNK:
         return scores.max(dim=-1).indices
-    chunks = _in_chunks(scores, float("-inf"))
+    chunks = _split_into_chunks(scores, float("-inf"))
     maxima = chunks.amax(dim=-1)
-    first = maxima.max(dim=-1).indices  # [rows]
-    indices = torch.arange(rows, device="cpu")
-    inner = chunks[indices, first]  # [rows, CHUNK]
-    return first * CHUNK + inner.max(dim=-1).indices
+    chunk_indices = maxima.max(dim=-1).indices  # [rows]
+    row_indices = torch.arange(rows, device="cpu")
+    best_chunks = chunks[row_indices, chunk_indices]  # [rows, CHUNK]
+    return chunk_indices * CHUNK + best_chunks.max(dim=-1).indices
 
 
-def _in_chunks(scores: Tensor, fill: float) -> Tensor:
+def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
     """Pads `(rows, vocab)` with `fill`, and returns it as `(rows, chunks, CHUNK)`."""
     missing = -scores.shape[1] % CHUNK
     if missing:
@@ -301,7 +303,7 @@ def _race_equals_multinomial(device: torch.device) -> bool:
 def draw_by_inversion(probs: Tensor) -> Tensor:
     """Draws tokens `(rows,)` from `(rows, vocab)` probabilities with torch's global generator, by
     inverse transform sampling: first a chunk of the vocabulary, then an index in the chunk."""
-    chunks = _in_chunks(probs, 0.0)
+    chunks = _split_into_chunks(probs, 0.0)
     sums = chunks.sum(dim=-1).double()
     chunk_cdf = sums.cumsum(dim=-1)
     chunk_indices = _invert_cdf(chunk_cdf)  # [rows]

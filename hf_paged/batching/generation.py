@@ -224,7 +224,7 @@ class RequestState(Generation):
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
-        # of the decoder's prompt, if the model has an encoder
+        # in tokens, without embeddings; of the decoder's prompt, if the model has an encoder
         self._prompt_length = decoding.length
         tokens = decoding.input_ids[0].tolist()
         namespace = (adapter.namespace, options.cache_salt)

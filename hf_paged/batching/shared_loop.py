@@ -136,7 +136,7 @@ class SharedLoop:
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
-            if caller is not None:  # it has not left
+            if caller is not None:  # otherwise it has left
                 caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
@@ -172,7 +172,7 @@ class SharedLoop:
                         time.perf_counter(),
                     )
                     return caller.sampling
-                delay = self._delay()
+                delay = self._seconds_until_step()
                 should_step = self._stepper is None and delay <= 0
                 if should_step:
                     self._stepper = caller
@@ -187,7 +187,7 @@ class SharedLoop:
         limits."""
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
-    def _delay(self) -> float:
+    def _seconds_until_step(self) -> float:
         """Returns how many seconds the next step still waits for callers that sample, or for
         blocks."""
         start_times = [
@@ -277,7 +277,7 @@ class SharedLoop:
             self._stepper = None
             self._wake_next_stepper()
 
-    def _end_broken_step(self) -> None:
+    def _abort_step(self) -> None:
         """Ends a step that an exception left open at its beginning or end: passes errors to the
         callers, and recomputes logits that no caller got."""
         self._stepper = None
@@ -307,7 +307,7 @@ class SharedLoop:
             caller = self._callers.get(generation)
             try:
                 if caller is not None and self._stepper is caller:
-                    self._end_broken_step()
+                    self._abort_step()
                 if self._stepper is None or generation.is_done:
                     self.loop.drop(generation)
                 else:
@@ -336,7 +336,7 @@ class SharedLoop:
                 self._leave(caller.generation)
 
 
-_guard = forks.lock()
+_loops_lock = forks.lock()
 _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
     weakref.WeakKeyDictionary()
 )
@@ -352,7 +352,7 @@ def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iter
     user = object()
     shared = None
     try:
-        with _guard:
+        with _loops_lock:
             loops = _loops.setdefault(memory, {})
             shared = loops.get(key)
             if shared is None:
@@ -362,7 +362,7 @@ def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iter
             shared.users.add(user)
         yield shared
     finally:
-        with _guard:
+        with _loops_lock:
             if shared is not None:
                 shared.users.discard(user)
                 if not shared.users and loops.get(key) is shared:

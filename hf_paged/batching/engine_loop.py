@@ -35,7 +35,8 @@ from .generation import RequestState
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
-COUNTS = (
+# counters of a loop, by their names in `EngineStats`
+LOOP_COUNTERS = (
     "num_generated_tokens",
     "num_preemptions",
     "num_steps",
@@ -74,7 +75,9 @@ class EngineLoop:
         self.has_shared_prefills = False  # whether a prompt was computed once for several rows
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
-        self._earlier_counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
+        self._earlier_counts: Counter[str] = Counter(
+            dict.fromkeys(LOOP_COUNTERS, 0)
+        )  # of earlier loops
 
     def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
         """Called without unfinished requests. Returns the loop, to which the caller will add

@@ -230,10 +230,10 @@ class BeamDecoding(Decoding):
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
         totals = by_beam + self.running_scores[:, :, None]
-        drawing: AbstractContextManager[Any] = nullcontext()
+        draw_context: AbstractContextManager[Any] = nullcontext()
         if self.generator is not None:
-            drawing = _SeededDraws(self.generator)
-        with drawing:
+            draw_context = _SeededDraws(self.generator)
+        with draw_context:
             scores, sequences, indices = compat.top_k_continuations(
                 self.model,
                 totals.flatten(1),  # [prompts, beams * vocab]

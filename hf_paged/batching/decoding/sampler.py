@@ -104,8 +104,8 @@ def sample_step(
     pending = [index for index in indices if index not in results]
     while pending:
         members = [ready[index] for index in pending]
-        parts = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
-        for index, result in zip(pending, sample_position(parts)):
+        at_position = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
+        for index, result in zip(pending, sample_position(at_position)):
             results[index] = _with_earlier(results.get(index), result)
         pending = [index for index in pending if _advance_draft(ready[index][0], results[index])]
     return [results[index] for index in indices]

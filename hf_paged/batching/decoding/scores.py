@@ -127,9 +127,9 @@ def _constant_attributes(processor: Any) -> tuple[Any, ...]:
 
 
 class BatchableProcessors:
-    """The processors of a single-row decoding. Decodings with equal `key` can share calls of
-    `process_together`: their processors differ at most in their `penalized` tokens and in one
-    number each, which may differ between rows."""
+    """The processors of a single-row decoding. Decodings with equal `key` can share a call of
+    `process_together`: their processors differ at most in one number each, and in the `penalized`
+    tokens."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors: list[Any] = []

@@ -55,8 +55,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     within `weights_update` or `pause`.
 
     Args:
-        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model.
-            Wrappers (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`) are removed.
+        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model. Of
+            a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the engine
+            runs the model inside.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
         parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own, which replace those

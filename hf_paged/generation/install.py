@@ -173,9 +173,9 @@ def _checked_ids(generate: Invocation) -> Any:
         has_other_inputs = any(
             kwargs.get(name) is not None for name in ("inputs_embeds", _OLD_CACHE_NAME)
         )
-        has_only_ids = not has_other_inputs and not caches_in(kwargs)
-        mask = kwargs.get("attention_mask") if has_only_ids else None
-        check_ids(ids, mask, has_only_ids)
+        is_whole_prompt = not has_other_inputs and not caches_in(kwargs)
+        mask = kwargs.get("attention_mask") if is_whole_prompt else None
+        check_ids(ids, mask, is_whole_prompt)
     return ids
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batching.decoding.base import Fetch, LogitRows
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.scores import pick
+from ..batching.decoding.scores import select_rows
 from ..batching.generation import Generation
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
@@ -89,7 +89,7 @@ class GraphRunAhead:
                 is_next = self._scheduler.reserve_next(remaining, num_leaving)
         if continuing and is_next:
             try:
-                logits = launch(remaining, pick(tokens, continuing))
+                logits = launch(remaining, select_rows(tokens, continuing))
             except Exception as error:  # the step is computed as usual, and raises it again
                 if is_interrupt(error):
                     raise

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from benchmarks import machine, paired, report
 from benchmarks.models import SHAPES
-from benchmarks.sections import earlier
 from benchmarks.systems import quiet
 from benchmarks.workloads import equal_share
 
@@ -179,7 +178,8 @@ def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
 
 
 def ratio_of(base: Data, row: Data) -> paired.Estimate:
-    """The base's time over a row's, within turns. Older results have only the estimate."""
+    """The base's time over a row's, within turns. Results from before 2026-11-26 have only the
+    estimate, or its ratios."""
     if "ratio" in row:
         return paired.Estimate(row["ratio"], *row["interval"])
     return paired.estimate(row.get("ratios") or paired.ratios(base["seconds"], row["seconds"]))
@@ -298,7 +298,8 @@ class Benchmark:
         said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
         parts = [f"**{self.title}**: {' '.join(said)}"]
         for names in self.results:
-            for group in earlier.groups(names):
+            files = [report.result(name) for name in names]
+            for group in [[run] for run in files[0]["runs"]] if "runs" in files[0] else [files]:
                 parts += self.shown(group)
         return "\n\n".join(parts)
 

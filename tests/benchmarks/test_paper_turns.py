@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import parallel, readme, report, runner, virtual
+from benchmarks import parallel, readme, report, runner
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
@@ -65,7 +65,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
     from hf_paged.virtual.pages import MemoryFile
 
     own = MemoryFile.map
-    with virtual.mmaps() as sizes:
+    with vattention.mmaps() as sizes:
         vattention.map_seconds(0, 1 << 16, 1 << 20, writes=True)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 

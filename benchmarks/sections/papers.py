@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks import paired, report
+from benchmarks import report
+from benchmarks.attention import BENCHMARK as ATTENTION_ALONE
+from benchmarks.attention_peers import CONTIGUOUS, INT8
 from benchmarks.paper.article import TABLES as S4_TABLES
 from benchmarks.paper.rows import TOLD, TOLD_S1, TOLD_S2
 from benchmarks.paper.vattention import TABLES as S1_TABLES
@@ -76,62 +76,33 @@ def paper_turns(data: Data) -> list[str]:
     return parts
 
 
+SHOWN = (
+    ("qwen2.5-0.5b", "llama-3.1-8b"),
+    (CONTIGUOUS, "ours", "HF sdpa", "HF eager", "flex_attention"),
+)
+"""Heads and contenders of `benchmarks.attention` in the documentation."""
+
+
 def attention(data: Data) -> str:
-    """The excerpt of `benchmarks.attention`."""
-    titles = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "llama-3.1-8b": "Llama-3.1-8B"}
-    found: dict[tuple[str, str, str], dict[str, Data]] = {}
-    for row in data["rows"]:
-        if row["heads"] in titles and (row["block_size"], row["dtype"]) == (16, "bf16"):
-            found.setdefault((row["heads"], row["phase"], row["case"]), {})[row["contender"]] = row
-    rows = []
-    for (heads, phase, case), by_name in found.items():
-        line: dict[str, Any] = {"heads of": titles[heads], "phase": phase, "rows x tokens": case}
-        for name, title in (("contiguous sdpa", "contiguous SDPA, µs"), ("ours", "ours, µs")):
-            line[title] = round(statistics.median(by_name[name]["us"]))
-        line["ours / contiguous"] = f"{by_name['ours']['over_contiguous']:.2f}"
-        for name in ("HF sdpa", "HF eager", "flex_attention"):
-            over = by_name.get(name, {}).get("over_contiguous")
-            line[name] = "" if over is None else f"{over:.2f}"
-        rows.append(line)
-    said = flow(
-        f"""**Attention alone** over a model's worth of layers, `{data["command"]}`, {machine_of(data["facts"])};
-        medians in microseconds a layer. "Contiguous" is SDPA over contiguous keys and values at its best, the ideal
-        without paging; the last four columns are times relative to it: above 1 is slower than the ideal:"""
-    )
-    more = flow(f"""More shapes, block sizes, the portable path and float32:
-        [{ATTENTION}.md](../benchmarks/results/{ATTENTION}.md).
-        The target for chunks and prompts is at most 1.02.""")
-    return f"{said}\n\n{report.markdown(rows)}\n\n{more}"
+    """The excerpt of `benchmarks.attention`: blocks of 16 in bfloat16."""
+    heads, contenders = SHOWN
+    rows = [
+        {**row, "figures": {}}
+        for row in data["rows"]
+        if row["case"].startswith(heads)
+        and row["case"].endswith(" 16 bf16")
+        and row["system"] in contenders
+    ]
+    about, *shown = ATTENTION_ALONE.section(), *ATTENTION_ALONE.shown([{**data, "rows": rows}])
+    more = f"""Other heads, block sizes and contenders, the portable path and float32:
+        [{ATTENTION}.json](../benchmarks/results/{ATTENTION}.json)."""
+    return "\n\n".join([about, *shown, flow(more)])
 
 
 def quantized(runs: Sequence[Data]) -> str:
     """The rows of `benchmarks.attention` for `kv_dtype="int8"`, of the turns of all runs."""
-    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
-    for run in runs:
-        for row in run["rows"]:
-            if row["contender"] in ("ours", "ours: int8") and "us" in row:
-                setting = row["heads"], row["case"], row["block_size"], row["dtype"]
-                times.setdefault(setting, {}).setdefault(row["contender"], []).extend(row["us"])
-    rows = []
-    for (heads, case, block, dtype), found in times.items():
-        ratios = paired.ratios(found["ours: int8"], found["ours"])
-        ratio = paired.estimate(ratios)
-        rows.append(
-            {
-                "heads": heads,
-                "rows x tokens": case,
-                "block": block,
-                "blocks of the dtype": dtype,
-                "their time, µs": statistics.median(found["ours"]),
-                "int8, µs": statistics.median(found["ours: int8"]),
-                "int8 / theirs": ratio.text(2),
-                "turns": len(ratios),
-                "target": paired.at_most(ratio.low, 0.8),
-            }
-        )
-    said = flow(
-        f"""**Attention of decodes over int8 blocks** (`kv_dtype="int8"`), a layer, `{runs[0]["command"]}`,
-        {machine_of(runs[0]["facts"])}; turns of {len(runs)} processes, 95% intervals. A target is met where the
-        interval reaches it:"""
-    )
-    return f"{said}\n\n{report.markdown(rows)}"
+    said = f"""**Attention of decodes over int8 blocks** (`kv_dtype="int8"`), a layer, against blocks of
+        the model's dtype; turns of {len(runs)} processes:"""
+    names = ("ours", INT8)
+    ours = [{**run, "rows": [row for row in run["rows"] if row["system"] in names]} for run in runs]
+    return "\n\n".join([flow(said), *ATTENTION_ALONE.shown(ours)])

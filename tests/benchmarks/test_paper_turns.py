@@ -112,8 +112,8 @@ def test_results_of_two_processes_are_one_table():
     rows = runner.pooled([{"rows": rows}] * 2)
     (line, *_) = runner.table(rows).splitlines()[2:]
     assert line == (
-        "| 8 rows | together | 4, 2 | 1 (1 to 1) | 4.00 (4.00 to 4.00), at least 3: met |"
-        " 0.90 (0.90 to 0.90), at least 1.2: not met | 2 |"
+        "| 8 rows | together | 4, 2 | 1 (1 to 1) | 4.00, at least 3: met |"
+        " 0.90, at least 1.2: not met | 2 |"
     )
 
 

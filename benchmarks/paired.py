@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FEWEST = 5
 """Turns below which there is no interval."""
@@ -45,13 +45,6 @@ class Estimate(NamedTuple):
     def text(self, digits: int) -> str:
         value, low, high = (f"{one:.{digits}f}" for one in (self.value, self.low, self.high))
         return value if self.low == self.high else f"{value} ({low} to {high})"
-
-    def entries(self, digits: int) -> dict[str, Any]:
-        """The entries of a row."""
-        return {"ratio": round(self.value, digits), "interval": self.bounds(digits)}
-
-    def bounds(self, digits: int) -> list[float]:
-        return [round(self.low, digits), round(self.high, digits)]
 
     def reaches(self, target: float) -> bool:
         """Whether the interval reaches the target; with too few values, whether the median does."""

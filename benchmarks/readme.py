@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import (
     arrivals,
+    compiled,
     first_call,
     generate,
     grpo,
@@ -33,14 +34,15 @@ from benchmarks import (
     tiers,
     virtual,
 )
+from benchmarks.paper import __main__ as paper
 from benchmarks.paper import plots
 from benchmarks.peers import TITLES
 from benchmarks.report import flow, machine_of, picture_of, result
-from benchmarks.sections import architectures, chips, gpu_day, papers
+from benchmarks.sections import architectures, attention, gpu_day
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES = "architectures"
+ARCHITECTURES, PAPER = "architectures", "paper-cpu"
 WHOLE_CALLS = "generate-cpu-llama-100m"
 PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
 PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
@@ -164,12 +166,14 @@ def benchmarks_section() -> str:
         *picture_of(f"{WHOLE_CALLS}-latency", "Latency by the rate of arrivals"),
         *other_engines(),
         *(module.BENCHMARK.section() for module in BEFORE),
-        papers.quantized(list(map(result, papers.QUANTIZED))),
+        attention.quantized(list(map(result, attention.QUANTIZED))),
         *(module.BENCHMARK.section() for module in AFTER),
-        papers.paper(result(papers.PAPER)),
-        *papers.paper_turns(result(papers.PAPER)),
-        papers.attention(result(papers.ATTENTION)),
-        chips.compiled(result(chips.COMPILED)),
+        *paper.sections(result(PAPER)),
+        *picture_of(
+            f"{PAPER}-waste", "Memory by use: reservation against blocks, published and here"
+        ),
+        attention.attention(result(attention.ATTENTION)),
+        compiled.section(result("compiled")),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -184,20 +188,17 @@ def architectures_section() -> str:
 def results_section() -> str:
     """Section of benchmarks/README.md."""
     names = {
-        WHOLE_CALLS: "whole calls, arrivals, memory",
-        papers.ATTENTION: "attention alone",
-        papers.PAPER: "the papers' tables (each table has a run of its own, listed below them)",
+        WHOLE_CALLS: "whole calls, arrivals, waste",
+        attention.ATTENTION: "attention alone",
+        PAPER: "the papers' tables, the last of which",
+        ARCHITECTURES: "every architecture against plain `generate`",
     }
     lines = []
     for name, title in names.items():
         data = result(name)
-        files = f"[JSON](results/{name}.json)"
-        lines.append(f"- {title}: `{data['command']}`, {machine_of(data['facts'])}; {files}")
-    facts = result(ARCHITECTURES)["facts"]
-    lines.append(
-        f"- every architecture against plain `generate`: `{result(ARCHITECTURES)['command']}`,"
-        f" {machine_of(facts)}; [JSON](results/{ARCHITECTURES}.json)"
-    )
+        run = data["runs"][-1] if "runs" in data else data
+        said = f"`{run['command']}`, {machine_of(run['facts'])}"
+        lines.append(f"- {title}: {said}; [JSON](results/{name}.json)")
     return "\n".join(lines)
 
 
@@ -235,7 +236,7 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 PICTURES: dict[str, Callable[[Any, Path], Any]] = {
     WHOLE_CALLS: lambda data, stem: pictures.draw_all(data, stem),
-    papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
+    PAPER: lambda data, stem: plots.draw_all(data, stem),
 }
 """What draws the pictures of a result, beside its JSON file."""
 

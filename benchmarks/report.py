@@ -1,4 +1,4 @@
-"""Results as files: JSON with the machine's facts, a dated Markdown table, and plots."""
+"""Results as files, as Markdown and as plots."""
 
 from __future__ import annotations
 
@@ -86,51 +86,8 @@ def markdown(
     return "\n".join(lines)
 
 
-def show(rows: Iterable[Row], columns: Columns | None, is_first: bool) -> None:
-    """Prints a table, or further rows of one."""
-    lines = markdown(rows, columns).split("\n")
-    print("\n".join(lines if is_first else lines[2:]), flush=True)
-
-
-def write(
-    name: str,
-    facts: Row,
-    rows: Iterable[Row],
-    *,
-    directory: str | os.PathLike[str],
-    columns: Columns | None = None,
-    command: str = "",
-    notes: str = "",
-    extra: Row | None = None,
-) -> tuple[Path, Path]:
-    """Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Replaces each
-    file atomically, so that a killed run leaves whole files.
-
-    Args:
-        facts (`Mapping`): Machine and software, see `machine.facts`; its `date` dates the table.
-        rows (`Iterable[Mapping]`): The table; all keys go into the JSON.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Columns of the Markdown, see
-            `markdown`.
-        command (`str`): Command that repeats the run; empty: that of this process.
-        notes (`str`): Markdown below the table.
-        extra (`Mapping`, *optional*): Further entries of the JSON.
-    """
-    rows = [dict(row) for row in rows]
-    command = command or command_line()
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    data = {"command": command, "facts": dict(facts), "rows": rows, **(extra or {})}
-    known = "; ".join(f"{key} {value}" for key, value in facts.items() if key != "date")
-    page = [f"`{command}`, {facts.get('date', 'undated')}", known, markdown(rows, columns)]
-    page += [notes] if notes else []
-    paths = directory / f"{name}.json", directory / f"{name}.md"
-    replace_file(paths[0], json.dumps(data, indent=1, default=str) + "\n")
-    replace_file(paths[1], "\n\n".join(page) + "\n")
-    return paths
-
-
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON of `write`: `command`, `facts`, `rows` and the rest."""
+    """The content of a JSON file of the runner: `command`, `facts`, `rows`, or `runs` of these."""
     return json.loads(Path(path).read_text())
 
 

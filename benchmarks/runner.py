@@ -74,7 +74,7 @@ def parser_of(
 
 def parts(parser: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
     """The names in `asked`, by commas; ends the process if one is not known."""
-    names = [name for name in asked.split(",") if name]
+    names = [name.strip() for name in asked.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         parser.error(
             f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(known)})"
@@ -342,8 +342,8 @@ class Benchmark:
             follows a `yield` runs when its turns are over. All of it runs in each process.
         again (`Callable`, *optional*): From the options, those of a second process, which runs some
             of the cases once more; `None`: there is none.
-        measure (`Callable`, *optional*): Instead of `cases`: from the options, the entries of the
-            JSON file, `rows` among them.
+        measure (`Callable`, *optional*): Instead of `cases`: from the options and what writes the
+            JSON file early, the entries of that file, `rows` among them.
         show (`Callable`, *optional*): Instead of the table of the rows: from the content of JSON
             files, those of several processes that ran one revision, the paragraphs to print.
         title (`str`): Of its section in the documentation.
@@ -367,7 +367,7 @@ class Benchmark:
     about: str
     cases: Callable[[argparse.Namespace], Iterable[Case]] | None = None
     again: Callable[[argparse.Namespace], argparse.Namespace | None] | None = None
-    measure: Callable[[argparse.Namespace], Data] | None = None
+    measure: Callable[[argparse.Namespace, Callable[[Data], Any]], Data] | None = None
     show: Callable[[Sequence[Data]], Iterable[str]] | None = None
     title: str = ""
     results: Sequence[Sequence[str]] = ()
@@ -403,7 +403,7 @@ class Benchmark:
     def run(self, args: argparse.Namespace, keep: Callable[[Data], Any]) -> Data:
         """The entries of the JSON file; `keep` gets them after each case of this process, too."""
         if self.measure is not None:
-            return self.measure(args)
+            return self.measure(args, keep)
         assert self.cases is not None
         processes = getattr(args, "processes", 0)
         more = () if processes else (lambda rows: keep({"rows": rows}),)
@@ -469,7 +469,7 @@ class Benchmark:
         with quiet():
             data = run | self.run(args, keep)
         keep(data)
-        print(*filter(None, self.paragraphs([data])), sep="\n\n")
+        print(*self.shown([data]), sep="\n\n")
         differs = any(row.get("equal") not in (None, 1.0) for row in data["rows"])
         return int((self.is_exact and differs) or bool(self.is_wrong and self.is_wrong(data)))
 

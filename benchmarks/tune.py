@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
@@ -253,7 +252,6 @@ OPTIONS = {
     "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
     "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
     "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
-    "--cache": option("folder of compiled kernels (Triton's own)", type=Path),
     "--quick": flag("two candidates of each entry: shows that it runs"),
     "--block-sizes": flag("a table of what block sizes cost instead"),
     "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
@@ -263,10 +261,8 @@ OPTIONS = {
 
 
 def main() -> None:
-    """Tunes and writes the table, or compiles the candidates."""
+    """Tunes and writes the table."""
     options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
-    if options.cache is not None:
-        os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
     if options.block_sizes:
         block_costs.run(options.device, options.seconds, options.quick, options.folder)
         return

@@ -231,7 +231,7 @@ def test_at_most_8_files_and_every_function_exists() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "a, z"], "there is no stage 'z', only 0, a, b, c, d, e, f"),
+        (["--only", "a, z"], "invalid choice: 'z' (choose from 0, a, b, c, d, e, f)"),
         (["--minutes", "nan"], "nan is not between 0 and 1440"),
         (["--minutes", "inf"], "inf is not between 0 and 1440"),
         (["--out", __file__], "must be a folder that can be written to"),

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import parallel, readme, report, runner
+from benchmarks.paper import __main__ as command
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
-from benchmarks.sections import papers
 from hf_paged.kernels import VARIABLE
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
@@ -81,25 +81,15 @@ def test_a_model_over_gpus_costs_what_its_part_does_and_the_links():
     assert 1000 * step == pytest.approx(line["step_ms"], abs=0.1)
 
 
-def rows_of(table: str, details: list[dict]) -> list[dict]:
-    return [
-        {"table": table, "name": "a", "published": "2", "ours": "1", "details": one}
-        for one in details
-    ]
-
-
 def test_the_text_has_the_tables_that_were_run():
-    data = {**report.result(papers.PAPER)}
-    run = next(iter(data["runs"].values()))
-    row = {**rows_of("spikes", [{}])[0], "unit": "ms", "source": "S1", "why": "slow"}
-    data |= {"rows": [row, {**row, "name": "b", "published": ""}], "runs": {"spikes": run}}
-    (shown,) = papers.paper_turns(data)
-    assert (
-        "vAttention's tables" in shown
-        and "--only spikes`" in shown
-        and "| a | 2 | 1 | ms | S1 | slow |" in shown
-    )
-    assert "| b |" not in shown and papers.paper_turns({**data, "rows": []}) == []
+    (run, *_) = report.result(readme.PAPER)["runs"]
+    row = {"case": "spikes", "name": "a", "published": "2", "ours": "1"}
+    row |= {"unit": "ms", "source": "S1", "why": "slow"}
+    run |= {"rows": [row, {**row, "name": "b", "published": ""}]}
+    said, shown = command.sections({"runs": [run]})
+    assert "vAttention's tables" in said and "--only spikes`" in said
+    assert "| a | 2 | 1 | ms | S1 | slow |" in shown and "| b |" not in shown
+    assert list(command.sections({"runs": []})) == []
 
 
 def test_results_of_two_processes_are_one_table():

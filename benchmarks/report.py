@@ -7,12 +7,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-Columns = Sequence[str] | Mapping[str, str]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH_PIXELS = 800
@@ -49,28 +48,21 @@ def failed(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
-    if columns is None:
-        return {key: key.replace("_", " ") for row in rows for key in row}
-    if isinstance(columns, Mapping):
-        return dict(columns)
-    return {key: key.replace("_", " ") for key in columns}
-
-
 def markdown(
-    rows: Iterable[Row], columns: Columns | None = None, right: Collection[str] = ()
+    rows: Iterable[Row], columns: Mapping[str, str] | None = None, right: Collection[str] = ()
 ) -> str:
     """
     A Markdown table; columns of numbers are right-aligned.
 
     Args:
         rows (`Iterable[Mapping]`): A missing key is an empty cell.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their
-            titles; `None`: all keys of the rows in order of first appearance.
+        columns (`Mapping[str, str]`, *optional*): Keys with their titles; `None`: all keys of the
+            rows, in order of first appearance.
         right (`Collection[str]`): Keys of texts that are right-aligned, too.
     """
     rows = list(rows)
-    titles = _titles(rows, columns)
+    keys = {key: key.replace("_", " ") for row in rows for key in row}
+    titles = keys if columns is None else columns
 
     def numeric(key: str) -> bool:
         values = [row[key] for row in rows if row.get(key) not in (None, "")]

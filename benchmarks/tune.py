@@ -190,7 +190,7 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     options = decode_candidates(
         configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
     )
-    key = configs.key("decode", key_dim, value_dim, dtype, group)
+    key = configs.entry_name("decode", key_dim, value_dim, dtype, group)
     return [Task(key, dim, dtype, LOADS["decode"], options, Problem.decode)]
 
 
@@ -201,7 +201,7 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     for name in ("prefill", "short"):
         loads = LOADS[name]
         rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
-        key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
+        key = configs.entry_name("prefill", key_dim, value_dim, dtype, min(rows, 128))
         if key not in tasks:
             # else enough query heads share a K/V head for short chunks to fill tiles, too
             options = prefill_candidates(
@@ -273,7 +273,7 @@ def main() -> None:
             "benchmarks.tune measures kernels on a CUDA device, and there is none here"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    chip = configs.chip(device)
+    chip = configs.chip_name(device)
     for kernel, dim, name in shapes:
         for task in TASKS[kernel](dim, getattr(torch, name), chip):
             best, figures = tune(task._replace(options=task.options[:most]), device)

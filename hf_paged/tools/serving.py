@@ -25,7 +25,7 @@ from ..batching.arguments import RequestOptions, ServedByGenerateError
 from ..batching.engine import PagedEngine
 from ..cache.block_pool import OutOfBlocksError
 from ..native.continuous_batching import PagedBatchingManager
-from ..native.pending import output_names
+from ..native.pending import make_output_ids
 from ..threads import start, submit
 from ..topics import Topic
 from .openai_answers import join_answers, join_streams
@@ -181,7 +181,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 _compile(functools.partial(make, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
             raise Refused(str(error)) from None
-        return output_names(request.engine_request_id, num_choices)[current_choice.get()]
+        return make_output_ids(request.engine_request_id, num_choices)[current_choice.get()]
 
 
 def _compile(function: Callable[[], Any]) -> None:

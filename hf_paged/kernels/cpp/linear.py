@@ -98,8 +98,8 @@ def linear(
         is_supported = tensor.is_cpu and tensor.dtype in DTYPES and tensor.dtype is x.dtype
         if not is_supported or tensor.stride(-1) != 1:
             raise TypeError(
-                "the C++ kernel takes contiguous rows on the CPU, all of float32, bfloat16 or"
-                " float16"
+                "the C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16,"
+                " the same for all"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]

@@ -367,7 +367,7 @@ def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
     with model.continuous_batching_context_manager(GREEDY) as manager:
         other = asyncio.run(ask(manager), debug=True)
         assert other is not None and other.generated_tokens == plain(model, PROMPTS[0], GREEDY)
-        assert "refused a result handler" in caplog.text
+        assert "rejected a result handler" in caplog.text
         assert not manager._thread.handlers and not manager._thread.pending
 
 
@@ -485,7 +485,7 @@ def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.M
         patch.setattr(manager_thread.ManagerThread, "_run", lambda self, token: None)
         manager.start()
         manager.join()
-    with pytest.raises(RuntimeError, match="takes no more requests: its thread vanished"):
+    with pytest.raises(RuntimeError, match="takes no more requests: its thread ended"):
         manager.add_request(PROMPTS[1])
     manager.start()
     manager.add_request(PROMPTS[1])

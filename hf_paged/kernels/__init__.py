@@ -13,7 +13,7 @@ from torch import Tensor
 from . import cpp, triton
 
 VARIABLE = "HF_PAGED_ATTENTION"
-NAMES = ("reference", "gather", "cpp", "triton")
+BACKEND_NAMES = ("reference", "gather", "cpp", "triton")
 
 
 def forced() -> str | None:
@@ -23,10 +23,10 @@ def forced() -> str | None:
     name = os.environ.get(VARIABLE)
     if not name:
         return None
-    if name not in NAMES:
+    if name not in BACKEND_NAMES:
         raise ValueError(
-            f"{VARIABLE}={name!r} names no backend: use one of {', '.join(NAMES)}, or unset the"
-            " variable"
+            f"{VARIABLE}={name!r} names no backend: use one of {', '.join(BACKEND_NAMES)}, or unset"
+            " the variable"
         )
     if name == "cpp" and not cpp.is_available():
         raise RuntimeError(

@@ -23,7 +23,7 @@ from tests.support.engine_helpers import assert_drained
 OURS = str(Path(hf_paged.__file__).parent)
 # Calls of C before which Python looks for no signal: a `with` of a lock has such a line of its own
 # where it ends, and a `finally` begins with the other.
-IN_C = ("with ", "self.pausing.pop(")
+IN_C = ("with ", "self.pauses.pop(")
 # the lines that count `guarded` calls call nothing either
 GUARD = PagedEngine.free.__code__
 PROMPT = [5, 6, 7]

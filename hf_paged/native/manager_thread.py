@@ -430,7 +430,7 @@ class ManagerThread:
             requests = list(dict.fromkeys(self.pending.values()))
             for request in requests:
                 self._deliver_all(request.fail(request_error))
-            self.handlers.clear()  # those of ids without a request
+            self.handlers.clear()  # the remaining ones wait for requests that were never added
         try:
             if error is None and self.should_keep_memory:
                 for request in requests:

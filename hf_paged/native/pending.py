@@ -87,8 +87,8 @@ class PendingRequest:
             output = self._make_output(row, status)
             output.error = None if final_error is None else str(final_error)
             output.lifespan = (self.started, now)
-            # the result's tokens, since those of beams may differ from the ones so far; it has one
-            # sequence if all rows would be equal
+            # the result's tokens, since beams may end with other tokens than those so far; the
+            # result has one sequence if all rows would be equal
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)

@@ -156,7 +156,7 @@ def prefill_attention(
     `seq_len` on. A query that sees no keys gets zeros.
 
     Args:
-        query: `(T, heads, key_dim)`, the queries of one row after those of another.
+        query: `(T, heads, key_dim)`, the queries of all rows, row after row.
         key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
         bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all

@@ -124,7 +124,7 @@ def merge(
         tail_lse: `(num_tokens, heads)` float32: the log-sum-exp of the results in `out`, which are
             then merged as another part; may be the same tensor as `out_lse`.
         index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
-        row_items: `(rows, 2)` int32, if each row has parts of its own: the row's first part, and
+        row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
             the number of its parts, at most `max_parts`. Then `n` is the number of queries per row,
             and rows with one part are left as they are.
     """
@@ -181,8 +181,8 @@ def _merge_portable(
     row_items: Tensor | None,
     max_parts: int,
 ) -> None:
-    """Does what `merge` does in plain PyTorch, without waiting for the device. `tokens`: the tokens
-    of `out` to write."""
+    """Merges as `merge` does, in plain PyTorch, without waiting for the device. `tokens`: the
+    tokens of `out` to write."""
     minus_inf = float("-inf")
     former = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)

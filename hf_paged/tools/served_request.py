@@ -162,8 +162,8 @@ class _MessageQueue:
 
 
 class ClientMiddleware:
-    """ASGI middleware that reads the cache salt, calls a client's callbacks when it disconnects, and
-    refuses bodies of more than `MAX_BODY_BYTES` with status 413, except uploaded audio."""
+    """ASGI middleware that reads the cache salt, calls a client's callbacks when it disconnects,
+    and refuses bodies of more than `MAX_BODY_BYTES` with status 413, except uploaded audio."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

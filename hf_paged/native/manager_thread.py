@@ -53,7 +53,7 @@ class ManagerThread:
         self.is_stopping = False  # ends the thread after the step in progress
         self.is_paused = False
         self.should_keep_memory = False
-        # set by the manager's finalizer, which would keep this object, and so the model, alive
+        # an event, so that the manager's finalizer, which sets it, does not refer to this object
         self.is_abandoned = threading.Event()
         self._reset(PagedEngine(model, config))
         forks.in_child(self)

@@ -23,7 +23,7 @@ from tests.support.rooms import needs_all_rooms
 
 ROOT = readme.ROOT
 # constants of the package that the text names
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW")
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW_REQUESTS")
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),

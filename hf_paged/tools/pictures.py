@@ -169,7 +169,7 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
         ax: The matplotlib axes to draw on; by default those of a new figure outside of pyplot.
 
     Returns:
-        The figure.
+        `matplotlib.figure.Figure`: The figure of `ax`.
 
     Raises:
         ImportError: without matplotlib.

@@ -168,7 +168,7 @@ def prefill_attention(
             of their scores, `(splits, T, heads)`, both float32. The first part includes the sink.
 
     Returns:
-        `(T, heads, value_dim)`, contiguous, in the query's dtype.
+        `Tensor`: `(T, heads, value_dim)`, contiguous, in the query's dtype.
 
     Raises:
         IndexError: if `bias` has fewer keys than the longest row.

@@ -120,8 +120,8 @@ def _content_length(headers: Any) -> int:
 
 
 class _MessageQueue:
-    """The messages of an HTTP request. Reads them from `receive` as fast as the app reads the queue,
-    which holds one message. Cancels the client's requests when it disconnects, when
+    """The messages of an HTTP request. Reads them from `receive` as fast as the app reads the
+    queue, which holds one message. Cancels the client's requests when it disconnects, when
     `receive` raises, and when the body has more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ class Interrupts:
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(OURS):
             return
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # an exception may be thrown into it: a signal cannot come before it is handled
         if self.number and self.count >= self.number:
             self.num_entered += 1
             if self.num_entered == self.again:

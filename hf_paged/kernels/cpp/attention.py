@@ -439,11 +439,6 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         dim * element_size,
     )
     error = kernel("gather")(call + packed_step)
-    observe = observer.get()
-    if observe is not None:
-        # without the blocks, which the pool keeps
-        reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in enumerate(tensors)}
-        observe("gather", call + packed_step, reads, {8: out})
     if error == 4:
         raise ValueError("a tensor has no memory, or sizes do not fit one another")
     if error:
@@ -451,6 +446,11 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
             f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns"
             f" {step.columns} of a pool of {num_blocks} blocks"
         )
+    observe = observer.get()
+    if observe is not None:
+        # without the blocks, which the pool keeps
+        reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in enumerate(tensors)}
+        observe("gather", call + packed_step, reads, {8: out})
     return out
 
 

@@ -188,7 +188,7 @@ class StepLoop:
                 if self._is_mid_update:
                     self.recover(self.ledger.generations())
             finally:
-                self.executor.leave(span)
+                self.executor.close(span)
             raise
 
     def propose(self) -> None:
@@ -244,7 +244,7 @@ class StepLoop:
         runs_foreign_code = runs_callers_code or any(map(_IS_STREAMED, decodings))
         try:
             if runs_callers_code:
-                self.executor.commit(span, runs_code=True)
+                self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
                 self.executor.doubt_model()
             logits = map(_LOGITS, ready)

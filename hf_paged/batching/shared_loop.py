@@ -96,8 +96,8 @@ class SharedLoop:
                 executor.begin(
                     checks_weights or executor.checks_weights,
                     False,
-                    replays or executor.replays,
-                    generation.decoding.runs_callers_code or executor.runs_code,
+                    replays or executor.allows_replays,
+                    generation.decoding.runs_callers_code or executor.runs_user_code,
                 )
             executor.open(span)
             with self._lock:
@@ -113,7 +113,7 @@ class SharedLoop:
                     executor.commit(span)
         finally:
             try:
-                executor.leave(span)
+                executor.close(span)
             finally:
                 self._leave(generation)
 

@@ -183,7 +183,7 @@ class RequestStream:
         with engine.lock, contextlib.ExitStack() as stack:
             # an `ExitStack` cancels all requests, even if one of them raises
             if engine.loop is not None:
-                engine.loop.executor.leave(self.span)
+                engine.loop.executor.close(self.span)
             for state in reversed(engine.requests.values()):
                 if state.output_queue is self.output_queue:
                     stack.callback(engine.cancel, state)

@@ -298,7 +298,7 @@ class Follower:
     def begin(self, autocast: torch.dtype | None) -> None:
         kind = compute_device(self.model).type
         with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
-            self._executor.begin(check_weights=False, replays=False)
+            self._executor.begin(check_weights=False, allow_replays=False)
 
     def retire(self) -> None:
         self._memory = self._executor = None

@@ -1,1 +1,1 @@
-"""Runs steps: the model with its adapters, graphs, and draft models."""
+"""Executes scheduled steps: packed or rectangular forwards of the current model."""

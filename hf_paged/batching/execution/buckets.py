@@ -1,5 +1,5 @@
-"""Sizes of steps, rounded up to few values, so that few recorded steps serve many. Which steps are
-recorded is up to the recorder."""
+"""Rounds the sizes of steps up to a small set of values, so that a few recorded steps serve all
+sizes. The recorder decides which steps it records."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ MIN_CHUNK_TOKENS = 16
 
 
 def bucket(num_rows: int) -> int:
-    """Returns the rows of the graph for `num_rows`: 1, 2, 4, 8, then in steps of 8, from 128 on in
-    steps of 1/8 to 1/16 of the rows."""
+    """Returns the rows of the graph for `num_rows`: 1, 2, 4, then multiples of 8; above 128 rows
+    multiples of 16, above 256 of 32, and so on."""
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
     power = 1 << ((num_rows - 1).bit_length() - 4)
@@ -16,9 +16,9 @@ def bucket(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def power_of_two(least: int, number: int) -> int:
-    """Returns the least power of two from `number` on; at least `least`."""
-    return max(least, 1 << (number - 1).bit_length())
+def power_of_two(minimum: int, number: int) -> int:
+    """Returns `number` rounded up to a power of two, but at least `minimum`."""
+    return max(minimum, 1 << (number - 1).bit_length())
 
 
 def chunk_bucket(num_tokens: int) -> int:
@@ -31,8 +31,8 @@ def chunk_bucket(num_tokens: int) -> int:
 
 
 def draft_bucket(num_rows: int) -> int:
-    """Returns the rows of the graph for `num_rows` with drafts, whose number changes in every step:
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ..."""
+    """Returns the rows of the graph for `num_rows` rows of drafts: 1, 2, 4, 8, 16, 24, 32, 48, 64,
+    96, ...; fewer sizes than `bucket` has, since the number of these rows changes in every step."""
     if num_rows <= MIN_CHUNK_TOKENS:
         return bucket(num_rows)
     return chunk_bucket(num_rows)

@@ -1,5 +1,5 @@
-"""Runs one model's forwards for the batching loop, one at a time, and detects changes of the model.
-It chooses no rows and samples nothing."""
+"""Runs one model's forwards for the batching loop, one at a time, and handles changes of the model.
+The scheduler chooses the rows; decodings sample the tokens."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StableSpan:
-    """A span of time in which no other code changes the model (`model.weights.WeightsGuard`): a
-    step or a `generate` call."""
+    """A span of time in which no other code changes the model (`model.weights.WeightsGuard`): one
+    step of an engine, or a `generate` call."""
 
-    is_call: bool = False
-    is_open: bool = False
-    is_committed: bool = False
+    is_call: bool = False  # a `generate` call
+    is_open: bool = False  # its first step has begun
+    is_committed: bool = False  # the weights of its blocks are fingerprinted, if they need to be
 
 
 class Executor:
@@ -67,66 +67,67 @@ class Executor:
         self.guard = guard
         self.lock = step_lock(model)
         self._processes = memory.processes
-        self.slowed_by: set[str] = set()  # why kernels did not serve some steps
-        self.checks_weights = False  # whether the prefix cache is used (`begin`)
-        self.replays = False  # whether graphs are used
+        self.slowed_by: set[str] = set()  # reasons why steps were slower than they could be
+        self.checks_weights = False  # whether the prefix cache is used (see `begin`)
+        self.allows_replays = False  # whether steps may be replays (see `begin`)
         self.adapters = adapters or OnDemand[Adapters]()
-        # launches decodes before their tokens are on the host
+        # launches decode steps before their input tokens are on the host
         self.run_ahead: RunAhead | None = None
         if runner.recorder is not None:
             self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
-        self._num_forwards = 0  # the runner's, when the model's state was last accepted
-        # contexts around each step: compiled layers run without compiled code, and configs name
-        # our attention
+        # `runner.num_forwards` when forwards' own changes of the state were last accepted
+        self._num_accepted_forwards = 0
+        # contexts around each step: one runs compiled layers without compiled code, the other sets
+        # the attention of configs to `"hf_paged"`
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        self._num_changes = -1  # `guard.num_changes` at the last `handle_model_change`
+        self._num_handled_changes = -1  # `guard.num_changes` at the last `handle_model_change`
         self._is_state_due = False  # whether the model's state must be read for the runner
         self._state: ModelState | None = None
-        self.runs_code = False  # whether other code runs between steps (`begin`)
-        # whether other code may have changed the model since the last step
+        self.runs_user_code = False  # whether user code runs between steps (see `begin`)
+        # whether user code may have changed the model since the last step
         self.is_unchecked = False
 
     def begin(
         self,
         check_weights: bool = True,
         switch_attention: bool = True,
-        replays: bool = True,
-        runs_code: bool = True,
+        allow_replays: bool = True,
+        runs_user_code: bool = True,
     ) -> None:
         """Starts work on the model; called first, and only while no step is in flight. Without
-        `check_weights` the prefix cache is not used. Without `replays` no graphs are used, and the
-        model's state is not read. Without `switch_attention` the caller has set the model's
-        attention to `"hf_paged"`. Without `runs_code` only code of transformers and the model runs
-        between steps."""
+        `check_weights` the prefix cache is not used. Without `allow_replays` no recorded step is
+        replayed, and the model's state is not read. Without `switch_attention` the caller has set
+        the model's attention to `"hf_paged"`. Without `runs_user_code` only code of transformers
+        and of the model runs between steps."""
         self._device = compute_device(self.model)
         # the dtype of all forwards, whichever thread runs the steps
         self.autocast = autocast_dtype(self._device)
         self.checks_weights = check_weights
-        self.replays = replays
-        self.runs_code = runs_code
+        self.allows_replays = allow_replays
+        self.runs_user_code = runs_user_code
         self._switches_attention = switch_attention
         self.guard.begin(check_weights, self.autocast)
         self.runner.pack()
         self.forget_model()
 
     def open(self, span: StableSpan) -> None:
-        """Called before a span's first step, where it checks the model, and before an engine's
-        other steps."""
+        """Called before every step of a span; before the first, lets the guard begin a period and
+        schedules a check of the model."""
         if span.is_open:
-            self.doubt_model()  # another thread may change the model without a pause
+            self.doubt_model()  # another thread may change the model without pausing the engine
         else:
             with self.lock:
                 self.guard.begin_period()
                 self.handle_model_change()
             span.is_open = self.is_unchecked = True
 
-    def commit(self, span: StableSpan, runs_code: bool = False) -> None:
-        """Fingerprints the weights of computed blocks before control returns to other code (in a
-        call, after its first token). If that code may change the model before the next step, as
-        between an engine's steps and, with `runs_code`, within a call, also reads the state with
-        which `check_model` compares the model."""
-        is_read = runs_code or not span.is_call
-        is_done = span.is_committed and (not is_read or self.guard.is_watched)
+    def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
+        """Fingerprints the weights that computed the span's blocks before control returns to user
+        code (in a call, after its first token). If that code may change the model before the next
+        step, as between an engine's steps and, with `runs_user_code`, within a call, also reads
+        the state with which `check_model` compares the model."""
+        should_watch = runs_user_code or not span.is_call
+        is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:
             with self.lock:
                 state = None
@@ -136,19 +137,19 @@ class Executor:
                     state = self._state
                 if not span.is_committed:
                     self.guard.commit(span.is_call, state)
-                if is_read and self._state is not None and not self.guard.is_watched:
+                if should_watch and self._state is not None and not self.guard.is_watched:
                     self._state.watch()
                     self.guard.is_watched = True
         span.is_committed = True
 
-    def leave(self, span: StableSpan) -> None:
-        """Ends the span, perhaps after a failure: blocks computed without a `commit` are not
+    def close(self, span: StableSpan) -> None:
+        """Ends the span, also after a failure: blocks computed without a `commit` are not
         reused."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()
 
     def go_idle(self) -> None:
-        """Releases what is held for steps, once no request is unfinished."""
+        """Releases the objects held for steps, once all requests have finished."""
         self.clear_run_ahead()
         self.runner.go_idle()
         with self.lock:
@@ -156,17 +157,17 @@ class Executor:
         self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
-        """Between steps: after a change of weights, makes all blocks cached before unusable."""
+        """Called between steps when weights have changed: no block cached before is reused."""
         self.guard.forget_earlier()
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops everything derived from the model: no graph is used before its state is read
-        again, and configs may differ."""
-        self._num_changes, self._switches, self._is_state_due = -1, None, False
+        """Drops everything derived from the model. No step is replayed until the model's state is
+        read again, and the configs to switch are collected again."""
+        self._num_handled_changes, self._switches, self._is_state_due = -1, None, False
         if not self.guard.is_watched:
             self._state = None
-        self.num_embeddings = num_embeddings(self.model)  # valid token ids are below this
+        self.num_embeddings = num_embeddings(self.model)  # valid token ids are smaller
         self.clear_run_ahead()
         if self.adapters.instance is not None:
             self.adapters.instance.forget_model()
@@ -178,18 +179,18 @@ class Executor:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """If the guard has detected a change of the model, drops graphs and the step launched
-        ahead."""
-        if self.guard.num_changes != self._num_changes:
+        """If the guard has detected a change of the model, drops recorded steps and the step
+        launched ahead."""
+        if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
-            self._num_changes = self.guard.num_changes
-            is_read = self.runner.recorder is not None or self.guard.is_on
-            self._is_state_due = self.replays and is_read
+            self._num_handled_changes = self.guard.num_changes
+            needs_state = self.runner.recorder is not None or self.guard.is_on
+            self._is_state_due = self.allows_replays and needs_state
 
     def check_model(self) -> None:
-        """Before a step, within `attention`: if other code may have run since the last step
-        (`is_unchecked`) and has changed the model, drops cached prefixes, graphs and the step
-        launched ahead. Stops packing rows if the model's structure now rules that out."""
+        """Called before a step, within `attention`: if user code may have run since the last step
+        (`is_unchecked`) and has changed the model, drops cached prefixes, recorded steps and the
+        step launched ahead. Stops packing rows if the model's new structure rules that out."""
         is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due or self._state is None:
             return
@@ -197,13 +198,13 @@ class Executor:
             self._unpack()
 
     def doubt_model(self) -> None:
-        """Has the next replay check whether other code has replaced modules or tensors."""
+        """Makes the next replay check whether user code has replaced modules or tensors."""
         if self._state is not None:
             self._state.mark_unverified()
 
     def _read_model(self) -> bool:
-        """Reads the model's state, within `attention`. If it has changed, drops cached prefixes,
-        graphs and the step launched ahead; returns whether it has."""
+        """Reads the model's state, within `attention`, and returns whether it has changed; if so,
+        drops cached prefixes, recorded steps and the step launched ahead."""
         previous = self._state
         state = read_state(self.model)
         has_changed = False
@@ -213,24 +214,23 @@ class Executor:
             has_changed = state is None or not state.is_like(previous)
         if has_changed:
             self.change_weights()
-            self._num_changes = self.guard.num_changes
+            self._num_handled_changes = self.guard.num_changes
         self._state, self._is_state_due = state, False
         if state is not None:
-            if self.runs_code:
+            if self.runs_user_code:
                 state.accept()
-            if (
-                not self._switches_attention
-            ):  # a call, which doubts the state only after its forwards
+            # in a call, only the call's own forwards make replays check the model again
+            if not self._switches_attention:
                 state.keep_memory()
-        recordable = None if self.runner.recorder is None else state
-        self.runner.begin(recordable)
+        recorded_state = None if self.runner.recorder is None else state
+        self.runner.begin(recorded_state)
         return has_changed
 
     @restoring
     def attention(self) -> Iterator[None]:
-        """Around each step: switches the model's attention to `"hf_paged"`, runs layers with a
-        cache without compiled code, and turns off mask observers."""
-        switches = self._switches  # `begin` resets it, perhaps in another call's thread
+        """A context for each step: switches the model's attention to `"hf_paged"`, runs layers with
+        a cache without compiled code, and turns off mask observers and gradients."""
+        switches = self._switches  # copied, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
             switched = modules if self._switches_attention else []
@@ -241,42 +241,43 @@ class Executor:
             paged = use_paged_attention(switchable_configs(switched))
             switches = self._switches = eagerly, paged
         eagerly, paged = switches
-        tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
+        reset_tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
         has_gradients = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # `torch.no_grad` takes eight Python calls
+            torch._C._set_grad_enabled(False)  # `torch.no_grad` makes eight Python calls
             with eagerly, paged:
                 yield
         finally:
             torch._C._set_grad_enabled(has_gradients)
-            mask_observer.reset(tokens[0])
-            unsupported_reasons.reset(tokens[1])
+            mask_observer.reset(reset_tokens[0])
+            unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """As `Runner.run`; takes the rows launched ahead, if any, and computes the rest."""
+        """Returns logits as `Runner.run` does; takes those of rows launched ahead, if any, and
+        computes the others."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched, num_launched = None, 0
         if self.run_ahead is not None:
             launched, num_launched = self.run_ahead.take(plan)
-        rest = plan
+        remaining = plan
         if launched is not None:
             if num_launched == len(plan):
                 return launched
-            rest = plan.select(range(num_launched, len(plan)))
-        logits = self.run_rows(rest)
-        if self._state is not None and self._num_forwards != self.runner.num_forwards:
-            if self.runs_code:
+            remaining = plan.select(range(num_launched, len(plan)))
+        logits = self.run_rows(remaining)
+        if self._state is not None and self._num_accepted_forwards != self.runner.num_forwards:
+            if self.runs_user_code:
                 self._state.accept()
-            self._num_forwards = self.runner.num_forwards
+            self._num_accepted_forwards = self.runner.num_forwards
         if launched is None:
             return logits
         return torch.cat([launched, logits])
 
     def run_rows(self, plan: StepPlan) -> Tensor:
-        """As `run`, without rows launched ahead. If a packed forward turns out to be impossible,
-        for instance because the caller's code changed the model, this step and all later steps run
-        without packing."""
+        """Computes all rows of the plan, whether launched ahead or not; returns logits as `run`
+        does. If a packed forward raises `NotPackable`, for instance because user code changed the
+        model, computes this step and all later ones without packing."""
         try:
             return self._run_rows(plan)
         except NotPackable as error:
@@ -284,15 +285,15 @@ class Executor:
                 raise
         return self._run_rows(plan)
 
-    def _unpack(self, failure: str | None = None, finding: str = "") -> bool:
-        """As `Runner.unpack`, with a warning of the reason, which `finding` introduces; returns
-        whether it stopped packing rows."""
+    def _unpack(self, failure: str | None = None, prefix: str = "") -> bool:
+        """Calls `Runner.unpack` and adds a warning with its reason, after `prefix`; returns whether
+        the runner stopped packing rows."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
         self.slowed_by.add(
             Topic.HOOKS(
-                f"rows are computed side by side from now on, since {finding}{reason}. Add hooks,"
+                f"rows are computed side by side from now on, since {prefix}{reason}. Add hooks,"
                 " replace code and call `train()` only while no request is running"
             )
         )
@@ -304,15 +305,16 @@ class Executor:
                 return self.adapters().run(plan, self)
         return self.compute(self.runner.run, plan, None)
 
-    def compute(self, work: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs a forward: `work`, one of the runner's methods."""
+    def compute(self, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Runs `forward`, a method of the runner, under autocast and together with the other
+        processes; returns its logits."""
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
-        with self._cast(), shared_forward:
-            return work(*arguments)
+        with self._autocast_context(), shared_forward:
+            return forward(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        """Returns a function that copies tokens to the host while the next step is launched; `None`
-        if these rows need the host (`RunAhead.fetch`)."""
+        """Returns a function that launches the next step while it copies the tokens of these rows
+        to the host; `None` if the next step needs the tokens on the host (`RunAhead.fetch`)."""
         if self.run_ahead is None or not self.runner.is_packed:
             return None
         return self.run_ahead.fetch(ready, self._launch_next)
@@ -322,18 +324,18 @@ class Executor:
         sequences: list[Sequence],
         token_ids: Tensor,
     ) -> Tensor | None:
-        adapter, *others = {sequence.request.adapter for sequence in sequences}
-        if others:
+        adapter, *other_adapters = {sequence.request.adapter for sequence in sequences}
+        if other_adapters:
             return None
-        # the host raises for ids out of range once it has them
+        # clamped, since the host sees ids out of range, and raises for them, only later
         valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
-        using: AbstractContextManager[ForwardContext | None] = nullcontext()
+        adapter_context: AbstractContextManager[ForwardContext | None] = nullcontext()
         if adapter is not None:
-            using = self.adapters().using(adapter)
-        with self.lock, self._cast(), using as context:
+            adapter_context = self.adapters().using(adapter)
+        with self.lock, self._autocast_context(), adapter_context as context:
             return self.runner.run_ahead(sequences, valid_ids, context)
 
-    def _cast(self) -> AbstractContextManager[Any]:
+    def _autocast_context(self) -> AbstractContextManager[Any]:
         if self.autocast is None and autocast_dtype(self._device) is None:
             # `torch.autocast` would clear its weight cache in every step
             return NOTHING

@@ -286,7 +286,7 @@ class EngineLoop:
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None
-        if reason is None and not self.loop.executor.runner.takes_drafts:
+        if reason is None and not self.loop.executor.runner.supports_drafts:
             reason = Topic.ASSISTED("rotary factors depend on a row's length")
         option = option_for_drafts(config, assistance.model)
         if option is not None:

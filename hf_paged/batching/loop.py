@@ -86,7 +86,7 @@ class StepLoop:
         try:
             for part in generation.parts or [generation]:
                 is_assisted = part.assistance is not None and part.is_single and not part.is_done
-                if is_assisted and self.executor.runner.takes_drafts:
+                if is_assisted and self.executor.runner.supports_drafts:
                     part.attach_drafter(self.drafter())
             self._add(generation)
         except BaseException:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batching.execution.buckets import power_of_two
-from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
+from ..batching.execution.inputs import Bounds, PackedTokens, write_changed_rows
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
@@ -80,7 +80,7 @@ class _Tables:
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
         """Writes the tables of the rows from `first` on."""
-        write_changed(self._block_ids.host, self.width, self._written, tables, first)
+        write_changed_rows(self._block_ids.host, self.width, self._written, tables, first)
 
     @property
     def tensor(self) -> Tensor:

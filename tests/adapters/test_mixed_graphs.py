@@ -178,7 +178,7 @@ def test_padding_writes_nothing(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPa
 
 def test_a_forward_that_does_not_pick_logits(graphs: FakeGraphs) -> None:
     bench = CapturedBench(models.get("llama"), graphs)
-    bench.runner._picks_logits = False
+    bench.runner._takes_logits_to_keep = False
     # as many chunk rows as the smallest token capacity for chunks
     many = [Row(tokens(12, seed), bench) for seed in range(14)]
     for _ in range(4):

@@ -59,12 +59,12 @@ class Row:
 class Bench:
     """A model with a runner on a separate memory."""
 
-    def __init__(self, model: Any, mixed_lengths: bool = True, **config: Any) -> None:
+    def __init__(self, model: Any, can_mix_lengths: bool = True, **config: Any) -> None:
         self.model = model
         self.memory = PagedMemory(PagedConfig(block_size=SIZE, **config))
         self.cache = PagedCache(model.config, memory=self.memory)
         recorder = find_recorder(model, self.cache, self.memory.config.capture)
-        self.runner = PackedRunner(model, self.cache, mixed_lengths, recorder)
+        self.runner = PackedRunner(model, self.cache, can_mix_lengths, recorder)
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
@@ -103,8 +103,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:
     """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
-    unpacked_at, mixed_lengths = LAYOUTS[layout]
-    bench, draw = Bench(models.build(name), mixed_lengths), random.Random(0)
+    unpacked_at, can_mix_lengths = LAYOUTS[layout]
+    bench, draw = Bench(models.build(name), can_mix_lengths), random.Random(0)
     rows: list[Row] = []
     prompts: dict[Row, int] = {}
     for step in range(12):
@@ -142,9 +142,9 @@ def test_no_logits_are_returned() -> None:
 
 def test_a_forward_that_does_not_pick_logits() -> None:
     bench = Bench(models.get("llama"))
-    assert bench.runner._picks_logits
+    assert bench.runner._takes_logits_to_keep
     rows = [Row(tokens(12, seed), bench) for seed in range(3)]
-    bench.runner._picks_logits = False
+    bench.runner._takes_logits_to_keep = False
     items = [rows[0].take(7), rows[1].take(5, known=12), rows[2].take(12)]
     logits = bench.run(items)
     assert_close(logits, [bench.plain(rows[0]), bench.plain(rows[2])])

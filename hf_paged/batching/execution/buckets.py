@@ -31,8 +31,8 @@ def chunk_bucket(num_tokens: int) -> int:
 
 
 def draft_bucket(num_rows: int) -> int:
-    """Returns the rows of the graph for `num_rows` rows of drafts: 1, 2, 4, 8, 16, 24, 32, 48, 64,
-    96, ...; fewer sizes than `bucket` has, since the number of these rows changes in every step."""
+    """Returns the rows of the graph for `num_rows` rows, drafts included: 1, 2, 4, 8, 16, 24, 32,
+    48, 64, 96, ...; fewer sizes than in `bucket`, since their number changes in every step."""
     if num_rows <= MIN_CHUNK_TOKENS:
         return bucket(num_rows)
     return chunk_bucket(num_rows)

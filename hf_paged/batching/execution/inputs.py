@@ -1,5 +1,5 @@
-"""A packed step on the host: its tokens in one row, their slots and block tables; block tables as
-tensors. It launches no forward."""
+"""Packs a step on the host: its tokens in one row, with their positions, slots and block tables.
+Writes block tables to tensors. Runs no forward."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ class GroupTokens(NamedTuple):
     """A packed step's slots and block tables in one layer group."""
 
     slots: list[int]  # by token
-    tables: list[list[int]]  # block ids of each row
-    seq_lens: list[int]  # tokens in each table, the step's included
-    origins: list[int]  # position in its sequence at which each table begins
+    tables: list[list[int]]  # block ids, by row
+    seq_lens: list[int]  # tokens in each row's table, including this step's
+    origins: list[int]  # position in the sequence of the first token in each row's table
 
 
 class PackedTokens(NamedTuple):
+    """The tokens of a packed step, row after row."""
+
     token_ids: list[int]
-    positions: list[int]
-    last: list[int]  # packed positions whose logits are returned
-    query_start: list[int]  # first packed position of each row, then the end of the last
+    positions: list[int]  # of each token in its sequence
+    last: list[int]  # indices of the tokens whose logits are returned
+    query_start: list[int]  # index of each row's first token, then the number of tokens
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
     rope_factors: list[int]  # by token; empty if all tokens use the factors of short sequences
-    # positions on each axis; `None` if all sequences' positions count tokens
+    # positions by axis and token, for rotary embeddings with several axes; `None` if every
+    # sequence's positions are 0, 1, 2, ... on all axes
     axes: list[list[int]] | None = None
-    has_drafts: bool = False  # whether some rows are draft tokens of an earlier row
+    has_drafts: bool = False  # whether some rows are draft tokens of the row before them
 
 
 def pack(
@@ -45,24 +48,24 @@ def pack(
     rope: Any,
     is_ahead: bool = False,
 ) -> PackedTokens:
-    """Lays out the tokens of a step, for layer groups with blocks of these sizes. `rope`: rotary
-    factors that depend on a sequence's length (`model.rope.LengthRope`), or `None`. `is_ahead`:
-    whether the tokens, one of each row, are on the device only."""
-    # leading rows of one token each, which are laid out column by column
-    num_plain = plan.num_decodes
+    """Packs the tokens of a step, for layer groups with these block sizes (tokens). `rope`: the
+    rotary embeddings if their factors depend on a sequence's length (`model.rope.LengthRope`).
+    `is_ahead`: the tokens, one of each row, are only on the device; their ids are 0 here."""
+    # leading rows of one token each, which whole-list operations pack faster than a loop
+    num_simple = plan.num_decodes
     if plan.has_drafts or rope is not None:
-        num_plain = 0
-    positions = list(plan.starts[:num_plain])
+        num_simple = 0
+    positions = list(plan.starts[:num_simple])
     if is_ahead:
-        token_ids = [0] * num_plain
+        token_ids = [0] * num_simple
     else:
-        plain = zip(plan.sequences, positions)
-        token_ids = [sequence.token_ids[position] for sequence, position in plain]
-    last = [row for row in range(num_plain) if plan.num_logits[row]]
-    query_start = list(range(num_plain + 1))
+        simple = zip(plan.sequences, positions)
+        token_ids = [sequence.token_ids[position] for sequence, position in simple]
+    last = [row for row in range(num_simple) if plan.num_logits[row]]
+    query_start = list(range(num_simple + 1))
     factors: list[int] = []
-    num_decodes = num_plain
-    for row in range(num_plain, len(plan.sequences)):
+    num_decodes = num_simple
+    for row in range(num_simple, len(plan.sequences)):
         sequence = plan.sequences[row]
         start = plan.starts[row]
         count = plan.counts[row]
@@ -70,7 +73,7 @@ def pack(
         end = start + count
         first = len(token_ids)
         stop = first + count
-        if num_decodes == first and (draft or count == 1):  # only leading ones
+        if num_decodes == first and (draft or count == 1):  # all earlier rows are decodes
             num_decodes += count
         if is_ahead:
             token_ids += [0] * count
@@ -87,8 +90,8 @@ def pack(
     if rope is not None and rope.has_short_factors and not any(factors):
         factors = []
     groups = []
-    for number, size in enumerate(block_sizes):
-        groups.append(_pack_group(plan, number, size, num_plain))
+    for group_index, block_size in enumerate(block_sizes):
+        groups.append(_pack_group(plan, group_index, block_size, num_simple))
     return PackedTokens(
         token_ids,
         positions,
@@ -97,30 +100,34 @@ def pack(
         num_decodes,
         groups,
         factors,
-        axes_of(plan, positions) if plan.has_inputs else None,
+        _position_axes(plan, positions) if plan.has_inputs else None,
         plan.has_drafts,
     )
 
 
 def _row_ends(first: int, count: int, draft: list[int]) -> range:
-    """Returns where the rows of `count` tokens from `first` on end: one row, or with a draft rows
-    of one token each."""
-    step = 1 if draft else count
-    return range(first + step, first + count + 1, step)
+    """Returns the end of each packed row that holds the `count` tokens from `first` on: of one row
+    or, with a draft, of one row per token."""
+    row_len = 1 if draft else count
+    return range(first + row_len, first + count + 1, row_len)
 
 
-def _pack_group(plan: StepPlan, number: int, size: int, num_plain: int) -> GroupTokens:
-    all_tables = [sequence.blocks.tables[number] for sequence in plan.sequences]
-    plain = all_tables[:num_plain]
-    origins = [table.num_dropped * size for table in plain]
-    tables = list(map(_BLOCK_IDS, plain))
+def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: int) -> GroupTokens:
+    all_tables = [sequence.blocks.tables[group_index] for sequence in plan.sequences]
+    simple = all_tables[:num_simple]
+    origins = [table.num_dropped * block_size for table in simple]
+    tables = list(map(_BLOCK_IDS, simple))
+    # of each token in its table
     indices = list(map(operator.sub, plan.starts, origins))
-    slots = [ids[index // size] * size + index % size for ids, index in zip(tables, indices)]
+    slots = [
+        block_ids[index // block_size] * block_size + index % block_size
+        for block_ids, index in zip(tables, indices)
+    ]
     seq_lens = list(map((1).__add__, indices))
-    for row in range(num_plain, len(all_tables)):
+    for row in range(num_simple, len(all_tables)):
         table = all_tables[row]
         count = plan.counts[row]
-        origin = table.num_dropped * size
+        origin = table.num_dropped * block_size
         first = plan.starts[row] - origin
         slots += table.slots(first, first + count)
         lengths = _row_ends(first, count, plan.sequences[row].draft)
@@ -131,15 +138,16 @@ def _pack_group(plan: StepPlan, number: int, size: int, num_plain: int) -> Group
 
 
 def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
-    """Returns, for each prompt whose log-probabilities are recorded: the recording, the position of
-    the first token of this step, and the packed tokens that another prompt token follows."""
+    """Returns, for each prompt in the step whose log-probabilities are recorded: the recording, the
+    position of the prompt's first token in this step, and the range of packed tokens whose logits
+    are recorded, since a prompt token follows them."""
     recordings = []
     first = 0
     for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):
         recording = sequence.request.prompt_logprobs
         if recording is not None:
-            # a draft is not among the computed tokens
-            count = recording.num_recordable(start, start + num_tokens - len(sequence.draft))
+            # draft tokens are not part of the sequence
+            count = recording.num_recorded(start, start + num_tokens - len(sequence.draft))
             if count:
                 tokens = range(first, first + count)
                 recordings.append((recording, start, tokens))
@@ -147,8 +155,9 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
     return recordings
 
 
-def axes_of(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
-    """Returns `PackedTokens.axes`; all sequences with several axes must have the same number."""
+def _position_axes(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
+    """Returns `PackedTokens.axes`. All sequences with inputs that set positions must have equally
+    many axes."""
     axes_of_rows: list[list[list[int]]] = []
     for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
         row_axes = None
@@ -162,22 +171,22 @@ def axes_of(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
     axes: list[list[int]] = [[] for _ in range(num_axes)]
     for row_axes, count in zip(axes_of_rows, plan.counts):
         first = len(axes[0])
-        counted = [positions[first : first + count]] * num_axes
-        for axis, values in zip(axes, row_axes or counted):
+        default_axes = [positions[first : first + count]] * num_axes
+        for axis, values in zip(axes, row_axes or default_axes):
             axis += values
     return axes
 
 
-def write_changed(
-    ints: Any,
+def write_changed_rows(
+    buffer: Any,
     width: int,
     written: list[list[int]],
     tables: Iterable[list[int]],
     first: int = 0,
 ) -> None:
-    """Writes changed rows of `width` numbers, from row `first` on: only the new block ids if a
-    table has only grown since it was `written`, as most do from step to step, else the whole
-    row."""
+    """Writes block tables to the rows of `buffer`, `width` int32 per row, from row `first` on.
+    `written` has each row's current ids, and is updated. If a table has only grown, as most do from
+    step to step, writes its new ids alone; if nothing has changed, nothing."""
     for row, block_ids in enumerate(tables, first):
         row_ids = written[row]
         if row_ids == block_ids:
@@ -187,21 +196,22 @@ def write_changed(
         start = row * width
         added = block_ids[len(row_ids) :]
         begin = start + len(row_ids)
-        ints[begin : begin + len(added)] = array("i", added)
-        row_ids += added  # after the write, which an interrupt may prevent
+        buffer[begin : begin + len(added)] = array("i", added)
+        row_ids += added  # only after the write, before which an interrupt may end this call
 
 
 class TableRows:
-    """Block tables of a step's rows as one tensor. Each step writes only changed rows, in place, so
-    no code may still use the previous step's tensor."""
+    """The block tables of a step's rows in one tensor. Each step writes its changes in place, so it
+    begins only when nothing uses the previous step's tensor any more."""
 
     def __init__(self) -> None:
         self._written: list[list[int]] = []
         self._tensor = torch.empty(0, 0, dtype=torch.int32, device="cpu")
-        self._numbers = memoryview(b"")  # the tensor's memory
+        self._buffer = memoryview(b"")  # the tensor's memory
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
-        """Returns `(len(tables), max_blocks)` int32 on the CPU, valid until the next call."""
+        """Returns the tables as `(len(tables), max_blocks)` int32 on the CPU, valid until the next
+        call; block ids past a table's end are arbitrary."""
         num_rows = len(tables)
         width = max(map(len, tables), default=0)
         row_capacity, column_capacity = self._tensor.shape
@@ -211,11 +221,11 @@ class TableRows:
             column_capacity = max(width + width // 2, column_capacity)
             tensor = torch.zeros(row_capacity, column_capacity, dtype=torch.int32, device="cpu")
             written: list[list[int]] = [[] for _ in range(row_capacity)]
-            numbers = memoryview(tensor.view(-1).numpy())
-            self._written, self._numbers, self._tensor = written, numbers, tensor
-        write_changed(self._numbers, column_capacity, self._written, tables)
+            buffer = memoryview(tensor.view(-1).numpy())
+            self._written, self._buffer, self._tensor = written, buffer, tensor
+        write_changed_rows(self._buffer, column_capacity, self._written, tables)
         return self._tensor[:num_rows]
 
 
 Bounds = tuple[int, int]
-"""Packed tokens `[start, end)`."""
+"""A range of packed tokens, `[start, end)`."""

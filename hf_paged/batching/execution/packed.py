@@ -1,5 +1,5 @@
-"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding. It advances
-no row, and reads the rows' block tables as they are."""
+"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding. Reads the
+rows' block tables, and leaves it to the loop to advance the rows."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from .runner import LogitsPart, Runner, WholePrompts, in_order, num_cached
 
 logger = logging.getLogger(__name__)
 
-MAX_GATHERED_EXPERTS = 64
-"""Up to this many tokens, each token's expert weights are copied, which is estimated to take little
-memory."""
+MAX_GATHERED_EXPERT_TOKENS = 64
+"""Maximum tokens of a forward that copies the expert weights of each token; an estimate of the
+number whose copies take little memory."""
 
 
 class PackedRunner(Runner):
-    """Runs the model on tokens of many sequences at once, as replays of `recorder` where possible.
+    """Runs the model on tokens of many sequences at once; `recorder` replays the steps that it can.
     The caller has switched the model's attention. The empty `cache` defines which layers share
-    block tables. `mixed_lengths`: whether rows of different lengths may be padded once they are not
-    packed any more (`unpack`). `is_invariant`: whether a row's bits must not depend on the other
-    rows. `processes`: the processes that compute each forward together."""
+    block tables. `can_mix_lengths`: whether rows of different lengths may share a padded forward
+    after `unpack`. `batch_invariant`: whether a row's logits must have the same bits beside any
+    other rows. `processes`: the processes that compute each forward together."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        mixed_lengths: bool = True,
+        can_mix_lengths: bool = True,
         recorder: Recorder | None = None,
-        is_invariant: bool = False,
+        batch_invariant: bool = False,
         processes: Processes | None = None,
     ) -> None:
         self.model = model
@@ -66,18 +66,18 @@ class PackedRunner(Runner):
         self.counters = cache.counters
         self.device = compute_device(model)
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
-        """Attention window of each layer group; `tables[i]` of a sequence's blocks belongs to group
-        `i`."""
+        """Attention window of each layer group, in the order of a sequence's tables."""
         groups = cache.groups.values()
         self._block_sizes = [group.blocks.block_size for group in groups]
-        self._rows = [TableRows() for _ in self.windows]
+        self._table_rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
-        self.takes_drafts = self.rope is None
+        self.supports_drafts = self.rope is None
         self.recorder = recorder
-        self._invariant: TapeRoom | None = None
-        if is_invariant:
-            self._invariant = room("tape", "`batch_invariant`")
-        self._mixed_lengths = mixed_lengths
+        # the room that computes in a fixed order, for `batch_invariant`
+        self._fixed_order_room: TapeRoom | None = None
+        if batch_invariant:
+            self._fixed_order_room = room("tape", "`batch_invariant`")
+        self._can_mix_lengths = can_mix_lengths
         self._processes = processes
         self.store_hidden: Callable[[Tensor], None] | None = None
         self.pack()
@@ -87,13 +87,14 @@ class PackedRunner(Runner):
         self.is_packed = True
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
-        """Between forwards: from now on each forward passes its tokens' last hidden states `(1, n,
-        hidden_size)` to `store`, while the cache's layers hold the forward's slots."""
+        """Called between forwards: from now on each forward passes the last hidden states of its
+        tokens, `(1, n, hidden_size)`, to `store`, while the cache still holds the forward's
+        steps."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None = None) -> str | None:
-        is_led = self._processes is not None and self._processes.leads
-        must_pack = self._invariant is not None or is_led
+        leads_processes = self._processes is not None and self._processes.leads
+        must_pack = self._fixed_order_room is not None or leads_processes
         if must_pack or not self.is_packed:
             return None
         if reason is None:
@@ -104,17 +105,17 @@ class PackedRunner(Runner):
         return reason
 
     def begin(self, state: ModelState | None) -> None:
-        """Starts work on a model that stays in this state. Without a state no step is a replay."""
+        """Starts work on the model in this state. Without a state no step is replayed."""
         self._state = state
         parameters = inspect.signature(self.model.forward).parameters
-        self._picks_logits = "logits_to_keep" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = compat.cache_name(self.model)
         if state is None:
-            # for models with their own attention code
-            self._shows_rows = not calls_interface(self.model.modules())
+            # whether the model's own code computes attention, from gathered keys and a mask
+            self._has_own_attention = not calls_interface(self.model.modules())
         if state is not None and self.recorder is not None:
-            self.recorder.begin(state, self._shows_rows)
+            self.recorder.begin(state, self._has_own_attention)
 
     def go_idle(self) -> None:
         self._state = None  # it holds the weights
@@ -124,9 +125,9 @@ class PackedRunner(Runner):
         plan: StepPlan,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        if self._invariant is None:
+        if self._fixed_order_room is None:
             return self._run(plan, context)
-        with self._invariant.in_fixed_order():
+        with self._fixed_order_room.in_fixed_order():
             return self._run(plan, context)
 
     def _run(
@@ -143,9 +144,8 @@ class PackedRunner(Runner):
         return in_order(parts, plan.num_logits)
 
     def _divide(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
-        """Divides rows, by their indices in the step, into forwards of rows with equally many
-        position axes; if rows are not packed, into forwards of rows with one token each, or of one
-        row."""
+        """Divides rows, by index in the step, among forwards: each has rows with equally many
+        position axes or, if rows are not packed, one row or rows of one token each."""
         axis_counts: list[int] = []
         for index in indices:
             prompts, row = plan.sequences[index].request.inputs or (None, 0)
@@ -153,40 +153,40 @@ class PackedRunner(Runner):
         is_uniform = len({*axis_counts} - {0}) < 2
         forwards: dict[Hashable, list[int]] = {}
         for index, num_axes in zip(indices, axis_counts):
-            # positions that count tokens are the same on any number of axes
+            # positions 0, 1, 2, ... (no axes) fit any number of axes
             kind: Hashable = 0 if is_uniform else num_axes
             if not self.is_packed:
                 count = plan.counts[index]
-                length = 0 if self._mixed_lengths else plan.starts[index] + count
+                length = 0 if self._can_mix_lengths else plan.starts[index] + count
                 is_alone = count > 1 or num_axes or self.rope is not None
                 kind = ("row", index) if is_alone else ("length", length)
             forwards.setdefault(kind, []).append(index)
         return forwards.values()
 
-    def _run_prompts(self, groups: list[WholePrompts], plan: StepPlan) -> LogitsPart:
+    def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         index_by_row: dict[int, int] = {}
         num_rows = 0
-        for prompts, indices in groups:
+        for prompts, indices in whole_prompts:
             for row, index in indices.items():
                 index_by_row[num_rows + row] = index
             num_rows += len(prompts.paddings)
-        prompts, *others = [prompts for prompts, _ in groups]
-        if others:
-            prompts = prompts.merged(others, pad_token_id(self.model))
+        prompts, *other_prompts = [prompts for prompts, _ in whole_prompts]
+        if other_prompts:
+            prompts = prompts.merged(other_prompts, pad_token_id(self.model))
         sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
-        with self._rotating([]), self.products:
+        with self._rope_context([]), self.products:
             num_computed = num_cached(index_by_row, plan)
             logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_computed)
         content = prompts.content(self.model.config)
-        # the prefix cache may share K/V only if the key covers all tokens that they depend on: text
-        # tokens must not attend to later ones
+        # the prefix cache may share K/V only if their keys cover all tokens that they depend on: no
+        # text token may attend to later tokens
         for row, sequence in sequences.items():
-            text = None if content is None else ~content[row].cpu()
-            if looks_ahead is None or text is None or bool((looks_ahead[row] & text).any()):
+            is_text = None if content is None else ~content[row].cpu()
+            if looks_ahead is None or is_text is None or bool((looks_ahead[row] & is_text).any()):
                 sequence.request.namespace = UNCACHED
-        with_logits = {row: index for row, index in index_by_row.items() if plan.num_logits[index]}
-        return list(with_logits.values()), logits[list(with_logits)]
+        rows_with_logits = [row for row, index in index_by_row.items() if plan.num_logits[index]]
+        return [index_by_row[row] for row in rows_with_logits], logits[rows_with_logits]
 
     def _run_packed(
         self,
@@ -194,7 +194,7 @@ class PackedRunner(Runner):
         context: ForwardContext | None,
     ) -> Tensor:
         tokens = pack(plan, self._block_sizes, self.rope)
-        # decodes compute no prompt tokens whose log-probabilities are recorded
+        # a step that returns the logits of all tokens computes no prompt tokens to record
         recordings: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
             recordings = recorded_prompts(plan)
@@ -203,16 +203,16 @@ class PackedRunner(Runner):
             replayed = self._replay(tokens, context)
             if replayed is not None and self._is_checked:
                 return replayed
-        extra = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
+        extra_tokens = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
         if self._processes is not None:
             names = None
             if context is not None:
                 names = context.names
-            self._processes.run(tokens, extra, names)
-        rows = None
+            self._processes.run(tokens, extra_tokens, names)
+        unpacked_plan = None
         if not self.is_packed:
-            rows = plan
-        logits = self.compute(tokens, extra, rows, context)
+            unpacked_plan = plan
+        logits = self.compute(tokens, extra_tokens, unpacked_plan, context)
         end = len(tokens.last)
         for recording, position, prompt_tokens in recordings:
             stop = end + len(prompt_tokens)
@@ -229,8 +229,10 @@ class PackedRunner(Runner):
         token_ids: Tensor,
         context: ForwardContext | None = None,
     ) -> Tensor | None:
-        in_order = NOTHING if self._invariant is None else self._invariant.in_fixed_order()
-        with in_order:
+        fixed_order = NOTHING
+        if self._fixed_order_room is not None:
+            fixed_order = self._fixed_order_room.in_fixed_order()
+        with fixed_order:
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = pack(plan, self._block_sizes, self.rope, is_ahead=True)
             return self._replay(tokens, context, token_ids)
@@ -263,43 +265,44 @@ class PackedRunner(Runner):
     def compute(
         self,
         tokens: PackedTokens,
-        extra: list[int],
-        rows: StepPlan | None = None,
+        extra_tokens: list[int],
+        unpacked_plan: StepPlan | None = None,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        """Runs the model without a graph; returns logits of `tokens.last`, then of the packed
-        tokens `extra`. `rows`: the step if its rows are not packed; then each has one token, or
+        """Runs the model without a replay; returns logits `(n, vocab_size)` of the packed tokens
+        `tokens.last`, then of `extra_tokens`; if both are empty, of the last token.
+        `unpacked_plan`: the step's plan if its rows are not packed; then each row has one token, or
         there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
-        kept = None
+        logit_indices = None
         logit_tokens = None
         arguments = {}
-        if extra or len(tokens.last) < num_tokens:
-            # at least one token: a head with another library's weights may fail on none
-            logit_tokens = tokens.last + extra or [num_tokens - 1]
-            kept = numbers_on(self.device, logit_tokens)
+        if extra_tokens or len(tokens.last) < num_tokens:
+            # at least one token: a head with another library's weights may fail without any
+            logit_tokens = tokens.last + extra_tokens or [num_tokens - 1]
+            logit_indices = numbers_on(self.device, logit_tokens)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:
                 axes = axes.unsqueeze(1)
             arguments["position_ids"] = axes
-        with self._rotating(tokens.rope_factors), self.products:
+        with self._rope_context(tokens.rope_factors), self.products:
             return self._forward(
                 inputs[0:1],
                 inputs[1:2],
                 steps,
-                kept,
+                logit_indices,
                 context,
                 logit_tokens,
-                rows,
+                unpacked_plan,
                 **arguments,
             )
 
     def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
-        """Returns `(n, T)` int64 (token ids, positions, slots in each group, positions on each
-        axis) and each group's step."""
-        buffer = array("q", tokens.token_ids)  # one buffer, for a single copy to the device
+        """Returns the inputs `(n, T)` int64 (a row of token ids, one of positions, one of slots for
+        each layer group, one of positions for each axis) and each group's step."""
+        buffer = array("q", tokens.token_ids)  # one buffer, so that one copy reaches the device
         buffer.extend(tokens.positions)
         for group in tokens.groups:
             buffer.extend(group.slots)
@@ -310,16 +313,16 @@ class PackedRunner(Runner):
         inputs = to_device(rows, self.device)
         query_start = tuple(tokens.query_start)
         steps = []
-        for number, (_, tables, seq_lens, origins) in enumerate(tokens.groups):
-            on_host = self._rows[number].tensor(tables)
+        for group_index, (_, tables, seq_lens, origins) in enumerate(tokens.groups):
+            on_host = self._table_rows[group_index].tensor(tables)
             step = StepMetadata(
                 to_device(on_host, self.device),
                 query_start,
                 tuple(seq_lens),
                 (0,) * len(seq_lens),
-                self._block_sizes[number],
-                window=self.windows[number],
-                slots=inputs[2 + number : 3 + number],
+                self._block_sizes[group_index],
+                window=self.windows[group_index],
+                slots=inputs[2 + group_index : 3 + group_index],
                 block_ids=tables[: tokens.num_decodes],
                 origins=tuple(origins),
                 counters=self.counters,
@@ -327,21 +330,22 @@ class PackedRunner(Runner):
             steps.append(step)
         return inputs, steps
 
-    def _kernels(self, num_tokens: int) -> AbstractContextManager[Any]:
-        if self._invariant is not None:
-            return self._invariant.by_kernels()
+    def _kernel_context(self, num_tokens: int) -> AbstractContextManager[Any]:
+        if self._fixed_order_room is not None:
+            return self._fixed_order_room.by_kernels()
         if (
             self.device.type == "cpu"
             or self.model.dtype is torch.bfloat16
-            or num_tokens > MAX_GATHERED_EXPERTS
+            or num_tokens > MAX_GATHERED_EXPERT_TOKENS
         ):
             return NOTHING
-        # few tokens on a device get the expert products that `generate` uses for decodes: in dtypes
-        # other than bfloat16, grouped products wait for the device, and cannot be recorded
-        experts: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
-        return experts
+        # expert products for few tokens on a device are those that `generate` uses for decodes: in
+        # dtypes other than bfloat16, grouped products synchronize with the device, so they cannot
+        # be recorded
+        expert_context: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
+        return expert_context
 
-    def _rotating(self, factors: list[int]) -> AbstractContextManager[None]:
+    def _rope_context(self, factors: list[int]) -> AbstractContextManager[None]:
         if self.rope is None:
             return NOTHING
         return self.rope.rotating(factors)
@@ -351,47 +355,47 @@ class PackedRunner(Runner):
         token_ids: Tensor,
         positions: Tensor,
         steps: list[StepMetadata],
-        kept: Tensor | None,
+        logit_indices: Tensor | None,
         context: ForwardContext | None,
         logit_tokens: list[int] | None = None,
-        rows: StepPlan | None = None,
+        unpacked_plan: StepPlan | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """Runs the model on token ids and positions, both `(1, n)` int64; returns logits `(kept,
-        vocab_size)` of the tokens `kept` `(kept,)` int64, or of all. `logit_tokens`: `kept` on the
-        host. `rows` as in `compute`."""
-        is_one_row = rows is None or len(rows) == 1
-        picks_logits = kept is not None and self._picks_logits and is_one_row
-        if picks_logits:
-            arguments["logits_to_keep"] = kept
+        """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
+        `(k, vocab_size)` of the packed tokens `logit_indices`, `(k,)` int64, or of all tokens.
+        `logit_tokens`: `logit_indices` on the host. `unpacked_plan` as in `compute`."""
+        is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
+        head_picks = logit_indices is not None and self._takes_logits_to_keep and is_one_row
+        if head_picks:
+            arguments["logits_to_keep"] = logit_indices
         if self._takes_positions:
-            by_row = positions
-            if rows is not None:
-                by_row = positions.view(len(rows), -1)
-            arguments.setdefault("position_ids", by_row)
+            positions_by_row = positions
+            if unpacked_plan is not None:
+                positions_by_row = positions.view(len(unpacked_plan), -1)
+            arguments.setdefault("position_ids", positions_by_row)
         cache = self.cache
-        if rows is not None:
-            token_ids = token_ids.view(len(rows), -1)
-            cache, mask = self._borrow(rows, token_ids.shape[1])
+        if unpacked_plan is not None:
+            token_ids = token_ids.view(len(unpacked_plan), -1)
+            cache, mask = self._borrow(unpacked_plan, token_ids.shape[1])
             arguments["attention_mask"] = mask
-        elif self._shows_rows:
+        elif self._has_own_attention:
             steps = [with_key_len(step) for step in steps]
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
         if context is not None:
-            picked = logit_tokens or [] if picks_logits else None
-            context.begin(num_tokens, picked)
+            head_tokens = logit_tokens or [] if head_picks else None
+            context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:
-            arguments["output_hidden_states"] = -1  # the last alone
+            arguments["output_hidden_states"] = -1  # of the last layer alone
         arguments[self._cache_name] = cache
         self.num_forwards += 1
         if self._state is not None:
             self._state.mark_unverified()
         self.cache.begin(steps, positions)
         try:
-            with self._kernels(num_tokens):
+            with self._kernel_context(num_tokens):
                 outputs = self.model(
                     input_ids=token_ids,
                     use_cache=True,
@@ -399,7 +403,7 @@ class PackedRunner(Runner):
                     **arguments,
                 )
             logits: Tensor = outputs.logits
-            if rows is None:
+            if unpacked_plan is None:
                 logits = logits[0]
             else:
                 logits = logits.flatten(0, 1)
@@ -408,21 +412,21 @@ class PackedRunner(Runner):
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`
-        if kept is None or (picks_logits and len(logits) == len(kept)):
+        if logit_indices is None or (head_picks and len(logits) == len(logit_indices)):
             return logits
-        return logits[kept.to(logits.device)]
+        return logits[logit_indices.to(logits.device)]
 
     def _borrow(
         self,
-        rows: StepPlan,
+        plan: StepPlan,
         num_new: int,
     ) -> tuple[PagedCache, Tensor]:
-        """Returns a cache that borrows the tables of these rows, padded on the left, of which the
-        last `num_new` tokens are not computed, and the attention mask `(rows, columns)` int64."""
-        lengths = [start + count for start, count in zip(rows.starts, rows.counts)]
+        """Returns a cache that borrows the tables of the plan's rows, padded on the left, and the
+        attention mask `(rows, columns)` int64. The last `num_new` columns are not computed yet."""
+        lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
         width = max(lengths)
         paddings = [width - length for length in lengths]
         cache = self.cache.empty_twin(self.memory, self.counters)
-        blocks = [sequence.blocks for sequence in rows.sequences]
+        blocks = [sequence.blocks for sequence in plan.sequences]
         cache.take(blocks, tuple(paddings), width - num_new)
         return cache, padding_mask(paddings, width, self.device).long()

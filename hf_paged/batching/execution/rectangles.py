@@ -70,7 +70,7 @@ class RectangleRunner(Runner):
         self._stock = cache
         self._has_cache = compat.supports_dynamic_cache(model)
         self._knows_states = bool(state_layers(cache))
-        self.takes_drafts = layout.reason_against_drafts is None
+        self.supports_drafts = layout.reason_against_drafts is None
         self._replays: RectangleRecorder | None = None
         is_on_host = compute_device(model).type == "cpu"  # where reading masks waits for nothing
         if recorder is not None and is_on_host and self._has_cache:

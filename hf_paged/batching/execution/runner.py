@@ -46,7 +46,7 @@ class Runner:
     memory: PagedMemory
     is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
     recorder: Recorder | None = None  # replays steps, for which it needs the model's state
-    takes_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
+    supports_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
     # whether a failed step leaves states behind, so that its rows are recomputed
     has_states: bool = False
     num_captured_steps: int = 0  # steps that were replays

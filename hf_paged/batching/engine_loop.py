@@ -249,7 +249,7 @@ class EngineLoop:
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
         """Prepares prompts with inputs for packed forwards. Raises as `_prepare_inputs`."""
         model = self.model
-        prompts.find_positions(model)
+        prompts.prepare_positions(model)
         reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
         if reason is not None:
             raise self._inputs_error(reason)
@@ -257,7 +257,7 @@ class EngineLoop:
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
-        state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
+        state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
         prompts.assign(state.request, 0, keys, can_begin_after_text)
 
     def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
@@ -270,7 +270,7 @@ class EngineLoop:
             raise self._inputs_error(reason)
         prompts.set_join_keys(self._capability.join_requirements(prompts))
         max_positions = self._capability.max_positions(prompts)
-        state.request.limit_positions(max_positions, prompts.shift(0))
+        state.request.limit_positions(max_positions, prompts.position_shift(0))
         prompts.assign(state.request, 0, None, False)
 
     def _inputs_error(self, reason: str) -> ServedByGenerateError:

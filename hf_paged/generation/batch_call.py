@@ -210,7 +210,7 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
-                shift = prompts.shift(prompt, layout.depends_on_splits)
+                shift = prompts.position_shift(prompt, layout.depends_on_splits)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
                 prompts.assign(request, prompt, keys, self.verdict.can_begin_behind_text)

@@ -24,7 +24,7 @@ from ..attention.switch import (
     use_paged_attention,
 )
 from ..batching.decoding.prepare import capturing
-from ..batching.execution.prompts import unshared
+from ..batching.execution.prompts import copy_nested_dicts
 from ..cache.idle import end_use
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
@@ -235,7 +235,7 @@ class Call:
         """Stores the inputs that `generate` is about to expand to rows; only the first, outermost
         expansion counts."""
         if isinstance(input_ids, torch.Tensor) and self.unexpanded is None:
-            inputs = {name: unshared(value) for name, value in model_kwargs.items()}
+            inputs = {name: copy_nested_dicts(value) for name, value in model_kwargs.items()}
             self.unexpanded = (input_ids, inputs)
 
     def _switch(self) -> None:

@@ -12,7 +12,7 @@ from .. import compat
 from ..attention.masks import padding_columns
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
-from ..batching.execution.prompt_inputs import other_names
+from ..batching.execution.prompt_inputs import uncommon_names
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import choose_layout, make_runner
 from ..cache.paged_cache import PagedCache
@@ -154,7 +154,7 @@ class Candidate:
             if prompts is None:
                 yield inputs_reason
             elif reason is None:
-                prompts.find_positions(model)
+                prompts.prepare_positions(model)
                 capability = Capability(model, self.cache, make_runner)
                 self.verdict = capability.check_prompts(prompts)
                 reason = self.verdict.unsupported_reason
@@ -224,7 +224,7 @@ class Candidate:
     def _other_inputs(self) -> str | None:
         """Returns a reason that names the inputs of the prompts other than token ids with
         consecutive positions; `None` if there are none."""
-        names = list(other_names(self.model_kwargs))
+        names = list(uncommon_names(self.model_kwargs))
         if "labels" in names and is_stock(self.model, "prepare_inputs_for_generation"):
             names.remove("labels")  # transformers' code drops them
         if names:

@@ -414,7 +414,7 @@ def merge_check(trial: Trial) -> bool:
     step after it, have the logits of plain forwards of each."""
     model, prompts = trial.model, trial.prompts
     text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
-    longer = prompts.longer(int(text_token))
+    longer = prompts.varied(int(text_token))
     try:
         with trial.forwards():
             plain = [
@@ -423,8 +423,8 @@ def merge_check(trial: Trial) -> bool:
             ]
         with trial.forwards(by_engine=True):
             merged = prompts.merged((longer,), pad_token_id(model))
-            longer.find_positions(model)
-            merged.find_positions(model)
+            longer.prepare_positions(model)
+            merged.prepare_positions(model)
             if merged.axes != [*prompts.axes, *longer.axes]:
                 return False  # the model counts padding as positions
             runner = TrialRunner(trial, Layout())

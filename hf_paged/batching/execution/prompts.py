@@ -1,5 +1,5 @@
-"""The prompts of a call, computed by the model's own forward: which prompts can share it, and how
-its results reach the rows. When a prompt runs is up to the scheduler."""
+"""The prompts of a call, which the model's own forward computes: which of them can share a forward,
+and how its results reach the rows. The scheduler decides when a prompt runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import Keys, PromptInputs, is_flag
+from .prompt_inputs import Keys, PromptInputs, is_plain_value
 from .rectangle import Rectangle
 
 
 class PromptsError(RowsError):
-    """A forward of prompts failed; it concerns only their requests."""
+    """A forward of `prompts` failed. The error ends only the requests of these prompts."""
 
     def __init__(self, prompts: Prompts, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -43,27 +43,29 @@ class PromptsError(RowsError):
 
 
 class JoinKey(NamedTuple):
-    """Rows of prompts with equal keys may continue in one rectangle."""
+    """The key of prompts whose rows may continue in one rectangle: those with equal keys."""
 
-    equal_lengths: bool  # whether only rows of equal length may
-    shapes: Hashable  # shapes of the inputs, without the dimensions that can be padded
+    equal_lengths: bool  # whether these rows must also have equal lengths
+    shapes: Hashable  # of the inputs, without the dimensions that can be padded
 
 
 @dataclass(eq=False)
 class Prompts(PromptInputs):
-    """The prompts of a call as `generate` prepared them for the first forward: the arguments of the
-    model's `prepare_inputs_for_generation`. That forward runs over all rows at once, since images
-    and sound cannot be assigned to rows."""
+    """The prompts of a call as `generate` prepared them for the first forward, as arguments of the
+    model's `prepare_inputs_for_generation`. One forward computes all rows, since nothing says which
+    images and audio belong to which row."""
 
-    join_key: JoinKey | None = None  # for rectangles; `None`: the rows join no others
-    # prompts of equal keys share one forward; `None`: this one shares none
+    # of the rectangles in which the rows may continue; `None`: they join no other rows
+    join_key: JoinKey | None = None
+    # prompts with equal keys share one forward; `None`: these prompts share it with no others
     merge_key: Hashable | None = None
 
     def set_join_keys(self, verdict: tuple[bool, bool] | None) -> None:
-        """Sets `join_key` and `merge_key`. `verdict`: whether joined rows must have equal lengths,
-        and equal encoder lengths; `None`: rows cannot join."""
+        """Sets `join_key` and `merge_key`, or leaves them `None` if rows cannot join. `verdict`:
+        whether joined rows must have equal lengths, and equal encoder lengths; `None`: a check
+        found that rows cannot join."""
         shapes: list[Hashable] = []
-        flags: list[Any] = []
+        options: list[Any] = []
         has_media = False
         if verdict is None:
             return
@@ -71,58 +73,59 @@ class Prompts(PromptInputs):
             value = self.model_kwargs[name]
             tensors = tensors_of(value)
             if not tensors:
-                flags.append((name, value))
+                options.append((name, value))
             elif name in compat.PREFILL_INPUTS:
                 has_media = True
                 continue
-            for x in tensors:
-                if not x.dim() or len(x) != len(self.paddings):
+            for tensor in tensors:
+                if not tensor.dim() or len(tensor) != len(self.paddings):
                     return
-                is_padded = x.dim() > 1 and x.shape[1] == self.num_encoder_tokens
-                shape = x.shape[2:] if is_padded else x.shape[1:]
-                shapes.append((name, str(x.dtype), *shape))
-        equal_lengths, equal_widths = verdict
-        encoder_width = equal_widths and self.num_encoder_tokens
-        self.join_key = JoinKey(equal_lengths, (*shapes, encoder_width))
-        is_plain = all(is_flag(value) for _, value in flags)
-        if is_plain and not has_media and not any(self.paddings):
-            self.merge_key = (self.join_key, self.length, *flags)
+                can_pad = tensor.dim() > 1 and tensor.shape[1] == self.num_encoder_tokens
+                shape = tensor.shape[2:] if can_pad else tensor.shape[1:]
+                shapes.append((name, str(tensor.dtype), *shape))
+        equal_lengths, equal_encoder_lengths = verdict
+        encoder_length = equal_encoder_lengths and self.num_encoder_tokens
+        self.join_key = JoinKey(equal_lengths, (*shapes, encoder_length))
+        can_compare = all(is_plain_value(value) for _, value in options)
+        if can_compare and not has_media and not any(self.paddings):
+            self.merge_key = (self.join_key, self.length, *options)
 
     def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
-        """Returns a key: prompts with equal keys differ only in text, length and floats, which
-        `merge_check` varies. `None` for prompts that must not be merged."""
+        """Returns a key that is equal for prompts that differ only in text, in length and in the
+        values of floating-point inputs, all of which `merge_check` varies; `None` for prompts that
+        must not be merged."""
         content = self.content(config)
         if content is None:
             return None
-        # the placeholder tokens of each row, since too many in one prompt must not make up for too
-        # few in another
-        kind: list[Hashable] = []
+        # the placeholder tokens of each row, so that a surplus in one prompt cannot make up for
+        # missing ones in another
+        key: list[Hashable] = []
         for ids, is_content in zip(self.input_ids, content):
-            kind.append(tuple(sorted(ids[is_content].tolist())))
-        for name, value in sorted(self._masked.items()):
+            key.append(tuple(sorted(ids[is_content].tolist())))
+        for name, value in sorted(self._kwargs_with_mask.items()):
             if not isinstance(value, Tensor):
-                if not is_flag(value):
+                if not is_plain_value(value):
                     return None
-                kind.append((name, value))
+                key.append((name, value))
             elif _is_per_token(name):
                 if value.shape[-2:] != (len(self.paddings), self.length):
                     return None
-                kind.append((name, value.dtype, value.dim()))
+                key.append((name, value.dtype, value.dim()))
             else:
-                # some models mix rows up if parts of an image are masked, and some drop images that
-                # are zero
+                # some models confuse rows if parts of an image are masked, and some drop images
+                # that are all zeros
                 is_partial = "mask" in name and not bool(value.all())
                 if not value.dim() or is_partial or _has_zero_parts(value):
                     return None
                 is_float = value.is_floating_point()
                 numbers = None if is_float else tuple(value.flatten().tolist())
-                kind.append((name, value.dtype, value.shape, numbers))
-        return tuple(kind)
+                key.append((name, value.dtype, value.shape, numbers))
+        return tuple(key)
 
     @property
     def hides_tokens(self) -> bool:
         """Whether the attention mask hides tokens besides padding."""
-        mask = self._mask
+        mask = self._attention_mask
         shape = (len(self.paddings), self.length)
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return False
@@ -130,20 +133,20 @@ class Prompts(PromptInputs):
         return mask.bool().sum(-1).tolist() != lengths
 
     @property
-    def _mask(self) -> Tensor:
-        """The attention mask `(rows, length)` int64, by default all ones."""
+    def _attention_mask(self) -> Tensor:
+        """The attention mask of the inputs or, if they have none, `(rows, length)` ones."""
         mask: Tensor | None = self.model_kwargs.get("attention_mask")
         if mask is not None:
             return mask
         return self.input_ids.new_ones(len(self.paddings), self.length)
 
     @property
-    def _masked(self) -> dict[str, Any]:
-        return {**self.model_kwargs, "attention_mask": self._mask}
+    def _kwargs_with_mask(self) -> dict[str, Any]:
+        return {**self.model_kwargs, "attention_mask": self._attention_mask}
 
-    def longer(self, token_id: int) -> Prompts:
-        """Returns the prompts with one more token each and other images, for a check that merges
-        them with these."""
+    def varied(self, token_id: int) -> Prompts:
+        """Returns these prompts with the token `token_id` appended to each row, and with other
+        images: `merge_check` merges both."""
         model_kwargs = dict(self.model_kwargs)
         for name, value in model_kwargs.items():
             if not isinstance(value, Tensor):
@@ -151,61 +154,61 @@ class Prompts(PromptInputs):
             if value.is_floating_point():
                 value = -value
             if _is_per_token(name):
-                more = value[..., -1:]
+                column = value[..., -1:]
                 if name.endswith("position_ids"):
-                    more = more + 1
+                    column = column + 1
                 elif name != "attention_mask":
-                    more = more * 0
-                value = torch.cat([value, more], dim=-1)
+                    column = column * 0
+                value = torch.cat([value, column], dim=-1)
             model_kwargs[name] = value
         ids = functional.pad(self.input_ids, (0, 1), value=token_id)
         return Prompts(ids, model_kwargs, self.paddings)
 
     def merged(self, others: Items[Prompts], pad_token_id: int) -> Prompts:
-        """Merges prompts of equal `merge_key` as if they came from one call: all rows in order,
-        padded on the left."""
+        """Returns the rows of these prompts and of `others`, in order, as if one call had prepared
+        them: padded on the left to the longest."""
         parts = (self, *others)
         width = max(part.length for part in parts)
 
-        def padded(values: list[Tensor], padding: int = 0) -> Tensor:
-            wide = []
-            for value in values:
-                missing = width - value.shape[-1]
-                wide.append(functional.pad(value, (missing, 0), value=padding))
-            return torch.cat(wide, dim=-2)
+        def pad_and_join(tensors: list[Tensor], pad_value: int = 0) -> Tensor:
+            padded = []
+            for tensor in tensors:
+                missing = width - tensor.shape[-1]
+                padded.append(functional.pad(tensor, (missing, 0), value=pad_value))
+            return torch.cat(padded, dim=-2)
 
-        inputs = [part._masked for part in parts]
+        inputs = [part._kwargs_with_mask for part in parts]
         merged = inputs[0]
         for name, value in merged.items():
             if isinstance(value, Tensor):
                 values = [part[name] for part in inputs]
-                join = padded if _is_per_token(name) else torch.cat
+                join = pad_and_join if _is_per_token(name) else torch.cat
                 merged[name] = join(values)
-        ids = padded([part.input_ids for part in parts], pad_token_id)
+        ids = pad_and_join([part.input_ids for part in parts], pad_token_id)
         paddings = []
         for part in parts:
             shift = width - part.length
             paddings += [shift + padding for padding in part.paddings]
         return Prompts(ids, merged, paddings)
 
-    def lay_out(
+    def make_rectangle(
         self,
         model: PreTrainedModel,
         cache: PagedCache | EncoderDecoderCache | None,
         rows: dict[int, Sequence],
     ) -> Rectangle:
-        """Returns all rows as a rectangle on the empty `cache`, which borrows the tables of the
-        sequences in `rows`."""
+        """Returns a rectangle of all rows on the empty `cache`, with the blocks of the sequences in
+        `rows`; the other rows have no blocks, and count as padding alone."""
         inputs = dict(self.model_kwargs)
-        no_blocks = no_encoder = NO_BLOCKS
+        no_blocks = no_encoder_blocks = NO_BLOCKS
         if cache is not None:
             inputs[compat.cache_name(model)] = cache
             caches = cache_parts(cache)
             no_blocks = _empty_blocks(caches[0])
-            no_encoder = _empty_blocks(caches[-1])
+            no_encoder_blocks = _empty_blocks(caches[-1])
         num_rows = len(self.paddings)
         blocks = [no_blocks] * num_rows
-        encoded = [no_encoder] * num_rows
+        encoded = [no_encoder_blocks] * num_rows
         paddings = [self.length] * num_rows
         for row, sequence in rows.items():
             blocks[row] = sequence.blocks
@@ -220,24 +223,27 @@ class Prompts(PromptInputs):
         rows: dict[int, Sequence],
         num_cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the model's own forward over all rows, and stores K/V of the sequences in `rows` in
-        their tables, which have room and which the empty `cache` borrows. A single row may hold
-        `num_cached` tokens already. Returns logits `(all rows, vocab_size)`, and which positions
-        `(all rows, length)` attended to later ones or lie between them; `None` if that is
-        unknown."""
-        first = self.paddings[0] + num_cached if num_cached else 0
-        observer = LookAhead(self.paddings, self.length, first)
-        rectangle = self.lay_out(model, cache, rows)
-        rectangle.borrow(first)
+        """Runs the model's own forward over all rows. Stores the keys and values of the sequences
+        in `rows` in their tables, which must have space for them, through the empty `cache`. The
+        first `num_cached` tokens of a single row may be stored already. Returns logits `(all rows,
+        vocab_size)`, and a mask `(all rows, length)` bool of the columns that attended to a later
+        column, or that lie between the two; `None` if it is unknown. Raises `ValueError` if the
+        model stores another number of tokens."""
+        num_skipped = self.paddings[0] + num_cached if num_cached else 0
+        observer = LookAhead(self.paddings, self.length, num_skipped)
+        rectangle = self.make_rectangle(model, cache, rows)
+        rectangle.borrow(num_skipped)
         with observing_attention(observer):
             inputs = rectangle.inputs
             logits, _ = next_logits(
-                model, self.input_ids, inputs, is_first_step=True, num_cached=first
+                model, self.input_ids, inputs, is_first_step=True, num_cached=num_skipped
             )
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_positions for layer in layers if layer.num_positions]
         if any(count != self.length for count in counts):
-            raise ValueError(f"the model made {counts[0]} keys and values of {self.length} tokens")
+            raise ValueError(
+                f"the model stored keys and values of {counts[0]} tokens, not of {self.length}"
+            )
         if observer.num_calls < len(counts):
             return logits, None
         return logits, observer.positions()
@@ -249,9 +255,9 @@ class Prompts(PromptInputs):
         keys: list[Keys] | None,
         begins_behind_text: bool = False,
     ) -> None:
-        """Makes a row the prompt of a request; without `keys` the prefix cache is not used for it.
-        `begins_behind_text`: whether the text before the first placeholder is shared with other
-        prompts, with or without other content."""
+        """Makes a row the prompt of a request. Without `keys` the prefix cache is not used for it.
+        `begins_behind_text`: whether the text before the first placeholder may be shared with any
+        other prompt, so that the model's own forward begins after it."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
@@ -261,9 +267,10 @@ class Prompts(PromptInputs):
             if not request.num_text:
                 request.namespace = (request.namespace, self.names)
 
-    def find_positions(self, model: Any) -> None:
-        """Sets `position_ids` to those of the model's own preparation or, if it returns none, to
-        the columns, which the model then counts itself."""
+    def prepare_positions(self, model: Any) -> None:
+        """Sets `position_ids` to those that the model's own preparation returns or, if it returns
+        none, to the columns, which the model then uses itself. Does nothing for a model without
+        `position_ids` or with transformers' preparation."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
             return
@@ -281,16 +288,17 @@ class Prompts(PromptInputs):
 
 
 def _has_zero_parts(media: Tensor) -> bool:
-    """Whether an image or patch (the last three axes at most) is all zeros."""
+    """Whether a part of the media, over the last three dimensions at most (an image, a patch), is
+    all zeros."""
     if not media.is_floating_point():
         return False
     first = max(1, media.dim() - 3)
-    parts = media.reshape(-1, media.shape[first:].numel())  # single numbers, for a vector
+    parts = media.reshape(-1, media.shape[first:].numel())  # the parts of a vector are its numbers
     return bool((parts == 0).all(-1).any())
 
 
 def _is_per_token(name: str) -> bool:
-    """Whether an input is `(rows, length)`, perhaps with leading axes."""
+    """Whether the input `name` is `(..., rows, length)`."""
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
@@ -305,9 +313,10 @@ def prompts_of(
     model_kwargs: dict[str, Any],
     is_decoder: bool,
 ) -> Prompts:
-    """Makes `Prompts` from `generate`'s inputs before it repeats rows (`unexpanded`), and its
-    `model_kwargs` for the loop. `is_decoder`: the model has an encoder, and these are the decoder's
-    prompts. Only leading zeros of an attention mask count as padding."""
+    """Makes `Prompts` from `unexpanded`, the inputs of `generate` before it repeats rows, and from
+    the `model_kwargs` that it prepared for its loop. `is_decoder`: the model has an encoder, and
+    these are the decoder's prompts. Only the leading zeros of an attention mask count as
+    padding."""
     ids, inputs = unexpanded
     inputs = {
         name: map_tensors(_without_graph, value)
@@ -323,19 +332,19 @@ def prompts_of(
     return prompts
 
 
-def _without_graph(x: Tensor) -> Tensor:
-    """Returns the tensor without its autograd graph, so that it can be copied and keeps no other
-    tensors alive."""
-    return x.detach() if x.requires_grad else x
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Returns the tensor without its autograd graph, so that it can be deep-copied and does not
+    keep other tensors alive."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
-def unshared(value: Any) -> Any:
-    """Copies nested dicts, but not their tensors, since `generate` repeats the rows of their
-    entries in place."""
+def copy_nested_dicts(value: Any) -> Any:
+    """Returns the value with its nested dicts copied, but not their tensors: `generate` repeats the
+    rows of a dict's tensors by replacing its entries."""
     if not isinstance(value, dict):
         return value
     copied = copy.copy(value)
     for name, part in value.items():
         if isinstance(part, dict):
-            copied[name] = unshared(part)
+            copied[name] = copy_nested_dicts(part)
     return copied

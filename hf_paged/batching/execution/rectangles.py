@@ -133,7 +133,7 @@ class RectangleRunner(Runner):
         all_indices: list[int] = []
         for prompts, indices in groups:
             sequences = {row: plan.sequences[index] for row, index in indices.items()}
-            rectangle = prompts.lay_out(self.model, self._new_cache(), sequences)
+            rectangle = prompts.make_rectangle(self.model, self._new_cache(), sequences)
             sources.append((rectangle, list(indices)))
             all_indices += indices.values()
         rectangle, rows = sources[0]

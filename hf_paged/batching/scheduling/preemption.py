@@ -160,9 +160,9 @@ class Preemption:
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
         common = self.blocks.num_spanned(0, shared, 1)
-        unshared = self.blocks.num_spanned(shared, longest, 1)
-        pairs = zip(common, unshared)
-        return [together + rows * alone for together, alone in pairs]
+        separate = self.blocks.num_spanned(shared, longest, 1)
+        pairs = zip(common, separate)
+        return [num_common + rows * num_separate for num_common, num_separate in pairs]
 
     def admit(
         self,

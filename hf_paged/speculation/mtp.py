@@ -157,7 +157,7 @@ class MtpRunner(PackedRunner):
         spans = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.begin(steps, positions)
         try:
-            with self.products:
+            with self.product_context:
                 for head in range(self.model.num_mtp_layers):
                     if head:
                         head_ids: list[int] = []

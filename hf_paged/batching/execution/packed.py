@@ -175,7 +175,7 @@ class PackedRunner(Runner):
             prompts = prompts.merged(other_prompts, pad_token_id(self.model))
         sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
-        with self._rope_context([]), self.products:
+        with self._rope_context([]), self.product_context:
             num_computed = num_cached(index_by_row, plan)
             logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_computed)
         content = prompts.content(self.model.config)
@@ -287,7 +287,7 @@ class PackedRunner(Runner):
             if len(axes) != 1:
                 axes = axes.unsqueeze(1)
             arguments["position_ids"] = axes
-        with self._rope_context(tokens.rope_factors), self.products:
+        with self._rope_context(tokens.rope_factors), self.product_context:
             return self._forward(
                 inputs[0:1],
                 inputs[1:2],

@@ -1,5 +1,5 @@
-"""Rows that are computed side by side, and the inputs they carry from step to step. Which rows go
-together is up to the runner."""
+"""A rectangle: rows that are computed in one padded batch, and the inputs that they carry from step
+to step. The runner decides which rows share a rectangle."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 @dataclasses.dataclass(eq=False)
 class Rectangle:
-    """A batch of rows that ran together, with the inputs of their next step. The states, and all
-    else that `generate`'s loop carries from step to step, are ordered by row."""
+    """A batch of rows that ran together, with the inputs of their next step. The rows of states,
+    and of everything else that `generate`'s loop carries from step to step, are in the same
+    order."""
 
     blocks: list[SequenceBlocks]
-    # blocks of each row's encoder keys and values, if there is an encoder
+    # each row's blocks of the encoder's keys and values; `NO_BLOCKS` without an encoder
     encoded: list[SequenceBlocks]
-    width: int  # columns: tokens of each row, and the padding before them
-    paddings: list[int]
-    token_ids: Tensor  # (rows, width) int64; without columns for embeddings
-    cache: Any  # borrows the rows' tables; `None` for a model that makes its own cache
+    width: int  # columns, for the padding and the tokens of each row
+    paddings: list[int]  # leading padding columns of each row
+    token_ids: Tensor  # (rows, width) int64; fewer columns if the prompts are embeddings
+    cache: Any  # borrows the rows' tables; `None` for a model that creates its own cache
     # inputs of the next forward, as `generate` carries them: attention mask, position ids, cache
     inputs: dict[str, Any]
-    # names of inputs that are the same in every step
+    # names of the inputs that do not change from step to step
     constants: set[str] = dataclasses.field(default_factory=set)
     row_bytes: int = 0  # bytes of a row's states
-    # the range of encoder columns that each row attends to, if a forward has shown it
+    # the range of encoder columns that each row attends to; `None` until a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
-        self.origins = list(range(len(self.blocks)))  # each row's index in the first step
-        # columns of the encoder output, padding included
+        self.original_rows = list(range(len(self.blocks)))  # each row's index before any `select`
+        # columns of the encoder output, including padding
         self.encoder_width = max(self._encoder_lengths, default=0)
 
     @property
@@ -55,7 +56,8 @@ class Rectangle:
         return state_layers(cache_parts(self.cache)[0])
 
     def borrow(self, num_cached: int) -> None:
-        """Makes the cache borrow the rows' tables; the first `num_cached` columns are computed."""
+        """Makes the cache borrow the rows' tables, in which the first `num_cached` columns are
+        computed."""
         if self.cache is None:
             return
         cache, *others = cache_parts(self.cache)
@@ -68,21 +70,21 @@ class Rectangle:
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
-        """Returns a rectangle with row `rows[i]` as row `i`, on `cache`, which the caller must give
-        these rows and have borrow the tables."""
+        """Returns a rectangle with row `rows[i]` as row `i`, on `cache`. The caller selects the
+        same rows in `cache`, and calls `borrow`."""
         index = torch.tensor(rows, device=self.token_ids.device)
         selected = copy.copy(self)
-        for name in ("blocks", "encoded", "paddings", "origins"):
+        for name in ("blocks", "encoded", "paddings", "original_rows"):
             values = getattr(self, name)
             setattr(selected, name, [values[row] for row in rows])
         if self.encoder_columns is not None:
             selected.encoder_columns = [self.encoder_columns[row] for row in rows]
-        is_same = selected.origins == self.origins
+        is_same_order = selected.original_rows == self.original_rows
         selected.inputs = {}
         for name, value in self.inputs.items():
             if value is self.cache:
                 value = cache
-            elif not is_same or name not in self.constants:
+            elif not is_same_order or name not in self.constants:
                 value = select_rows(name, value, index, len(self.blocks))
             selected.inputs[name] = value
         selected.cache = cache
@@ -90,8 +92,8 @@ class Rectangle:
         return selected
 
     def fork_cache(self, cache: Any) -> Any:
-        """Makes an empty `cache` continue from this rectangle's, and returns it. Its rows must be
-        reordered before anything is written to it."""
+        """Makes the empty `cache` continue from this rectangle's cache, and returns it. The caller
+        must reorder its rows before it is written to."""
         paged, *others = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
         for cross in others:
@@ -109,7 +111,8 @@ class Rectangle:
         sources: Items[tuple[Rectangle, list[int]]],
         cache: Any,
     ) -> Rectangle:
-        """Joins rows of several rectangles, aligned on the right, on an empty `cache`."""
+        """Returns one rectangle, on the empty `cache`, of rows of the `sources`, pairs of a
+        rectangle and its rows. The rows are aligned on the right."""
         parts = [source.select(rows, cache) for source, rows in sources]
         for part in parts:
             part.inputs.pop(_MASK, None)
@@ -133,7 +136,7 @@ class Rectangle:
                 values = [part.inputs.get(name) for part in parts]
                 value = join_rows(values, widths, joined.encoder_width)
             joined.inputs[name] = value
-        if any(paddings):  # with a column for the next token
+        if any(paddings):  # the mask also has a column for the next token
             joined.inputs[_MASK] = padding_mask(paddings, width + 1, device).long()
         constants = (part.constants for part in parts)
         joined.constants = set.intersection(*constants) - {_MASK}
@@ -143,7 +146,7 @@ class Rectangle:
         return joined
 
     def _mask_encoder(self) -> None:
-        """Adds an attention mask of ones over the encoder tokens if the inputs have none."""
+        """If the inputs have no attention mask for the encoder's tokens, adds one of all ones."""
         if self.inputs.get(_ENCODER_MASK) is None:
             self.inputs[_ENCODER_MASK] = torch.ones(
                 (len(self.blocks), self.encoder_width),
@@ -152,18 +155,18 @@ class Rectangle:
             )
 
     def append(self, plan: StepPlan) -> None:
-        """Appends to each row the token that the step computes, and takes over the sequences'
-        blocks."""
+        """Appends to each row the token that the plan computes, and sets the rows' blocks to the
+        sequences' current ones."""
         blocks = [sequence.blocks for sequence in plan.sequences]
         tokens = [[row.token_ids[start]] for row, start in zip(plan.sequences, plan.starts)]
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
-        # assigned last, after all that may raise, so that the attributes agree
+        # assigned last: an exception above must not leave attributes that contradict one another
         self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
 
 
 def padding_mask(paddings: list[int], width: int, device: torch.device) -> Tensor:
-    """Returns which of `width` columns are no padding, `(rows, width)` bool."""
+    """Returns a mask `(rows, width)` bool that is false in each row's leading padding."""
     columns = torch.arange(width, device=device)
     first_columns = torch.tensor(paddings, device=device)[:, None]
     return columns >= first_columns

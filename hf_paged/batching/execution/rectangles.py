@@ -1,5 +1,5 @@
-"""Runs a scheduled batch as rectangles `[rows, query_len]`: batches padded on the left as in
-`generate`. Block tables are left to the block manager."""
+"""Runs a scheduled batch as rectangles `[rows, query_len]`: batches padded on the left, as in
+`generate`. Leaves block tables to the block manager."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 
 class RectangleRunner(Runner):
-    """Runs rows through the model's own preparation of inputs: prompts as a padded batch, then the
+    """Runs padded batches, with inputs that the model itself prepares: first the prompts, then the
     next tokens of all rows together. The caller has switched the model's attention. Padding is not
-    stored. Prompts after cached tokens, and drafts, run only with rows of equally many new tokens,
-    since padding between the tokens would change their states.
+    stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally many
+    new tokens, since padding between a row's tokens would change its states.
 
-    Rows whose layout requires it, and rows whose request has `inputs`, stay in the batch they began
-    in, and keep the state of `generate`'s loop; when rows leave or fork, the others are selected.
-    Rows whose `Prompts` have a `join_key` continue with rows of equal `join_key`."""
+    Rows stay in the batch that they began in, with the state of `generate`'s loop, if the layout
+    requires it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced
+    or copied. Rows whose `Prompts` have a `join_key` continue with rows of an equal `join_key`."""
 
     has_states = True
 
@@ -62,57 +62,60 @@ class RectangleRunner(Runner):
         self.model = model
         self.memory = cache.memory
         self.counters = cache.counters
-        # states are stored under the first block id of each sequence's last table
+        # finds a sequence's states by its slot, the first block id in the last of its tables
         self.states = states
         self.layout = layout
         if cache.cross is not None:
             self.encoder_blocks = cache.cross.rows.manager
-        self._stock = cache
-        self._has_cache = compat.supports_dynamic_cache(model)
-        self._knows_states = bool(state_layers(cache))
+        self._empty_cache = cache
+        self._supports_cache = compat.supports_dynamic_cache(model)
+        self._has_state_layers = bool(state_layers(cache))
         self.supports_drafts = layout.reason_against_drafts is None
-        self._replays: RectangleRecorder | None = None
-        is_on_host = compute_device(model).type == "cpu"  # where reading masks waits for nothing
-        if recorder is not None and is_on_host and self._has_cache:
+        self._rectangle_recorder: RectangleRecorder | None = None
+        is_on_host = compute_device(model).type == "cpu"  # else reading masks waits for the device
+        if recorder is not None and is_on_host and self._supports_cache:
             self.recorder = recorder
-            self._replays = recorder.rectangles(model, cache)
-        self._holders: set[Any] = set()  # rectangles whose states are in use
+            self._rectangle_recorder = recorder.rectangles(model, cache)
+        # rectangles whose states are in use, kept alive here, since `states` refers to them weakly
+        self._state_holders: set[Any] = set()
 
     def begin(self, state: ModelState | None) -> None:
-        if self._replays is not None:
-            self._replays.begin(state)
+        if self._rectangle_recorder is not None:
+            self._rectangle_recorder.begin(state)
 
     def go_idle(self) -> None:
         self.begin(None)  # the state holds the weights
-        self._copy_kept_states()
-        self._holders = set()
+        self._copy_snapshots()
+        self._state_holders = set()
 
     def run(
         self,
         plan: StepPlan,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        self._copy_kept_states()
+        self._copy_snapshots()
         parts, others = self.run_whole_prompts(plan)
         rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in others]
         for indices in self.divide(rows):
             part = plan.select(indices)
             if _begins(plan, indices[0]):
-                logits = self._forward(self._lay_out(part), begins=True)
+                logits = self._forward(self._make_rectangle(part), begins=True)
             else:
                 logits = self._continue(part)
             parts.append((indices, logits))
-        self._holders = set(self.states.holders())
-        # one row of logits also for sequences whose logits the plan does not ask for
-        num_rows = [max(1, number) for number in plan.num_logits]
-        logits = in_order(parts, num_rows)
+        self._state_holders = set(self.states.holders())
+        # forwards also return a row of logits for a sequence for which the plan requests none
+        num_computed = [max(1, num_requested) for num_requested in plan.num_logits]
+        logits = in_order(parts, num_computed)
         if all(plan.num_logits):
             return logits
-        counted = zip(plan.num_logits, num_rows)
-        return logits[[number > 0 for number, count in counted for _ in range(count)]]
+        is_requested: list[bool] = []
+        for num_requested, count in zip(plan.num_logits, num_computed):
+            is_requested += [num_requested > 0] * count
+        return logits[is_requested]
 
     def _kind(self, plan: StepPlan, index: int) -> Hashable:
-        """Returns the kind of a row; rows of one kind share a forward."""
+        """Returns the kind of a row of the plan; rows of one kind may share a forward."""
         sequence = plan.sequences[index]
         start = plan.starts[index]
         count = plan.counts[index]
@@ -121,17 +124,17 @@ class RectangleRunner(Runner):
         if prompts is None and self.layout.is_side_by_side:
             is_any_length = begins and self.layout.can_mix_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
-        if begins or not self._has_cache:  # the row runs alone, with its own copy of the cache
+        if begins or not self._supports_cache:  # runs alone, with its own copy of the cache
             return index
         if prompts is None or prompts.join_key is None:
-            holder, _ = self.states.find(_slot(sequence.blocks))
+            holder, _ = self.states.find(_state_slot(sequence.blocks))
             return holder
         return prompts.join_key, prompts.join_key.equal_lengths and start
 
-    def _run_prompts(self, groups: list[WholePrompts], plan: StepPlan) -> LogitsPart:
+    def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         sources = []
         all_indices: list[int] = []
-        for prompts, indices in groups:
+        for prompts, indices in whole_prompts:
             sequences = {row: plan.sequences[index] for row, index in indices.items()}
             rectangle = prompts.make_rectangle(self.model, self._new_cache(), sequences)
             sources.append((rectangle, list(indices)))
@@ -153,9 +156,11 @@ class RectangleRunner(Runner):
         num_logits: int = 1,
         may_replay: bool = False,
     ) -> Tensor:
-        """Runs a rectangle, of which `rows` continue; returns logits `(rows * num_logits, vocab)`
-        of each row's last tokens."""
-        before = dict(rectangle.inputs)
+        """Runs a forward of the rectangle: of all columns if it `begins`, else of the last
+        `num_new`. Stores the states of `rows` (default: all), which continue. Returns logits
+        `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens of each row.
+        `may_replay`: a recorded step may take the place of the forward."""
+        inputs_before = dict(rectangle.inputs)
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         logits = None
         if may_replay:
@@ -165,10 +170,10 @@ class RectangleRunner(Runner):
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]
-                # the model may add a cross-attention cache to it, or ignore it and return another
-                returned, *_ = cache_parts(cache)
-                prepared, *_ = cache_parts(rectangle.cache)
-                if returned is prepared:
+                # the model may add a cross-attention cache, or ignore ours and return another
+                returned_cache, *_ = cache_parts(cache)
+                given_cache, *_ = cache_parts(rectangle.cache)
+                if returned_cache is given_cache:
                     rectangle.cache = cache
                 else:
                     warn_once(
@@ -181,29 +186,32 @@ class RectangleRunner(Runner):
                     )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
-            after = rectangle.inputs.items()
-            rectangle.constants = {name for name, value in after if value is before.get(name)}
+            constants = set()
+            for name, value in rectangle.inputs.items():
+                if value is inputs_before.get(name):
+                    constants.add(name)
+            rectangle.constants = constants
         if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)
-        slots = [_slot(blocks) for blocks in rectangle.blocks]
+        slots = [_state_slot(blocks) for blocks in rectangle.blocks]
         self.states.put(slots, rectangle, rectangle.row_bytes)
-        self._holders.add(rectangle)
-        return logits.contiguous()  # a copy, which does not keep the prompt's other logits alive
+        self._state_holders.add(rectangle)
+        return logits.contiguous()  # a view would keep the logits of all prompt tokens alive
 
     def _compute(
         self, rectangle: Rectangle, prepared: dict[str, Any], num_logits: int = 1
     ) -> Tensor:
-        """Runs the model's own forward on these arguments; returns logits as `_forward` does, and
-        carries the rectangle's inputs on."""
+        """Runs the model's own forward with the arguments `prepared`, and replaces the rectangle's
+        inputs by those of the next step; returns logits as `_forward` does."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else observing_attention(observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
             prepared["logits_to_keep"] = num_logits
-        with self.products, observing:
+        with self.product_context, observing:
             outputs = self.model(**prepared, return_dict=True)
         if observer is not None and (columns := observer.columns()) is not None:
             rectangle.encoder_columns = list(zip(*columns))
@@ -212,25 +220,27 @@ class RectangleRunner(Runner):
         return logits
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
-        """The observer of the next forward's attention to the encoder, if replays need to know its
-        columns, and attention to the rows' own tokens has another number of keys."""
+        """The observer of the next forward's attention to the encoder; `None` if no replay needs
+        the encoder's columns, if they are known, or if attention to the rows' own tokens has as
+        many keys, so that the two cannot be told apart."""
         width = rectangle.encoder_width
-        if self._replays is None or rectangle.encoder_columns is not None or not width:
+        has_recorder = self._rectangle_recorder is not None
+        if not has_recorder or rectangle.encoder_columns is not None or not width:
             return None
         return EncoderColumns(len(rectangle.blocks), width) if width != rectangle.width else None
 
     def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """As `_compute`, of one new token a row, as a replay; `None` if no recorded step serves
-        it."""
-        replays = self._replays
-        if replays is None:
+        """Computes one new token of each row by a replay, and otherwise does as `_compute`; returns
+        `None` if no recorded step serves this one."""
+        recorder = self._rectangle_recorder
+        if recorder is None:
             return None
-        replayed = replays.run(rectangle, prepared)
+        replayed = recorder.run(rectangle, prepared)
         if replayed is None:
             return None
-        if not replays.is_checked:
+        if not recorder.is_checked:
             logits = self._compute(rectangle, prepared)
-            replays.check(rectangle, replayed, logits)
+            recorder.check(rectangle, replayed, logits)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
@@ -240,46 +250,46 @@ class RectangleRunner(Runner):
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
-        """Computes equally many more tokens of each row; returns logits `(rows, vocab)`, with
-        drafts of `n` tokens `(rows * (n + 1), vocab)`."""
+        """Computes the next tokens of rows that have begun, equally many of each; returns logits
+        `(rows, vocab_size)`, or with drafts of `n` tokens `(rows * (n + 1), vocab_size)`."""
         sequences = plan.sequences
         num_new = plan.counts[0]
-        slots = [_slot(sequence.blocks) for sequence in sequences]
-        groups = itertools.groupby(map(self._find, slots), operator.itemgetter(0))
+        slots = [_state_slot(sequence.blocks) for sequence in sequences]
+        groups = itertools.groupby(map(self._find_state, slots), operator.itemgetter(0))
         sources = [(holder, [row for _, row in group]) for holder, group in groups]
         rectangle, rows = sources[0]
-        is_one = len(sources) == 1 and isinstance(rectangle, Rectangle)
-        if num_new > 1 or not is_one or self._is_too_wide(rectangle, rows):
+        is_one_rectangle = len(sources) == 1 and isinstance(rectangle, Rectangle)
+        if num_new > 1 or not is_one_rectangle or self._is_too_wide(rectangle, rows):
             if sequences[0].request.inputs is None:
-                rectangle = self._lay_out(plan)
-                if self._knows_states:
+                rectangle = self._make_rectangle(plan)
+                if self._has_state_layers:
                     layers = [(holder.state_layers, rows) for holder, rows in sources]
                     gather_states(rectangle.state_layers, layers)
                 num_logits = num_new if sequences[0].draft else 1
                 return self._forward(rectangle, False, num_new=num_new, num_logits=num_logits)
             rectangle = Rectangle.join(sources, self._new_cache())
-            is_moved = True
+            must_borrow = True
         else:
             # whether other sequences still continue from this rectangle
             is_shared = bool(self.states.holders()[rectangle] - set(slots))
-            is_moved = is_shared or rows != list(range(len(rectangle.blocks)))
-            if is_moved:
+            must_borrow = is_shared or rows != list(range(len(rectangle.blocks)))
+            if must_borrow:
                 rectangle = self._select(rectangle, rows, is_shared)
             else:
-                is_moved = rectangle.blocks != [sequence.blocks for sequence in sequences]
+                must_borrow = rectangle.blocks != [sequence.blocks for sequence in sequences]
         num_cached = rectangle.width
         rectangle.append(plan)
-        if is_moved:
+        if must_borrow:
             rectangle.borrow(num_cached)
-        may_replay = self._replays is not None
-        if may_replay:  # the modules of a row's adapter are not those that were recorded
+        may_replay = self._rectangle_recorder is not None
+        if may_replay:  # recorded steps do not run the modules of adapters
             may_replay = all(sequence.request.adapter is None for sequence in sequences)
         return self._forward(rectangle, begins=False, may_replay=may_replay)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
-        """Returns these rows of a rectangle, which other sequences continue from as well if it
-        `is_shared`; the cache must borrow the tables again."""
-        if not self._has_cache:  # the model's own cache is among the inputs
+        """Returns these rows of a rectangle; `is_shared`: other sequences also continue from it, so
+        that its cache must stay unchanged. The caller calls `Rectangle.borrow`."""
+        if not self._supports_cache:  # the model's own cache is among the inputs
             copied = copy.copy(rectangle)
             copied.inputs = copy.deepcopy(rectangle.inputs)
             return copied
@@ -290,29 +300,33 @@ class RectangleRunner(Runner):
         return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column is past the model's positions, which its code may count with the
-        padding, although no row needs that column, since a longer row has left."""
-        most = self.layout.max_positions
-        if most is None or not self.layout.is_side_by_side or rectangle.width < most:
+        """Whether the next column would be past the last position of the model, whose code may
+        count padding columns as positions, although every row has padding, since a longer row has
+        left."""
+        max_positions = self.layout.max_positions
+        if max_positions is None or not self.layout.is_side_by_side:
+            return False
+        if rectangle.width < max_positions:
             return False
         return all(rectangle.paddings[row] for row in rows)
 
-    def _find(self, slot: int) -> tuple[Any, int]:
-        """Returns the rectangle that holds the state of a slot, and the row in it; `(None, 0)` if
-        the model has no states and the sequence starts after cached tokens."""
+    def _find_state(self, slot: int) -> tuple[Any, int]:
+        """Returns the holder of a slot's state, a rectangle or copied rows, and the row in it;
+        `(None, 0)` if there is none, as after cached tokens of a model without state layers."""
         try:
             return self.states.find(slot)
         except KeyError:
-            if self._knows_states:
+            if self._has_state_layers:
                 raise
             return None, 0
 
-    def _copy_kept_states(self) -> None:
+    def _copy_snapshots(self) -> None:
         with self.memory.lock:
             self.states.copy_snapshots()
 
-    def _lay_out(self, plan: StepPlan) -> Rectangle:
-        """Prepares a batch as `generate` does, padded on the left."""
+    def _make_rectangle(self, plan: StepPlan) -> Rectangle:
+        """Returns a rectangle of the plan's rows, with inputs as `generate` prepares them for a
+        batch padded on the left."""
         model = self.model
         device = compute_device(model)
         sequences = plan.sequences
@@ -343,15 +357,15 @@ class RectangleRunner(Runner):
         return rectangle
 
     def _new_cache(self) -> Any:
-        if not self._has_cache:
+        if not self._supports_cache:
             return None
-        twin = self._stock.empty_twin(self.memory, self.counters)
-        return with_cross(twin)
+        cache = self._empty_cache.empty_twin(self.memory, self.counters)
+        return with_cross(cache)
 
 
 def _begins(plan: StepPlan, index: int) -> bool:
     return not plan.starts[index] and not plan.sequences[index].draft
 
 
-def _slot(blocks: SequenceBlocks) -> int:
+def _state_slot(blocks: SequenceBlocks) -> int:
     return blocks.tables[-1].block_ids[0]

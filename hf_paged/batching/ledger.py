@@ -198,7 +198,7 @@ class Ledger:
         # does nothing if the request was preempted meanwhile
         sequence.commit_draft(self.block_manager, len(accepted))
         num_draft_tokens = len(draft.tokens)
-        self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
+        self.scheduler.timeline.record_verification(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):
             counts.update(
                 num_drafts=1,

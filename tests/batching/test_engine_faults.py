@@ -1163,7 +1163,7 @@ OUTSIDE: dict[str, Callable[[StepLoop], tuple[Any, str]]] = {
     "a request is admitted": lambda loop: (loop.scheduler.preemption, "admit"),
     "blocks are taken": lambda loop: (loop.blocks, "take"),
     "blocks are named": lambda loop: (loop.blocks, "register"),
-    "the timeline": lambda loop: (loop.scheduler.timeline, "stepped"),
+    "the timeline": lambda loop: (loop.scheduler.timeline, "record_step"),
     "copies": lambda loop: (loop.blocks, "flush_copies"),
     "adapters are checked": lambda loop: (engine_core, "adapters_for"),
     "a model change is handled": lambda loop: (loop.executor, "handle_model_change"),

@@ -1,2 +1,2 @@
-"""Scheduling: which sequences run in a step, which requests hold blocks and which wait. Plain
+"""Scheduling: which sequences run in a step, which requests hold blocks, and which wait. Plain
 Python: no tensors."""

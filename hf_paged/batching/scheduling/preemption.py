@@ -1,5 +1,5 @@
-"""Allocates, swaps and frees the blocks of whole requests, with a cost model that chooses between
-swap and recompute. Plain Python: no tensors; the scheduler chooses the requests."""
+"""Allocates, swaps and frees the blocks of whole requests; a cost model chooses between swap and
+recompute. The scheduler chooses the requests. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 class CostModel:
-    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3). Seconds
-    per token and bytes per second are means in which the weight of an observation halves every
-    `HALF_LIFE` observations; seconds per token include a step's fixed cost."""
+    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3) by
+    averages of seconds per token and of bytes per second, in which the weight of an observation
+    halves every `HALF_LIFE` observations. Seconds per token include a step's fixed cost."""
 
     HALF_LIFE = 32
 
     def __init__(self, bytes_per_second: float = 10e9) -> None:
-        # between pool and host memory, until a swap is observed
-        self._assumed_speed = bytes_per_second
-        self._prefills = self._swaps = 0.0, 0.0  # (tokens, seconds) and (bytes, seconds)
+        """`bytes_per_second`: speed of copies between the pool and host memory, assumed until a
+        swap is observed."""
+        self._assumed_bytes_per_second = bytes_per_second
+        # weighted sums of (tokens, seconds) and of (bytes, seconds)
+        self._prefills = self._swaps = 0.0, 0.0
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._prefills = self._decayed(self._prefills, num_tokens, seconds)
@@ -64,23 +66,23 @@ class CostModel:
         num_bytes, seconds = self._swaps
         if seconds > 0:
             return num_bytes / seconds
-        return self._assumed_speed
+        return self._assumed_bytes_per_second
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
-        """Returns `"swap"` if copying `num_bytes` out and back takes less time than computing
-        `num_tokens` tokens, else `"recompute"`."""
-        per_token = self.seconds_per_token or 0.0
-        seconds = 2 * num_bytes / self.bytes_per_second
-        if seconds < num_tokens * per_token:
+        """Returns `"swap"` if copying `num_bytes` out and back is estimated to take less time than
+        computing `num_tokens` tokens, else `"recompute"`."""
+        seconds_per_token = self.seconds_per_token or 0.0
+        swap_seconds = 2 * num_bytes / self.bytes_per_second
+        if swap_seconds < num_tokens * seconds_per_token:
             return "swap"
         return "recompute"
 
 
-# In rectangles, the tokens after a cache hit or a snapshot need a separate forward, which takes
-# about as long as `FORWARD_TOKENS` tokens: a hit must save at least that many, and so must a
-# snapshot where other prompts diverged. The snapshot at the end of a prompt may never be reused: it
-# must be `SNAPSHOT_TOKENS` past the previous one. Where waiting prompts diverge, both the first
-# one, which stops there, and the others, which begin there, need such a forward.
+# In rectangles, the tokens after a cache hit or a snapshot need a separate forward, whose fixed
+# cost is about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many, and so must
+# a snapshot where earlier prompts diverged. Where waiting prompts diverge, a stop costs two such
+# forwards: of the prompt that stops there, and of those that begin there. The snapshot at the end
+# of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
@@ -91,48 +93,48 @@ class Preemption:
 
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto": as `cost` chooses
-    swapper: BlockSwapper | None = None  # without one, everything is recomputed
-    # returns whether cached blocks from before this span are still valid
-    # (`Epochs.needs_verification`); if not, it has dropped them
+    swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
+    # returns whether blocks cached before this span are still valid (`Epochs.needs_verification`),
+    # and drops them if not
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, as a whole and then token by token
-    chunks: bool = True
-    replays: bool = False  # without chunks: whether `replays_prompt` holds for all requests
-    # for a model with an encoder: the blocks of its output
+    can_chunk: bool = True
+    # if sequences cannot be chunked: whether `replays_prompt` is true of all requests
+    replays_all_prompts: bool = False
+    # for a model with an encoder: allocates blocks for its output
     encoder_blocks: BlockManager | None = None
     cost: CostModel | None = None  # learns from the times of prefills and swaps
-    # returns the first process's value, for processes that must schedule alike but measure
-    # different times
+    # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
-    num_swaps: int = 0  # requests swapped out
-    # the requests of the scheduler's queue that may share a prefill
-    waiting: WaitingPrompts = field(init=False)
+    num_swaps: int = 0  # requests swapped out so far
+    # the waiting requests that may share parts of their prefills
+    waiting_prompts: WaitingPrompts = field(init=False)
 
     def __post_init__(self) -> None:
         self.forget_waiting()
 
     def forget_waiting(self) -> None:
-        self.waiting = WaitingPrompts(self.blocks.block_size)
+        self.waiting_prompts = WaitingPrompts(self.blocks.block_size)
 
     def replays_prompt(self, request: Request) -> bool:
-        """Whether recomputation runs the prompt as a whole again, then token by token."""
-        if self.chunks:
+        """Whether a recompute runs the prompt as a whole and the later tokens one by one, as the
+        first run did."""
+        if self.can_chunk:
             return False
-        return self.replays or request.inputs is not None
+        return self.replays_all_prompts or request.inputs is not None
 
     def may_stop(self, request: Request) -> bool:
-        """Whether its first prefill may stop where other requests can begin. If sequences are
-        computed in chunks, others can begin anywhere, since each layer stores all K and V of a step
-        before attention."""
+        """Whether the request's first prefill may stop where other requests can begin. Chunked
+        sequences need no stops: others can begin after any of their blocks, since each layer stores
+        all K and V of a step before attention."""
         if not self.blocks.prefix_caching or request.namespace is UNCACHED:
             return False
-        if self.chunks or request.num_preemptions:
+        if self.can_chunk or request.num_preemptions:
             return False
         return not self.replays_prompt(request)
 
     def check_fits(self, request: Request) -> None:
-        """Raises `OutOfBlocksError` if the request could not finish even if it had the memory to
-        itself."""
+        """Raises `OutOfBlocksError` if the request could not finish even alone in the memory."""
         needed = self.num_needed(request)
         total = self.blocks.num_total
         if needed > total:
@@ -144,62 +146,63 @@ class Preemption:
             )
 
     def num_needed(self, request: Request) -> int:
-        """Returns the most blocks that the request holds at once."""
-        needs = self._needs(request)
+        """Returns the maximum number of blocks that the request holds at once."""
+        needs = self._needs_by_group(request)
         return sum(needs) + self._num_encoder_blocks(request)
 
-    def _needs(self, request: Request) -> list[int]:
-        """Returns the most blocks of each group that the request holds at once."""
+    def _needs_by_group(self, request: Request) -> list[int]:
+        """Returns the maximum number of blocks of each group that the request holds at once."""
         size = self.blocks.block_size
-        rows = request.num_rows
+        num_rows = request.num_rows
         # recomputed rows share all full blocks before the prompt's last token
-        shared = 0
-        if rows > 1 and (self.chunks or self.replays_prompt(request)):
-            shared = (request.num_prompt_tokens - 1) // size * size
+        num_shared = 0
+        if num_rows > 1 and (self.can_chunk or self.replays_prompt(request)):
+            num_shared = (request.num_prompt_tokens - 1) // size * size
         longest = max(1, request.max_num_tokens - 1)
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
-        common = self.blocks.num_spanned(0, shared, 1)
-        separate = self.blocks.num_spanned(shared, longest, 1)
+        common = self.blocks.num_spanned(0, num_shared, 1)
+        separate = self.blocks.num_spanned(num_shared, longest, 1)
         pairs = zip(common, separate)
-        return [num_common + rows * num_separate for num_common, num_separate in pairs]
+        return [num_common + num_rows * num_separate for num_common, num_separate in pairs]
 
     def admit(
         self,
         request: Request,
-        chunk: int,
-        reserve: int,
+        max_chunk_tokens: int,
+        num_reserved_blocks: int,
         is_alone: bool,
     ) -> bool:
-        """Swaps a waiting request in, or attaches its rows to their cached blocks, if the pool has
-        room for all tokens that it has to compute, at most `chunk` at a time, with `reserve` blocks
-        left; returns whether it did. While no other request runs (`is_alone`), a request that
-        cannot be swapped in is recomputed: there will never be more room. If this raises, the
-        request's tables may be half changed."""
+        """Swaps a waiting request in, or attaches its rows to their cached blocks, if the free
+        blocks suffice for all tokens that it has to compute, at most `max_chunk_tokens` at a time,
+        and `num_reserved_blocks` are left; returns whether they do. While no other request runs
+        (`is_alone`), a request that cannot be swapped in is recomputed, since no more blocks will
+        become free. After an exception the request's tables may be partly changed."""
         manager = self.blocks
         if request.is_swapped:
-            if self._swap_in(request, reserve, is_alone):
+            if self._swap_in(request, num_reserved_blocks, is_alone):
                 return True
             if not is_alone:
                 return False
             self.reset(request)
-        # new names, since a retry needs the arguments
-        reserved = reserve + self._num_encoder_blocks(request)
-        longest = chunk
-        if reserved >= manager.num_free:
+        # new variables, since a retry passes the arguments on
+        num_reserved = num_reserved_blocks + self._num_encoder_blocks(request)
+        max_tokens = max_chunk_tokens
+        if num_reserved >= manager.num_free:
             return False
         needs = [0] * len(manager.groups)
         num_prompt_tokens = request.num_prompt_tokens
-        for sequence, first in self._attach(request):
+        for sequence, num_cached in self._attach(request):
             num_tokens = sequence.num_tokens
             is_prompt = num_tokens == num_prompt_tokens
-            skips = not first and request.inputs is not None and is_prompt
-            if first and sequence.computes_whole_prompt:
-                longest = num_prompt_tokens
-            step = 1 if skips else longest
-            more = manager.num_spanned(first, num_tokens, step, sequence.blocks)
-            needs = [sum(pair) for pair in zip(needs, more)]
-        if not manager.can_take(needs, reserved):
+            # a prompt computed as a whole skips blocks that no later token attends to
+            skips_blocks = not num_cached and request.inputs is not None and is_prompt
+            if num_cached and sequence.computes_whole_prompt:
+                max_tokens = num_prompt_tokens
+            chunk = 1 if skips_blocks else max_tokens
+            additional = manager.num_spanned(num_cached, num_tokens, chunk, sequence.blocks)
+            needs = [sum(pair) for pair in zip(needs, additional)]
+        if not manager.can_take(needs, num_reserved):
             self.reset(request)
             return False
         is_restorable = self._is_restorable(request)
@@ -208,8 +211,8 @@ class Preemption:
         )
         if may_be_outdated and self.verify is not None and not self.verify():
             self.reset(request)
-            # `verify` has dropped the old blocks: retry without them
-            return self.admit(request, chunk, reserve, is_alone)
+            # retry without the old blocks, which `verify` has dropped
+            return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
         if request.num_encoder_tokens and not self._take_encoder_blocks(request):
@@ -231,14 +234,14 @@ class Preemption:
             return 0
         return -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
 
-    def _swap_in(self, request: Request, reserve: int, is_alone: bool) -> bool:
+    def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
-        # beside other requests, every row must have room for one more block
+        # beside other requests, one more block must be free for every row
         num_growing = 0 if is_alone else request.num_open_rows
         growth = [num_growing] * len(manager.groups)
         num_needed = self.swapper.num_blocks(request) + sum(growth)
-        if num_needed + reserve > manager.num_free:
+        if num_needed + num_reserved_blocks > manager.num_free:
             return False
         manager.flush_copies()  # the targets of queued copies may be allocated again
         if not self.swapper.swap_in(request):
@@ -250,8 +253,8 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
-        shared tokens. All rows share their common prefix (with `replays`, the prompt) again: if it
-        is not cached, the first row computes it (`num_until_shared`)."""
+        shared tokens. After a preemption, all rows share their common prefix again (the prompt, if
+        `replays_prompt`): if it is not cached, the first row computes it (`num_before_fork`)."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences
@@ -259,36 +262,36 @@ class Preemption:
         for sequence in rows:
             self._match(sequence, sequence.keys)
         # tokens in full blocks common to all rows, excluding the last token of the shortest
-        shared = 0
+        num_shared = 0
         if len(rows) > 1:
             if self.replays_prompt(request):
-                shared = num_prompt_tokens
+                num_shared = num_prompt_tokens
             elif request.inputs is not None:
                 shortest = min(row.num_tokens for row in rows)
                 if shortest > num_prompt_tokens:
-                    shared = num_prompt_tokens
-            elif self.chunks:
+                    num_shared = num_prompt_tokens
+            elif self.can_chunk:
                 tokens = [sequence.token_ids for sequence in rows]
                 divergence = min(map(len, tokens)) - 1
                 for position, column in enumerate(zip(*tokens)):
                     if len(set(column)) > 1:
                         divergence = min(position, divergence)
                         break
-                shared = divergence // size * size
+                num_shared = divergence // size * size
         attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
-        if all(num_computed >= shared for _, num_computed in attached):
+        if all(num_computed >= num_shared for _, num_computed in attached):
             return attached
         self.reset(request)
         first, *others = rows
-        request.num_shared_tokens = shared
-        self._match(first, first.keys[: shared + 1])
+        request.num_shared_tokens = num_shared
+        self._match(first, first.keys[: num_shared + 1])
         attached = [(first, first.num_computed_tokens)]
-        attached += [(sequence, shared) for sequence in others]
+        attached += [(sequence, num_shared) for sequence in others]
         return attached
 
     def _is_restorable(self, request: Request) -> bool:
-        """Whether the request has one row, and the tier below the pool holds a longer prefix of it
-        than the pool."""
+        """Whether the request has one row, of which the tier holds a longer prefix than the
+        pool."""
         rows = request.open_sequences
         tier = self.blocks.tier
         if tier is None or len(rows) > 1:
@@ -299,7 +302,7 @@ class Preemption:
         return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Copies the tier's prefix into newly allocated blocks of the row, as a swap-in does."""
+        """Restores the tier's prefix of the row to the pool, and attaches the row to it."""
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
@@ -314,9 +317,10 @@ class Preemption:
         sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
             return
-        if request.drafts_first_token:  # leaves a token for the step before that of the last token
+        if request.drafts_first_token:
+            # the last prompt token has a separate step, and the step before it needs a token, too
             keys = keys[:-1]
-        min_saved = 0 if self.chunks else FORWARD_TOKENS
+        min_saved = 0 if self.can_chunk else FORWARD_TOKENS
         min_matched = max(request.num_content, min_saved)
         namespace = request.namespace
         num_matched = self.blocks.match(sequence.blocks, keys, namespace, min_matched)
@@ -327,19 +331,20 @@ class Preemption:
         sequence.blocks.stops = self._stops(sequence)
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the positions where its prefill stops, so that others can begin there: where
-        waiting prompts diverge from this one and, for snapshots of states, where earlier prompts
-        diverged (as SGLang does for hybrid models) and after its last full block."""
+        """Returns the numbers of tokens after which the sequence's prefill stops, so that other
+        requests can begin there: where waiting prompts diverge from this one and, for snapshots of
+        states, where earlier prompts diverged (as in SGLang for hybrid models) and after its last
+        full block."""
         request = sequence.request
         size = self.blocks.block_size
         num_computed = sequence.num_computed_tokens
         if not self.may_stop(request):
             return ()
-        min_saved: dict[int, int] = {}  # by stop, the number of tokens that it must save
+        min_saved: dict[int, int] = {}  # by stop, how many tokens it must be past the previous one
         if self.blocks.keeps_states:
             last = (sequence.num_tokens - 1) // size * size
             min_saved[last] = SNAPSHOT_TOKENS
-        divergences = self.waiting.divergences(request)
+        divergences = self.waiting_prompts.divergences(request)
         min_saved |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
             num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
@@ -351,48 +356,50 @@ class Preemption:
                 stops.append(stop)
         return tuple(stops)
 
-    def num_until_shared(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens `sequence` may compute before the rows of its request diverge;
-        once the first row has computed the shared ones, forks its blocks for the others."""
+    def num_before_fork(self, request: Request, sequence: Sequence) -> int:
+        """Returns how many tokens the sequence may compute now: the first row the tokens that all
+        rows share, the other rows none. Once these tokens are computed, forks the first row's
+        blocks for the others, and returns all remaining tokens of the first row."""
         rows = request.open_sequences
-        shared = request.num_shared_tokens
+        num_shared = request.num_shared_tokens
         if sequence is not rows[0]:
             return 0
-        if sequence.num_computed_tokens < shared:
-            return shared - sequence.num_computed_tokens
+        if sequence.num_computed_tokens < num_shared:
+            return num_shared - sequence.num_computed_tokens
         for other in rows[1:]:
-            other.blocks, other.num_computed_tokens = self.blocks.fork(sequence.blocks), shared
+            other.blocks = self.blocks.fork(sequence.blocks)
+            other.num_computed_tokens = num_shared
         request.num_shared_tokens = 0
         return sequence.num_to_compute
 
-    def limit(self, request: Request, sequence: Sequence, count: int) -> int:
+    def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
-        in a step, apart from the step's budget."""
+        in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
-        # a prompt that is computed as a whole ends its step
+        # the tokens after a prompt that is computed as a whole wait for the next step
         if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
         # other requests may begin where a prefill stops
         for stop in sequence.blocks.stops:
             if stop > num_computed:
                 count = min(count, stop - num_computed)
-        # Under a limit in bytes, blocks that leave a window can be reused only by layers of that
-        # window: a request that did not fit alone advances block by block.
-        is_windowed = self.chunks and self.blocks.has_windows
-        if is_windowed and request.num_tokens_alone >= 0:
+        # Under a limit in bytes, only layers with the same window can reuse the blocks that leave
+        # a window: a request that did not fit even alone advances block by block.
+        has_windows = self.can_chunk and self.blocks.has_windows
+        if has_windows and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
-        # the last prompt token has a step of its own if the first new token is drafted
+        # if the first new token is drafted, the last prompt token has a separate step
         if request.drafts_first_token and count == sequence.num_to_compute:
             return count - 1
         return count
 
     def swap_out_or_free(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
-        full blocks. Blocks from before a change of the model are swapped out if possible."""
+        full blocks. Blocks that an earlier model computed are swapped out if possible."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        # the content of its blocks is not enough for a request that replays its prompt
+        # a request that replays its prompt cannot continue from the content of its blocks
         can_swap = not self.replays_prompt(request) and all(
             sequence.blocks is not NO_BLOCKS for sequence in rows
         )
@@ -405,8 +412,8 @@ class Preemption:
             elif self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # blocks shared with others stay in the pool and are matched again; swapped copies
-                # would need new blocks
+                # blocks shared with other requests stay in the pool, so that a recompute finds
+                # them; a swap-in would need new blocks
                 num_rows = len(rows)
                 is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
                 choice = "recompute"
@@ -422,16 +429,16 @@ class Preemption:
                         seconds = time.perf_counter() - start
                         self.cost.observe_swap(num_bytes, seconds)
                     for sequence in rows:
-                        # the first append after the swap-in must take the slow path
+                        # keeps the first decode after the swap-in off the scheduler's fast path
                         sequence.blocks.capacity = 0
                     return
         self.reset(request)
 
     def reset(self, request: Request) -> None:
-        """Frees all blocks of a request, in the pool and on the host, and resets its computed
-        tokens: it is recomputed. Reasons: a preemption that does not swap; a swapped request that
-        does not fit while alone; other rotary factors or weights (`weights_update`); a failed step
-        with states, or split bookkeeping (`StepLoop.recover`)."""
+        """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
+        Reasons: a preemption without a swap; a swapped request that does not fit even alone; new
+        rotary factors or weights (`weights_update`); a failed step that may have advanced states,
+        or that left bookkeeping half changed (`StepLoop.recover`)."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)

@@ -1,6 +1,6 @@
 """Holds a scheduler's unfinished requests, running and waiting, in priority order; tracks which of
-them may have made a forward fail; creates out-of-blocks errors. The scheduler decides what a step
-computes."""
+them may have caused a failed forward; creates out-of-blocks errors. The scheduler decides what a
+step computes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _by_key = attrgetter("key")
 
 
 class NeverFitsError(OutOfBlocksError):
-    """`request` needs more blocks than there are, and no other request holds any."""
+    """`request` needs more blocks than are available, although no other request holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
         self.request = request
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OutOfBlocksError, (str(self),)  # without the request, which holds blocks
+        return OutOfBlocksError, (str(self),)  # pickled without the request, which holds blocks
 
 
 class Suspects(deque[set[Request]]):
-    """Groups of requests that failed in one forward. Steps compute the first group alone, then the
-    next one, and a group that fails again is halved, so that only requests that fail alone are
+    """Groups of requests, one of which made a forward fail. Steps compute the first group alone,
+    then the next; a group that fails again is halved, so that only a request that fails alone is
     ended."""
 
     def first(self) -> set[Request] | None:
@@ -46,39 +46,39 @@ class Suspects(deque[set[Request]]):
         return self[0] if self else None
 
     def halve(self, units: Items[list[Request]]) -> None:
-        """Splits the units of a failed forward into two groups, which the next steps compute one
-        after the other. A unit: requests that must be computed together."""
+        """Splits the units of a failed forward into two groups, which later steps compute one
+        after the other. The requests of a unit must be computed together."""
         middle = len(units) // 2
         for half in (units[middle:], units[:middle]):
             requests = {request for unit in half for request in unit if not request.is_finished}
-            self.discard(requests)  # if there are groups, the failed forward computed the first
+            self.discard(requests)  # from the first group, which the forward computed, if any
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
-        """Removes the requests of a successful forward that have nothing to compute until they get
-        their next tokens."""
+        """After a successful forward of the first group, removes its requests that have nothing to
+        compute until they get their next tokens."""
         self.discard({request for request in self[0] if _needs_no_forward(request)})
 
     def discard(self, requests: set[Request]) -> None:
-        """Removes requests from their groups."""
+        """Removes the requests from all groups."""
         for group in self:
             group -= requests
 
 
 @dataclass(eq=False)
 class RequestQueue:
-    """Every unfinished request is in `running` or in `waiting`, both sorted by `Request.key`.
-    `preemption` allocates and frees their blocks."""
+    """The unfinished requests: each is either in `running` or in `waiting`, both sorted by
+    `Request.key`. `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
     arrivals_per_priority: float  # a priority lower by 1 counts as this many arrivals earlier
-    # admits requests whose adapters take memory in the pool (`Request.adapter_bytes`)
+    # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None`: all
     allowed: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
-    # includes preempted requests with nothing to compute until their next token
+    # includes preempted requests that have nothing to compute until their next token
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
@@ -89,16 +89,17 @@ class RequestQueue:
         return next(filter(self.may_begin, self.waiting), None)
 
     def may_begin(self, request: Request) -> bool:
-        """Whether a waiting request may be admitted, and has tokens to compute."""
+        """Whether a waiting request may be admitted in this step, and has tokens to compute."""
         return self.may_run(request) and not request.awaits_tokens
 
     def may_run(self, request: Request) -> bool:
+        """Whether this step may compute the request (`allowed`)."""
         return self.allowed is None or request in self.allowed
 
     def add(self, request: Request) -> None:
         """Queues a new request."""
         if request.adapter_bytes:
-            self.adapters()  # creates the adapters' part, so that it can prefetch weights
+            self.adapters()  # creates the adapters of the loop, which then prefetch weights
         arrival = self._num_arrivals
         request.key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
@@ -108,10 +109,10 @@ class RequestQueue:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_by_key)
         if self.preemption.may_stop(request):
-            self.preemption.waiting.add(request)
+            self.preemption.waiting_prompts.add(request)
 
     def start(self, request: Request) -> None:
-        """Moves a waiting request to `running`; its blocks must be allocated."""
+        """Moves a waiting request, whose blocks are allocated, to `running`."""
         self.remove(request)
         request.status = Status.RUNNING
         self.num_rows += request.num_open_rows
@@ -120,7 +121,7 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         if request.status is not Status.RUNNING:
             self.waiting.remove(request)
-            self.preemption.waiting.discard(request)
+            self.preemption.waiting_prompts.discard(request)
             return
         self.running.remove(request)
         self.num_rows -= request.num_open_rows
@@ -128,7 +129,8 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Counts one open row less: a row of the request has ended while others go on."""
+        """Subtracts a row of the request that has ended, while others continue, from the counts of
+        open rows."""
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self.num_rows -= 1
@@ -146,8 +148,9 @@ class RequestQueue:
         num_reserved_blocks: int,
         is_alone: bool,
     ) -> bool:
-        """Calls `Preemption.admit`, also taking the memory of the request's adapter. After an
-        `OutOfBlocksError`, the request holds no blocks and will be recomputed."""
+        """Calls `Preemption.admit`, and `Adapters.admit` around it if the request's adapter takes
+        memory of the pool; returns whether the request fits. After an `OutOfBlocksError` the
+        request holds no blocks, and will be recomputed."""
         admit = functools.partial(
             self.preemption.admit, request, max_chunk_tokens, num_reserved_blocks, is_alone
         )
@@ -160,8 +163,8 @@ class RequestQueue:
             raise
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
-        """Returns the error of a step that could schedule nothing because blocks for `request` are
-        missing: `NeverFitsError` if no other request holds any."""
+        """Returns the error of a step that schedules nothing because `request` needs more blocks
+        than are free: `NeverFitsError` if nothing else holds any."""
         blocks = self.preemption.blocks
         available = ""
         if blocks.num_total < sys.maxsize:

@@ -1,5 +1,5 @@
-"""What a step has scheduled so far, and how many tokens it may still schedule. Plain Python: no
-tensors, no policy."""
+"""The sequences that a step has scheduled so far, and the tokens that it may still schedule. Plain
+Python: no tensors, no policy."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from ..request import Request, Sequence
 
 @dataclass(slots=True)
 class Budget:
-    """Tokens that running requests may still get in a step."""
+    """How many tokens a step may still schedule for running requests."""
 
-    left: int  # of all kinds
-    chunks: int  # in chunks beside decodes
-    drafts: int  # in drafts
-    reserved: int = -1  # for later decodes; below 0 until the first chunk counts these
+    num_tokens: int  # in all
+    num_chunk_tokens: int  # in chunks beside decodes
+    num_draft_tokens: int  # in drafts
+    # tokens for decodes that are not scheduled yet; negative until the step's first chunk, which
+    # counts these decodes
+    num_reserved: int = -1
 
 
 @dataclass
 class Scheduled:
-    """The sequences scheduled so far, which become the step's plan."""
+    """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
-    has_parts: bool = False  # whether some of these have more tokens to compute
-    drafted: list[tuple[Sequence, int]] = field(default_factory=list)  # a last token and a draft
-    # chunks of prefill or recomputation
+    has_partial: bool = False  # whether some of `decodes` have more tokens to compute
+    # sequences with a draft, each with the number of its tokens: the last one and the draft
+    drafted: list[tuple[Sequence, int]] = field(default_factory=list)
+    # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
@@ -36,12 +39,12 @@ class Scheduled:
         return bool(self.decodes or self.drafted or self.chunks)
 
     def has_rows_of(self, request: Request) -> bool:
-        """Whether rows of this request are scheduled."""
+        """Whether a row of the request is scheduled."""
         return any(sequence.request is request for sequence in self.plan().sequences)
 
     def shares_forward(self, request: Request) -> bool:
-        """Whether all prefills of the step run in the forward that this prompt needs; then this
-        prompt, computed as a whole, may exceed the token budget."""
+        """Whether the request's prompt is computed as a whole, in the same forward as all chunks
+        scheduled so far; then it may exceed the token budget."""
         if request.inputs is None:
             return False
         for sequence, _ in self.chunks:
@@ -51,10 +54,11 @@ class Scheduled:
         return True
 
     def plan(self) -> StepPlan:
+        """Returns the step's plan: decodes, sequences with drafts, then chunks."""
         sequences = self.decodes
         counts = [1] * len(sequences)
         num_logits = counts
-        if self.has_parts:
+        if self.has_partial:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
         others = [*self.drafted, *self.chunks]
         if others:

@@ -1,5 +1,5 @@
-"""Schedules each step: which sequences run, with how many tokens. Plain Python: no tensors; blocks
-are allocated by `preemption.py`."""
+"""Schedules each step: which sequences run, with how many tokens. Leaves whole requests' blocks to
+`preemption.py`. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ ARRIVALS_PER_PRIORITY = 256.0  # a priority lower by 1 counts as this many arriv
 class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
-    preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). In the order of
-    `arrival + priority * arrivals_per_priority`, running requests get their tokens and may preempt
-    later requests; then waiting requests are admitted as long as the first of them fits."""
+    preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are
+    sorted by `arrival + priority * arrivals_per_priority`. In this order, running requests get
+    their tokens and may preempt later ones; then waiting requests are admitted until one does not
+    fit."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step
-    # limit of running sequences; exceeded only by a single large request, or to admit requests that
-    # running ones wait for
+    # running sequences; exceeded only by a single large request, or to admit requests that running
+    # ones wait for
     max_num_seqs: int
-    # limit of prefill tokens in a step with decodes; `None`: as many as fit into the step
+    # prefill tokens in a step with decodes; `None`: as many as fit into the step
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission leaves to running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
-    rope: Rope | None = None  # set if keys depend on the sequence's length
+    rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
-        self._chunks = self.preemption.chunks
-        # every running sequence must be able to decode in every step, with one prefill beside them
+        self._can_chunk = self.preemption.can_chunk
+        # so that every running sequence can decode in every step
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.queue = RequestQueue(self.preemption, self.arrivals_per_priority, self.adapters)
-        # the first waiting request, if this step had no room for it (`max_num_seqs` or blocks)
-        self._refused: Request | None = None
+        # the first waiting request, if `max_num_seqs` or a lack of blocks kept it out of this step
+        self._blocked_request: Request | None = None
         self._scheduled = Scheduled()
         self._is_committed = False  # whether the rows of the last step may have advanced
 
@@ -61,7 +62,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that do not run: new and preempted ones."""
+        """Number of new and preempted requests."""
         return len(self.queue.waiting)
 
     @property
@@ -69,37 +70,37 @@ class Scheduler:
         return bool(self.queue.running or self.queue.waiting)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests. Raises `OutOfBlocksError`, with none queued, if one can never fit."""
+        """Queues requests. Raises `OutOfBlocksError`, and queues none, if one can never fit."""
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:
             if self.rope is not None:
                 request.update_factors(self.rope)
             self.queue.add(request)
-            self.timeline.waits(request)
+            self.timeline.record_waiting(request)
 
     def schedule(self) -> StepPlan:
-        """Returns the next step, which `commit` or `fail_step` must end. Raises `OutOfBlocksError`,
-        with nothing scheduled, if others hold the blocks that the first request needs,
-        `NeverFitsError` if no other request holds any. After any other exception the caller must
-        `recover`."""
+        """Returns the plan of the next step, which `commit` or `fail_step` must end. Raises
+        `OutOfBlocksError`, with nothing scheduled, if the blocks that the first request needs are
+        held elsewhere, and `NeverFitsError` if no other request holds any. After any other
+        exception the caller must call `recover`."""
         self._is_committed = False
         self._scheduled = Scheduled()
         self._schedule(self._scheduled)
         plan = self._scheduled.plan()
         logger.debug("step %d computes %s", self.timeline.num_steps, plan)
-        self.timeline.stepped(plan)
+        self.timeline.record_step(plan)
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the step, whose K and V are in their blocks now. Rows that another
-        thread ended meanwhile have no blocks."""
+        """Advances the rows of the plan, whose K and V are now in their blocks. A row without
+        blocks was ended by another thread during the step."""
         self._is_committed = True
         self.blocks.index.end_step()
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
             if sequence.blocks is NO_BLOCKS:
                 continue
-            if sequence.draft:  # draft tokens are not accepted yet
+            if sequence.draft:  # draft tokens count only once they are accepted
                 count = 1
             sequence.num_computed_tokens = start + count
         if not plan.has_chunks:
@@ -107,64 +108,69 @@ class Scheduler:
         for sequence in plan.sequences[plan.num_decodes :]:
             request = sequence.request
             if request.inputs is not None:
-                # only now may others reuse its blocks
+                # only now may other requests reuse its blocks
                 self.blocks.register(
                     sequence.blocks,
                     sequence.keys,
                     sequence.num_computed_tokens,
                     request.namespace,
                 )
-            # frees window blocks that no token after the chunk attends to
+            # frees blocks that have left the window of every token after the chunk
             self.blocks.trim(sequence.blocks)
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
         self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
-        if self.preemption.waiting.awaited:
-            self.preemption.waiting.awaited.clear()
-        self._refused = None
+        if self.preemption.waiting_prompts.awaited:
+            self.preemption.waiting_prompts.awaited.clear()
+        self._blocked_request = None
         if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
                 if request.update_factors(self.rope):
-                    self._preempt(request, keeps_kv=False)
-                    # not for lack of blocks: this step may admit it again
+                    self._preempt(request, keep_kv=False)
+                    # it was not preempted for its blocks, so this step may admit it again
                     scheduled.preempted.pop()
-        left = self._continue_running()
+        num_tokens_left = self._continue_running()
         if self.queue.waiting and not scheduled.preempted:
-            self._admit(left)
+            self._admit(num_tokens_left)
         if self.queue.waiting and not scheduled:
             self._admit_first()
 
     def _admit_first(self) -> None:
-        """Admits the first waiting request when every running request waits for tokens that depend
-        on a request that does not run. Raises `OutOfBlocksError`."""
-        is_released = False
+        """Admits the first waiting request if nothing is scheduled although requests wait: the
+        running requests await tokens, which may depend on one that does not run. Preempts them if
+        their blocks are needed. Raises `OutOfBlocksError`."""
+        has_released = False
         while (first := self.queue.first_waiting) is not None:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
             latest_first = reversed(self.queue.running)
             may_run = self.queue.may_run
-            victims = (one for one in latest_first if one.is_computed or not may_run(one))
-            victim = next(victims, None)
+            idle_requests = (
+                request for request in latest_first if request.is_computed or not may_run(request)
+            )
+            victim = next(idle_requests, None)
             if victim is not None:
                 self._preempt(victim)
-            elif self._scheduled.preempted:  # the next step can use the blocks that it freed
+            elif self._scheduled.preempted:  # the next step can use the freed blocks
                 return
-            elif not is_released and self.blocks.memory.release_unused():
-                is_released = True
+            elif not has_released and self.blocks.memory.release_unused():
+                has_released = True
             else:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
     def _continue_running(self) -> int:
-        """Schedules tokens of running requests; returns the token budget left for prefills."""
+        """Schedules tokens of running requests; returns how many prefill tokens may be added."""
         scheduled = self._scheduled
         decodes = scheduled.decodes
-        left = self.max_num_batched_tokens
-        chunks = left if self.max_chunk_tokens is None else self.max_chunk_tokens
-        budget = Budget(left, chunks, drafts=left - self.queue.num_rows)
+        max_tokens = self.max_num_batched_tokens
+        max_chunk_tokens = self.max_chunk_tokens
+        if max_chunk_tokens is None:
+            max_chunk_tokens = max_tokens
+        budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
-        for request in self.queue.running:  # the body removes only this request or later ones
+        for request in self.queue.running:  # only this request or later ones can be removed
             if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
@@ -174,76 +180,77 @@ class Scheduler:
                     continue
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
-                # a fast path: the tail block has room and is not shared
-                if is_decode and num_tokens <= blocks.capacity and budget.left > 0:
+                # fast path: the tail block has a free slot and is not shared
+                if is_decode and num_tokens <= blocks.capacity and budget.num_tokens > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                    budget.left -= 1
-                    budget.reserved -= 1
+                    budget.num_tokens -= 1
+                    budget.num_reserved -= 1
                     continue
-                if not self._continue(request, sequence, budget):
-                    return budget.left
+                if not self._continue_row(request, sequence, budget):
+                    return budget.num_tokens
         if decodes or scheduled.drafted:
-            return min(budget.left, budget.chunks)
-        return budget.left
+            return min(budget.num_tokens, budget.num_chunk_tokens)
+        return budget.num_tokens
 
-    def _continue(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
+    def _continue_row(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
         """Schedules tokens of a running sequence that has a draft, needs a block or has several
         tokens to compute; returns whether later requests may get tokens."""
         scheduled = self._scheduled
         if sequence.num_to_compute == 1:
-            if budget.left <= 0:
+            if budget.num_tokens <= 0:
                 return False
-            budget.reserved -= 1
+            budget.num_reserved -= 1
             if sequence.draft:
-                num_drafted = sequence.append_draft(self.blocks, budget.drafts)
+                num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
                 if num_drafted:
                     scheduled.drafted.append((sequence, 1 + num_drafted))
-                    budget.drafts -= num_drafted
-                    budget.left -= 1 + num_drafted
+                    budget.num_draft_tokens -= num_drafted
+                    budget.num_tokens -= 1 + num_drafted
                     return True
-            limit = budget.left
+            limit = budget.num_tokens
         else:
             limit = self._chunk_limit(request, budget)
-        count = self._catch_up(request, sequence, limit)
-        budget.left -= count
+        count = self._schedule_tokens(request, sequence, limit)
+        budget.num_tokens -= count
         if count > 1:
-            budget.chunks -= count
+            budget.num_chunk_tokens -= count
         return request.status is Status.RUNNING
 
     def _chunk_limit(self, request: Request, budget: Budget) -> int:
-        """Returns how many tokens a running request's next chunk may have."""
+        """Returns the maximum number of tokens of a running request's next chunk."""
         scheduled = self._scheduled
         num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
-        if budget.reserved < 0:
+        if budget.num_reserved < 0:
             unfinished = (row for running in self.queue.running for row in running.open_sequences)
-            budget.reserved = sum(row.num_to_compute == 1 for row in unfinished)
-            budget.reserved -= num_scheduled
-        limit = budget.left
-        if num_scheduled or budget.reserved:
-            limit = min(budget.left - budget.reserved, budget.chunks)
+            budget.num_reserved = sum(row.num_to_compute == 1 for row in unfinished)
+            budget.num_reserved -= num_scheduled
+        limit = budget.num_tokens
+        if num_scheduled or budget.num_reserved:
+            limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
         first = self.queue.first_waiting
         if first is not None and first.key < request.key:
-            # leaves half of the budget to admit a waiting request that sorts before this one
+            # leaves half of the tokens to a waiting request that sorts before this one
             limit -= limit // 2
         return limit
 
-    def _catch_up(
+    def _schedule_tokens(
         self,
         request: Request,
         sequence: Sequence,
         limit: int,
         may_preempt: bool = True,
     ) -> int:
-        """Schedules up to `limit` tokens of `sequence`; returns how many. If blocks are short,
-        preempts later requests, then shrinks the chunk, then preempts `request` itself."""
+        """Schedules up to `limit` tokens of `sequence`; returns how many. If too few blocks are
+        free, preempts later requests, then shrinks the chunk, then preempts `request` itself;
+        without `may_preempt` only shrinks the chunk."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
-            count = min(count, self.preemption.num_until_shared(request, sequence))
+            count = min(count, self.preemption.num_before_fork(request, sequence))
         if count > 1:
-            count = self.preemption.limit(request, sequence, count)
+            count = self.preemption.limit_tokens(request, sequence, count)
         if not is_whole:
             count = min(limit, count)
         elif limit < count and not self._scheduled.shares_forward(request):
@@ -254,16 +261,16 @@ class Scheduler:
             sequence.blocks = self.blocks.new()
         num_computed = sequence.num_computed_tokens
         self.blocks.register(sequence.blocks, sequence.keys, num_computed, request.namespace)
-        skips = is_whole or not self._chunks
-        count = self._append(request, sequence, count, skips, may_preempt)
+        is_unchunked = is_whole or not self._can_chunk
+        count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
             return 0
-        if request.num_shared_tokens:  # no fast path past the end of the shared tokens
+        if request.num_shared_tokens:  # keeps the fast path from passing the shared tokens' end
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
-            self._add_chunk(request, sequence, count, skips)
+            self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.has_parts |= sequence.num_to_compute > 1
+            self._scheduled.has_partial |= sequence.num_to_compute > 1
             self._scheduled.decodes.append(sequence)
         return count
 
@@ -272,19 +279,20 @@ class Scheduler:
         request: Request,
         sequence: Sequence,
         count: int,
-        skips: bool,
+        is_unchunked: bool,
         may_preempt: bool,
     ) -> int:
-        """Appends up to `count` tokens to the sequence's blocks, preempting later requests if it
-        `may_preempt`; returns how many, 0 if blocks are short."""
-        can_shrink = self.blocks.has_windows and not skips
-        while not self.blocks.append(sequence.blocks, count, skips=skips):
+        """Appends up to `count` tokens to the sequence's blocks; returns how many, or 0 if too few
+        blocks are free. `is_unchunked`: the tokens must be computed in one step, and blocks that no
+        later token attends to are skipped. `may_preempt` as in `_schedule_tokens`."""
+        can_shrink = self.blocks.has_windows and not is_unchunked
+        while not self.blocks.append(sequence.blocks, count, skips=is_unchunked):
             if self.reclaim():
                 continue
             if may_preempt and self.queue.running[-1] is not request:
                 self._preempt(self.queue.running[-1])
             elif count > 1 and can_shrink:
-                count //= 2  # only with windows do fewer tokens need fewer blocks
+                count //= 2  # later chunks can reuse blocks that leave the windows
             else:
                 if may_preempt and not self._scheduled.has_rows_of(request):
                     self._preempt_last(request)
@@ -292,8 +300,8 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts the request that needs blocks, since no later one can give any. Raises
-        `OutOfBlocksError` if it has made no progress since it was last preempted alone."""
+        """Preempts `request`, which needs blocks, since no later request holds any. Raises
+        `OutOfBlocksError` if it has made no progress since it was last preempted while alone."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -303,31 +311,33 @@ class Scheduler:
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
         request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
-            # cached window blocks would keep their bytes
+            # caching its window blocks would keep their memory from other layers
             request.namespace = UNCACHED
 
-    def _add_chunk(self, request: Request, sequence: Sequence, count: int, skips: bool) -> None:
+    def _add_chunk(
+        self, request: Request, sequence: Sequence, count: int, is_unchunked: bool
+    ) -> None:
         blocks = sequence.blocks
         end = sequence.num_computed_tokens + count
         if blocks.stops:
             stops = [stop for stop in blocks.stops if stop >= end]
-            self.preemption.waiting.note_running(request, stops)
-        if not skips:
-            # later requests of this step may share the blocks, since each layer stores all K and V
-            # before attention
+            self.preemption.waiting_prompts.await_stops(request, stops)
+        if not is_unchunked:
+            # later requests in this step may share the blocks already, since each layer stores all
+            # K and V before attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
         self._scheduled.chunks.append((sequence, count))
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
-        """Allocates blocks for one more token of each sequence (all have their logits), if the next
-        step will contain exactly these decodes; `num_ending` other running sequences end before.
-        Returns `False` if a waiting request might be admitted, or if blocks are short."""
+        """Allocates blocks for one more token of each sequence, if the next step will be exactly
+        these decodes; `num_ending` other running sequences end before it. Returns `False` if the
+        next step may be another one, or if too few blocks are free."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False
         if self.queue.waiting:
-            if num_ending or self._refused is None:
+            if num_ending or self._blocked_request is None:
                 return False
-            if self._refused is not self.queue.first_waiting:
+            if self._blocked_request is not self.queue.first_waiting:
                 return False
         for sequence in sequences:
             blocks = sequence.blocks
@@ -341,89 +351,93 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, left: int, ignores_row_limit: bool = False) -> None:
-        """Admits waiting requests while there is room, except those that can soon begin after
-        tokens that this step computes for another request."""
+    def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
+        """Admits waiting requests while tokens, rows and blocks last. Postpones requests that can
+        soon begin after tokens that this step computes for another request."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
                 continue
             shares = self._scheduled.chunks and self._scheduled.shares_forward(request)
-            if left <= 0 and not shares:
+            if num_tokens_left <= 0 and not shares:
                 return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
             if not (is_alone or ignores_row_limit) and num_rows > self.max_num_seqs:
-                self._refused = request
+                self._blocked_request = request
                 return
-            if self.preemption.waiting.awaited and self.preemption.waiting.is_awaited(request):
+            waiting_prompts = self.preemption.waiting_prompts
+            if waiting_prompts.awaited and waiting_prompts.is_awaited(request):
                 num_postponed_rows += request.num_open_rows
                 continue
-            reserve = 0
+            num_reserved_blocks = 0
             if not is_alone:
-                reserve = int(self.watermark * self.blocks.num_total)
-            # a request alone may shrink its chunks to one token; a sequence computed as a whole
-            # skips blocks outside its windows
-            chunk = 1 if is_alone or not self._chunks else self.max_num_batched_tokens
-            while not self.queue.admit(request, chunk, reserve, is_alone):
+                num_reserved_blocks = int(self.watermark * self.blocks.num_total)
+            # as many blocks suffice as for chunks of one token: a request alone may shrink its
+            # chunks, and a sequence computed as a whole skips blocks outside its windows
+            chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
+            while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
-                    self._refused = request
+                    self._blocked_request = request
                     return
             self.queue.start(request)
-            num_left = left
+            num_tokens_before = num_tokens_left
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
-                    left -= self._catch_up(request, sequence, left, may_preempt=False)
-            if left == num_left:  # a single layer group is short of blocks
-                self._requeue(request, keeps_kv=True)
+                    num_tokens_left -= self._schedule_tokens(
+                        request, sequence, num_tokens_left, may_preempt=False
+                    )
+            if num_tokens_left == num_tokens_before:  # one of the layer groups lacks free blocks
+                self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)
 
-    def _wait(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         self.queue.enqueue(request)
-        self.timeline.waits(request)
+        self.timeline.record_waiting(request)
 
-    def _preempt(self, request: Request, keeps_kv: bool = True) -> None:
+    def _preempt(self, request: Request, keep_kv: bool = True) -> None:
         request.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
-        self._requeue(request, keeps_kv)
+        self._requeue(request, keep_kv)
 
     def reclaim(self) -> bool:
-        """Frees the drafter's blocks; returns whether there were any (`Drafter.reclaim`)."""
+        """Frees the drafter's blocks, if there is a drafter; returns whether it held any."""
         return self.drafter.instance is not None and self.drafter.instance.reclaim()
 
     def recompute(self) -> list[Request]:
-        """Between steps: drops the K/V of unfinished requests. Returns the requests that were
-        running, which are preempted now."""
+        """Called between steps: drops the K/V of all unfinished requests. Preempts the running ones
+        and returns them."""
         self._scheduled = Scheduled()
         for request in list(self.queue.running):
-            self._preempt(request, keeps_kv=False)
+            self._preempt(request, keep_kv=False)
         for request in self.queue.waiting:
             self.preemption.reset(request)
         return self._scheduled.preempted
 
-    def _requeue(self, request: Request, keeps_kv: bool = False) -> None:
-        """Moves a running request back to the waiting ones: with nothing computed or, with
-        `keeps_kv`, with the K/V that `Preemption.swap_out_or_free` keeps."""
+    def _requeue(self, request: Request, keep_kv: bool = False) -> None:
+        """Moves a running request back to the waiting ones. Drops its K/V, unless `keep_kv` leaves
+        that to `Preemption.swap_out_or_free`."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
             sequence.commit_draft(self.blocks)
         try:
-            release = self.preemption.swap_out_or_free if keeps_kv else self.preemption.reset
+            release = self.preemption.swap_out_or_free if keep_kv else self.preemption.reset
             release(request)
         finally:
-            self._wait(request)
+            self._enqueue(request)
 
     def fail_step(self) -> None:
-        """Undoes the last step: its forward raised, or, in a child process, the thread that took it
-        is gone, perhaps while it scheduled the step, or before it delivered the logits."""
+        """Undoes the last step: its forward raised an exception, or this is a child process, in
+        which the thread that took the step does not exist, and in which the step may be scheduled
+        in part, or computed without its logits being delivered."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
-        requeued = plan.admitted  # they may share blocks that other rows should have written
-        if self._is_committed:  # blocks may have left windows
+        requeued = plan.admitted  # may share blocks that other rows of the step did not write
+        if self._is_committed:  # blocks that left windows may be freed
             requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
         self._scheduled = Scheduled()
@@ -438,12 +452,12 @@ class Scheduler:
                 sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:
-        """After an exception that may have left anything half changed: the unfinished ones of these
-        requests, and no others, wait with nothing computed. The pools agree with the tables
-        already."""
+        """Called after an exception that may have left bookkeeping partly changed: the queue then
+        has the unfinished ones of `requests`, and no others, all waiting with nothing computed. The
+        caller has already made the pools match the tables."""
         requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
-        self._refused = None
+        self._blocked_request = None
         self._scheduled = Scheduled()
         for request in requests_to_reset:
             self.preemption.reset(request)
@@ -452,7 +466,7 @@ class Scheduler:
             if request in requests and not request.is_finished:
                 num_finished = sum(row.is_finished for row in request.sequences)
                 request.num_open_rows = request.num_rows - num_finished
-                self._wait(request)
+                self._enqueue(request)
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """Ends a sequence, and its request with the last one."""
@@ -466,14 +480,14 @@ class Scheduler:
         self.queue.end_row(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a request, running or waiting. Must not be called between `schedule` and the end of
+        """Ends a running or waiting request. Must not be called between `schedule` and the end of
         the forward."""
         if request.status is Status.FINISHED:
             return
-        # before its blocks are cached: releasing its adapter may evict cached blocks
+        # first, since releasing its adapter may evict cached blocks, but not those of this request
         self.queue.remove(request)
         request.status = Status.FINISHED
-        self.timeline.finished(request)
+        self.timeline.record_end(request)
         for sequence in request.open_sequences:
             self.preemption.end_sequence(sequence)
 

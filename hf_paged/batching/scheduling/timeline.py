@@ -1,5 +1,5 @@
-"""Records when each request was prefilled, decoded or waiting, as intervals of steps. Plain Python:
-no tensors, no pictures."""
+"""Records when each request was in prefill, in decode or waiting, as intervals of steps. Plain
+Python: no tensors, no pictures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from ...plan import StepPlan
 from ..request import Request, Status
 
-MAX_INTERVALS = 4096  # a request without preemption has three
+MAX_INTERVALS = 4096  # a request that is never preempted has three
 MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """What a request does over some steps. In the last three states it holds no blocks of the
+    """The state of a request during some steps. In the last three it holds no blocks of the
     pool."""
 
     PREFILL = "prefill"
@@ -31,67 +31,67 @@ class Activity(Enum):
 class Interval(NamedTuple):
     """Steps `[first_step, end_step)` in which a request had one activity."""
 
-    number: int  # the request's, in order of arrival, since ids may be reused
+    number: int  # of the request, in order of arrival: unlike ids, never reused
     request_id: Hashable
     activity: Activity
     first_step: int
     end_step: int
-    start: float  # seconds since the timeline was made
+    start: float  # seconds since the timeline was created
     end: float
-    is_last: bool  # the request ended here
+    is_last: bool  # whether the request ended with this interval
 
 
 class Verification(NamedTuple):
     """A step that verified a draft of a request."""
 
-    number: int  # the request's, as in `Interval`
+    number: int  # of the request, as in `Interval`
     step: int
-    start: float  # seconds since the timeline was made
+    start: float  # seconds since the timeline was created
     end: float
     num_draft_tokens: int
     num_accepted_tokens: int
 
 
 class Timeline:
-    """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, one open interval
-    for each unfinished request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
+    """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, the open interval of
+    each unfinished request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
         self.num_steps = 0  # scheduled so far
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
-        self._prefilling: set[Request] = set()  # in the last step
+        self._prefilling: set[Request] = set()  # requests in prefill in the last step
         self._num_requests = 0
         self._verifications: deque[Verification] = deque(maxlen=MAX_VERIFICATIONS)
         self._step_start = 0.0
         self._origin = time.perf_counter()
 
-    def waits(self, request: Request) -> None:
-        """Records that a request waits: it is new, or has just been preempted."""
+    def record_waiting(self, request: Request) -> None:
+        """Records that a request waits, since it is new or has just been preempted."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
         was_in_batch = previous is not None and previous.activity is not Activity.WAITING
         activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
         self._change(request, Activity.SWAPPED if request.is_swapped else activity)
 
-    def stepped(self, plan: StepPlan) -> None:
-        """Records the next step."""
+    def record_step(self, plan: StepPlan) -> None:
+        """Records the plan of a step that has just been scheduled."""
         if plan.admitted or self._prefilling or plan.has_chunks:
             chunks = plan.sequences[plan.num_decodes :]
             chunked = {sequence.request for sequence in chunks}
             counts = dict(zip(plan.sequences, plan.counts))
             for request in self._prefilling | chunked | set(plan.admitted):
-                if request.status is not Status.RUNNING:  # it was preempted again
+                if request.status is not Status.RUNNING:  # preempted in the same step
                     continue
                 previous = self._open[request].activity
-                # after this step
-                is_computed = all(
+                # whether the step computes all of its tokens
+                will_be_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
                 )
-                if request not in chunked and is_computed:
+                if request not in chunked and will_be_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # even without a chunk in this step: its next chunk is still to come
+                else:  # also between two chunks, in a step without one
                     was_preempted = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     activity = Activity.RECOMPUTE if was_preempted else Activity.PREFILL
                     self._change(request, activity)
@@ -99,7 +99,9 @@ class Timeline:
         self._step_start = self._now()
         self.num_steps += 1
 
-    def verified(self, request: Request, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def record_verification(
+        self, request: Request, num_draft_tokens: int, num_accepted_tokens: int
+    ) -> None:
         """Records that the last step verified a draft of this request."""
         if request in self._open:
             number = self._open[request].number
@@ -109,7 +111,8 @@ class Timeline:
                 Verification(number, step, self._step_start, self._now(), *counts)
             )
 
-    def finished(self, request: Request) -> None:
+    def record_end(self, request: Request) -> None:
+        """Records that a request has ended."""
         self._prefilling.discard(request)
         if request in self._open:
             self._close(request, is_last=True)

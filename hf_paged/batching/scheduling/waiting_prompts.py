@@ -1,5 +1,5 @@
-"""The prefixes that waiting prompts have in common, and where the prompts diverge. Plain Python: no
-tensors, no policy."""
+"""The common prefixes of waiting prompts, and where the prompts diverge. Plain Python: no tensors,
+no policy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..request import Request
 
 
 class WaitingPrompts:
-    """Counts, by namespace, the waiting prompts that begin with the same blocks of tokens; the last
-    token, whose logits are needed, does not count. The time of every operation depends on the
-    length of one prompt, not on the number of prompts."""
+    """Counts, for each namespace and prefix of full blocks, the waiting prompts that begin with it.
+    A prefix leaves out at least the prompt's last token, whose logits are needed. The time of each
+    operation depends on the length of one prompt, not on the number of prompts."""
 
     def __init__(self, block_size: int) -> None:
-        self._size = block_size
-        # by request, hashes of its prefixes of one block, of two, ...: kept because the request may
-        # change before it is discarded
+        self._block_size = block_size
+        # by request, the hashes of its prefixes of one block, of two, ...: stored, since the
+        # request may change before it is discarded
         self._prefixes: dict[Request, list[int]] = {}
-        self._counts: Counter[int] = Counter()  # number of requests by prefix
-        # prefixes that a running request computes, stopping at their ends; the scheduler clears the
-        # set before each step
+        self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
+        # hashes of the prefixes at whose ends the prefills of running requests will stop; the
+        # scheduler clears the set before each step
         self.awaited: set[int] = set()
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class WaitingPrompts:
 
     def add(self, request: Request) -> None:
         """Adds a request whose prompt has token ids only."""
-        prefixes = [prefix for _, prefix in self._blocks(request)]
+        prefixes = [prefix for _, prefix in self._hash_prefixes(request)]
         self._prefixes[request] = prefixes
         self._counts.update(prefixes)
 
@@ -42,31 +42,32 @@ class WaitingPrompts:
                 del self._counts[prefix]
 
     def divergences(self, request: Request) -> list[int]:
-        """Returns the numbers of tokens, in whole blocks, after which other waiting prompts diverge
-        from that of this waiting request; none if it was not added."""
+        """Returns the numbers of tokens, multiples of the block size, after which other waiting
+        prompts diverge from this request's; none if the request was not added."""
         counts = [self._counts[prefix] for prefix in self._prefixes.get(request, ())]
         divergences = []
-        for number, (count, next_count) in enumerate(pairwise([*counts, 1]), 1):
+        for num_blocks, (count, next_count) in enumerate(pairwise([*counts, 1]), 1):
             if next_count < count:
-                divergences.append(number * self._size)
+                divergences.append(num_blocks * self._block_size)
         return divergences
 
-    def note_running(self, request: Request, stops: Collection[int]) -> None:
-        """Notes that this step computes tokens of a running request, whose prefill stops at
-        `stops`."""
-        self.awaited.update(prefix for end, prefix in self._blocks(request) if end in stops)
+    def await_stops(self, request: Request, stops: Collection[int]) -> None:
+        """Records that this step computes tokens of a request whose prefill will stop after `stops`
+        tokens."""
+        self.awaited.update(prefix for end, prefix in self._hash_prefixes(request) if end in stops)
 
     def is_awaited(self, request: Request) -> bool:
-        """Whether this waiting request can begin at a stop that a running request reaches in this
-        step or a later one."""
+        """Whether this waiting request can begin at a stop that a running request will reach, in
+        this step or a later one."""
         return not self.awaited.isdisjoint(self._prefixes.get(request, ()))
 
-    def _blocks(self, request: Request) -> Iterator[tuple[int, int]]:
-        """Yields the number of tokens up to the end of each full block, and their hash. If the
-        hashes of two different prompts are equal, one may wait a step in vain."""
+    def _hash_prefixes(self, request: Request) -> Iterator[tuple[int, int]]:
+        """Yields the length of each prefix of full blocks, and its hash. If the hashes of different
+        prefixes collide, a request may wait for nothing, but computes nothing wrong."""
         token_ids = request.sequences[0].token_ids
         prefix: Hashable = request.namespace
-        for end in range(self._size, request.num_prompt_tokens, self._size):
-            block = tuple(token_ids[end - self._size : end])
+        size = self._block_size
+        for end in range(size, request.num_prompt_tokens, size):
+            block = tuple(token_ids[end - size : end])
             prefix = hash((prefix, block))
             yield end, prefix

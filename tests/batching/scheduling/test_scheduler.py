@@ -269,7 +269,7 @@ def test_prompts_that_await_another_let_others_pass() -> None:
     """With states, others can begin only behind a snapshot. They keep their seats and their
     turn."""
     groups = [PoolGroup(BlockPool(200)), PoolGroup(BlockPool(9), StateSpec())]
-    preemption = Preemption(manager_of(groups, SIZE), chunks=False)
+    preemption = Preemption(manager_of(groups, SIZE), can_chunk=False)
     scheduler = Scheduler(preemption, max_num_batched_tokens=1 << 40, max_num_seqs=4, watermark=0.0)
     common = list(range(102))
     for name, start in (("a", 0), ("b", 0), ("c", 1000), ("d", 0), ("e", 2000)):

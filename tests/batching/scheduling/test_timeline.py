@@ -28,17 +28,17 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
 def live(timeline: Timeline, name: str) -> None:
     """A request that arrives, is prefilled in one step, decodes in another and ends."""
     request = make_request(name)
-    timeline.waits(request)
+    timeline.record_waiting(request)
     request.status = Status.RUNNING
     step(timeline, [(request.sequences[0], 8)], admitted=[request])
     step(timeline)
-    timeline.finished(request)
+    timeline.record_end(request)
 
 
 def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
     """A step of these chunks."""
     plan = StepPlan.of(chunks)
-    timeline.stepped(
+    timeline.record_step(
         dataclasses.replace(plan, num_decodes=0, has_chunks=bool(chunks), admitted=admitted)
     )
     for sequence, count in chunks:
@@ -65,7 +65,7 @@ def test_a_request_without_trouble() -> None:
 def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
     timeline, request = Timeline(), make_request()
     [sequence] = request.sequences
-    timeline.waits(request)
+    timeline.record_waiting(request)
     request.status = Status.RUNNING
     step(timeline, [(sequence, 3)], admitted=[request])
     step(timeline)
@@ -76,9 +76,9 @@ def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
 
 def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     timeline, request = Timeline(), make_request()
-    timeline.waits(request)
+    timeline.record_waiting(request)
     for _ in range(5):
-        timeline.waits(request)
+        timeline.record_waiting(request)
         step(timeline, admitted=[request])
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
@@ -220,7 +220,7 @@ def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
 
 def test_steps_in_which_nothing_changes_leave_nothing() -> None:
     timeline, request = Timeline(), make_request()
-    timeline.waits(request)
+    timeline.record_waiting(request)
     request.status = Status.RUNNING
     step(timeline, [(request.sequences[0], 8)], admitted=[request])
     for _ in range(500):

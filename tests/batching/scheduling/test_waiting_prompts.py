@@ -67,11 +67,11 @@ def test_a_prompt_awaits_those_that_stop_where_it_can_begin() -> None:
         and prompts.divergences(other) == []
     )
     prompts.discard(first)
-    prompts.note_running(first, (16,))
+    prompts.await_stops(first, (16,))
     assert [prompts.is_awaited(each) for each in (second, third, shorter, stranger, other)] == [
         True
     ] * 2 + [False] * 3
-    prompts.note_running(first, (8, 16))
+    prompts.await_stops(first, (8, 16))
     assert prompts.is_awaited(shorter) and not prompts.is_awaited(stranger)
     prompts.awaited.clear()
     assert not prompts.is_awaited(second)

@@ -1,5 +1,5 @@
-"""Attention by a model's own code in a packed step: scores stay symbolic until they are multiplied
-by the values. The backends compute the result."""
+"""Attention by a model's own code in a packed step: its operations on keys and scores are recorded
+symbolically, until it multiplies by the values. The backends then compute the result."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from . import backends
 from .backends.reference import AttentionCall, pair
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-HIDDEN = -1e4  # a bias of this or less hides a key
+MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
 
 
 def with_key_len(step: StepMetadata) -> StepMetadata:
-    """Returns the packed step for a model with its own attention code, which gets as many keys as
-    the longest row has or, if only the device knows that, as the tables have room for. Raises
-    `NotPackable` if layers have a window, `NotCapturable` for recorded rows of several tokens."""
+    """Returns the packed step with the `key_len` that a model's own attention code sees: the length
+    of the longest row or, if only the device knows the lengths, the capacity of the block tables.
+    Raises `NotPackable` if layers have a window, `NotCapturable` for recorded rows of several
+    tokens."""
     if step.window is not None:
         raise NotPackable("its own attention code gets keys through a sliding window")
     if step.lengths is None:
         return dataclasses.replace(step, key_len=max(step.seq_lens))
     if step.query_len != 1:
-        raise NotCapturable("its own attention code would get chunks")
+        raise NotCapturable("its own attention code would get several queries of a row")
     return dataclasses.replace(step, key_len=step.block_tables.shape[1] * step.block_size)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Decorates a function that replaces the torch functions of these names if an argument is a
-    `DeferredTensor`."""
+    """Returns a decorator of the function that replaces the torch functions of these names if an
+    argument is a `DeferredTensor`."""
 
     def register(function: Function) -> Function:
         DeferredTensor.functions.update(dict.fromkeys(names, function))
@@ -48,13 +49,13 @@ def defer(*names: str) -> Callable[[Function], Function]:
 
 
 class Scores(DeferredTensor):
-    """`query @ key * scale + bias`, or its softmax over keys, `(1, heads, T, key_len)` or without
-    the first axis."""
+    """Symbolic scores `query @ key * scale + bias`, or their softmax over keys: `(1, heads, T,
+    key_len)`, or without the first axis."""
 
     query: Tensor  # (heads, T, dim)
     key: RowTensor
     scale: float
-    bias: Tensor | None  # three axes, broadcasts to (heads, T, key_len)
+    bias: Tensor | None  # with three axes that broadcast to (heads, T, key_len)
     is_softmax: bool
 
     @staticmethod
@@ -114,8 +115,8 @@ def _convert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Converts the nominal dtype; the computation is in float32 regardless."""
-    # arguments of `type_as`
+    """Changes the nominal dtype; attention is computed in float32 regardless."""
+    # `type_as` takes a tensor, possibly a deferred one
     args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
@@ -124,12 +125,12 @@ def _convert(
         dtype = args[0]
     else:
         empty = torch.empty(0, dtype=x.kind, device=x.device)
-        like = function(empty, *args, **kwargs)
-        if not isinstance(like, Tensor) or like.device != x.device:
-            raise NotPackable(f"{function.__name__} of packed keys, values or scores")
-        dtype = like.dtype
+        converted = function(empty, *args, **kwargs)
+        if not isinstance(converted, Tensor) or converted.device != x.device:
+            raise NotPackable(f"`{function.__name__}` is called on packed keys, values or scores")
+        dtype = converted.dtype
     if not dtype.is_floating_point:
-        raise NotPackable(f"packed keys, values or scores as {dtype}")
+        raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
     if dtype is x.kind:
         return x
     return x.replace(dtype=dtype)
@@ -144,7 +145,7 @@ def _dropout(
     inplace: bool = False,
 ) -> Any:
     if p and training:
-        raise NotPackable("attention weights are dropped at random")
+        raise NotPackable("dropout is applied to attention weights")
     return x
 
 
@@ -160,7 +161,7 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
         axes = [axis % ndim for axis in flat(dims)]
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if not isinstance(x, RowTensor) or axes != swapped:
-        raise NotPackable(f"axes of packed keys, values or scores in the order {axes}")
+        raise NotPackable(f"packed keys, values or scores are permuted to axes {axes}")
     return x.replace(is_transposed=not x.is_transposed)
 
 
@@ -170,10 +171,12 @@ def _view(function: Any, x: Any, *shape: Any) -> Any:
     requested = flat(shape)
     ndim = len(requested)
     sizes = (1, *x.sizes)[-ndim:]
-    # one length may be -1
+    # one size may be -1
     is_same = all(size in (-1, length) for size, length in zip(requested, sizes))
     if not is_same or ndim not in (3, 4) or len(sizes) != ndim or requested.count(-1) > 1:
-        raise NotPackable(f"packed keys, values or scores of shape {x.sizes} as {requested}")
+        raise NotPackable(
+            f"packed keys, values or scores of shape {x.sizes} are viewed as {requested}"
+        )
     if ndim == len(x.sizes):
         return x
     return x.replace(ndim=ndim)
@@ -192,7 +195,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     has_all_tokens = sizes[-2] == right.step.num_tokens
     has_groups = sizes[-3] % kv_heads == 0
     if not right.is_transposed or not has_all_tokens or not has_groups:
-        raise NotPackable(f"queries of shape {sizes} by keys of shape {right.sizes}")
+        raise NotPackable(f"queries of shape {sizes} are multiplied by keys of shape {right.sizes}")
     query = left
     if ndim != 3:
         query = left.view(sizes[1:])
@@ -254,17 +257,17 @@ def _masked_fill(
     mask: Tensor,
     value: float,
 ) -> Any:
-    if not isinstance(scores, Scores) or not value <= HIDDEN:
-        raise NotPackable("packed keys, values or scores are filled")
+    if not isinstance(scores, Scores) or not value <= MAX_HIDING_BIAS:
+        raise NotPackable(f"packed keys, values or scores are filled with {value}")
     return scores.add_bias(scores.key.step.plan(_bias_where, mask, True))
 
 
 @defer("max", "maximum", "clamp_min")
-def _at_least(function: Any, scores: Any, least: Any) -> Any:
-    """Ignores a lower bound of at most `HIDDEN`, which models use to replace `-inf`."""
+def _clamp_min(function: Any, scores: Any, minimum: Any) -> Any:
+    """Ignores a lower bound of at most `MAX_HIDING_BIAS`, with which models replace `-inf`."""
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
-    if not is_scores or not least <= HIDDEN:
-        raise NotPackable("packed keys, values or scores are bounded")
+    if not is_scores or not minimum <= MAX_HIDING_BIAS:
+        raise NotPackable(f"packed keys, values or scores are clamped to at least {minimum}")
     return scores
 
 
@@ -278,7 +281,7 @@ def _softmax(
 ) -> Any:
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or dim not in (-1, len(scores.sizes) - 1):
-        raise NotPackable("a softmax of packed keys or values")
+        raise NotPackable("a softmax of packed keys or values, or along another axis than the last")
     return scores.replace(is_softmax=True, dtype=kwargs.get("dtype") or scores.kind)
 
 
@@ -311,7 +314,8 @@ def _sdpa(
 
 
 def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
-    """Returns the bias with three axes; `None` if it is only a causal mask."""
+    """Returns `added`, a tensor that the model adds to scores, with three axes; `None` if it is
+    just a causal mask, which the backends apply themselves."""
     ndim = added.dim()
     if ndim > 4 or (ndim == 4 and added.shape[0] != 1):
         raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
@@ -322,21 +326,21 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     num_tokens = step.num_tokens
     is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
     if is_whole and step.lengths is None:  # a recorded step must not read the mask
-        agrees = torch.where(step.plan(_past), added == 0, added <= HIDDEN)
-        if bool(agrees.all()):
+        is_causal = torch.where(step.plan(_is_past), added == 0, added <= MAX_HIDING_BIAS)
+        if bool(is_causal.all()):
             return None
     return added
 
 
 def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
-    """Returns `_bias` of a boolean mask."""
+    """Returns the `_bias` of a boolean mask, which hides keys where it is `hides`."""
     hidden = mask if hides else ~mask
     added = torch.zeros(mask.shape, device=mask.device)
     return _bias(step, added.masked_fill_(hidden, -math.inf))
 
 
-def _past(step: StepMetadata) -> Tensor:
-    """Returns `(T, key_len)`: whether a key's position is at or before the token's."""
+def _is_past(step: StepMetadata) -> Tensor:
+    """Returns a mask `(T, key_len)` bool of the keys at or before each token's position."""
     positions: list[int] = []
     for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):
         positions.extend(range(seq_len - (end - start), seq_len))
@@ -349,7 +353,8 @@ def _past(step: StepMetadata) -> Tensor:
 
 
 def _attend(weights: Scores, value: RowTensor) -> Tensor:
-    """Multiplies the weights by the values: `([1,] heads, T, value_dim)`."""
+    """Computes the attention of `weights`, a softmax of scores, over the values: `([1,] heads, T,
+    value_dim)`, in the nominal dtype of the values."""
     key = weights.key
     step = key.step
     is_value = isinstance(value, RowTensor) and not value.is_transposed
@@ -365,9 +370,9 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
         output = backends.attend(call._replace(bias=bias[None]))
     else:
         outputs = []
-        for at, rows in step.plan(row_groups):
-            rows_bias = bias[:, at].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
-            rows_call = call._replace(query=query[at], step=rows, bias=rows_bias)
+        for tokens, rows in step.plan(row_groups):
+            rows_bias = bias[:, tokens].unflatten(1, (rows.num_rows, -1)).transpose(0, 1)
+            rows_call = call._replace(query=query[tokens], step=rows, bias=rows_bias)
             outputs.append(backends.attend(rows_call))
         output = torch.cat(outputs)
     output = output.transpose(0, 1).to(value.kind)

@@ -1,5 +1,5 @@
 """The functions that transformers calls: the attention and mask interfaces of `"hf_paged"`. The
-backends compute attention, `attention.masks` interprets masks."""
+backends compute attention; `attention.masks` interprets masks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .masks import (
 )
 from .observers import attention_observer
 
-# A row with more queries is a prefill chunk, for which gathering once and calling sdpa takes less
-# than 3% longer.
+# Queries per row of attention that reads blocks in place. A row with more is a prefill chunk, for
+# which gathering once and calling sdpa takes less than 3% longer.
 MAX_IN_PLACE_QUERIES = 16
 
-# scale, softcap, sinks, position bias
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
+"""Scale, softcap, sinks and position bias."""
 
 
 def register() -> None:
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def forget() -> None:
-    """Undoes `register`. Running calls continue."""
+    """Undoes `register`. Calls in progress continue to use our functions."""
     switch.forget_when_unused(_register)
 
 
@@ -57,19 +57,19 @@ def _register() -> None:
 def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of
     `transformers.masking_utils.sdpa_mask` by name. Returns a [`PagedMask`] if transformers' own
-    functions make the mask and its pattern is known, else the mask of the model's own
-    implementation. The latter is built here: it may use `torch.vmap`, which cannot run inside the
-    operation that first reads a symbolic mask."""
+    functions build the mask and its pattern is supported, else the mask of the model's own
+    implementation. The latter is not deferred: building it may use `torch.vmap`, which cannot run
+    inside the operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
-    make = compat.mask_function(implementation)
+    make_mask = compat.mask_function(implementation)
     pattern = None
-    if make in switch.STOCK_MASKS:
+    if make_mask in switch.STOCK_MASKS:
         mask_function = arguments.get("mask_function", causal_mask_function)
         pattern = parse(mask_function)
     if pattern is None:
-        if make is None:
+        if make_mask is None:
             return None
-        return make(**arguments)
+        return make_mask(**arguments)
     mask = PagedMask(arguments, implementation, pattern)
     observe = mask_observer.get()
     if observe:
@@ -86,12 +86,13 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
-    to `(batch, query_len, heads, value_dim)`, under autocast in its dtype, and returns attention
-    weights if the model's own implementation does. Keys and values that are handles of a
-    [`PagedCache`] are read in place if that gives the same result as the model's implementation;
-    else this calls it with ordinary tensors. `attention_mask`: a [`PagedMask`] or a mask for the
-    model's implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`,
-    `s_aux`, `position_bias`, ...).
+    to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in its
+    dtype; also returns attention weights if the model's own implementation does. Keys and values
+    that are handles of a [`PagedCache`] are read in place if that gives the same result as the
+    model's implementation; otherwise this is called with ordinary tensors. `attention_mask`: a
+    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
+    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a
+    packed step needs features that the backends lack.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -106,15 +107,16 @@ def _paged_attention(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    absorbed: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
+    # the queries, blocks and function of the output with which the call can run in place
+    in_place: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, LatentTensor)
     if (is_pair or is_latent) and key.step.columns is None:
         return _packed(module, query, key, value, mask, kwargs), None
     if is_latent:
-        absorbed = key.absorb(query, value)
+        in_place = key.absorb(query, value)
     elif is_pair and key.fresh is None:
-        absorbed = query, pair(key, value), None
+        in_place = query, pair(key, value), None
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -122,8 +124,8 @@ def _paged_attention(
     if observe is not None:
         sizes = (query.shape[0], query.shape[2], key.shape[2])
         observe(sizes, mask, bool(is_causal))
-    if absorbed is not None:
-        in_place_query, blocks, expand = absorbed
+    if in_place is not None:
+        in_place_query, blocks, expand = in_place
         features = _features(module, in_place_query, key.step, kwargs)
         output = _in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
         if output is not None:
@@ -154,14 +156,14 @@ def _packed(
     mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of a packed step. Raises `NotPackable` if it cannot be computed, since there is no
-    fallback."""
+    """Attention of a packed step. Raises `NotPackable` if the backends cannot compute it, since the
+    model's own implementation cannot either."""
     step = key.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
         raise NotPackable(
-            f"{type(module).__name__} uses attention features other than softcap and sinks, such as"
-            " dropout"
+            f"{type(module).__name__} uses attention features other than softcap and sinks, for"
+            " instance dropout"
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(
@@ -170,14 +172,14 @@ def _packed(
     metadata = step.plan(packed_step, mask)
     if isinstance(key, LatentTensor):
         if not key.pairs_with(value):
-            raise NotPackable("values and keys of different latents")
+            raise NotPackable("keys and values come from different latents")
         return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if metadata.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
-    # for one token, `squeeze` saves a view
+    # for a single token, `squeeze` saves an operation
     if step.num_tokens == 1:
         query = query.squeeze(2)
     else:
@@ -194,8 +196,8 @@ def _in_place(
     is_causal: bool,
     features: Features | None,
 ) -> Tensor | None:
-    """Attention through the block tables; `None` if gathering is faster, or if the call needs a
-    dense mask or other features."""
+    """Attention that reads blocks through the block tables; `None` if gathering is faster, or if
+    the call needs a dense mask or unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES:
         return None
@@ -208,7 +210,9 @@ def _in_place(
         if step.has_padding or step.columns is None:
             return None
         if step.lengths is not None and step.window is not None:
-            raise NotCapturable("a bias of positions in a window, whose first only a device has")
+            raise NotCapturable(
+                "a position bias in a window, whose first position only the device knows"
+            )
         position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
         bias = position_bias if bias is None else bias + position_bias
@@ -225,19 +229,19 @@ def _features(
     step: StepMetadata,
     kwargs: dict[str, Any],
 ) -> Features | None:
-    """Returns the features that the model's own implementation would apply; `None` if it applies
-    others, or a gradient is required."""
+    """Returns the features that the model's own implementation would apply; `None` if it would
+    apply others, such as dropout, or if a gradient is required."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # cached per step for all layers of one class and config, since reading the config takes a
     # microsecond
     config = getattr(module, "config", None)
-    functions = step.plan(_no_functions)
+    functions = step.plan(_new_functions)
     cls = type(module)
-    kind = (cls, id(config))
-    if kind not in functions:
-        functions[kind] = switch.stock_function(cls, switch.model_attention(config, cls))
-    function = functions[kind]
+    key = (cls, id(config))
+    if key not in functions:
+        functions[key] = switch.stock_function(cls, switch.model_attention(config, cls))
+    function = functions[key]
     if function is None:
         return None
     softcap = kwargs.get("softcap")
@@ -248,13 +252,13 @@ def _features(
             return None
         sinks = None
     elif function not in switch.STOCK_FUNCTIONS:  # the eager function of a model's file
-        used = switch.eager_features(function)
-        if used is None:
+        eager_features = switch.eager_features(function)
+        if eager_features is None:
             return None
-        if "softcap" not in used:
+        if "softcap" not in eager_features:
             softcap = None
-        sinks = getattr(module, "sinks", None) if "sinks" in used else None
-        if "position_bias" not in used:
+        sinks = getattr(module, "sinks", None) if "sinks" in eager_features else None
+        if "position_bias" not in eager_features:
             bias = None
     scaling = kwargs.get("scaling")
     if scaling is None:
@@ -262,7 +266,7 @@ def _features(
     return scaling, softcap, sinks, bias
 
 
-def _no_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
+def _new_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
     return {}
 
 
@@ -275,8 +279,8 @@ def sdpa_on_handles(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of handles, for models whose config is not switched, such as
-    in a user's decoding loop."""
+    """`scaled_dot_product_attention` of handles, for models whose config is not switched, for
+    instance in a user's own decoding loop."""
     needs_grad = query.requires_grad and torch.is_grad_enabled()
     is_plain = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)

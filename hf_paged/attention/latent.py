@@ -22,18 +22,18 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Rows of a packed step with up to this many queries absorb the expansion. A row with more is a
-prompt, whose latents are expanded once for all its queries."""
+"""Queries per row of a packed step that absorb the expansion. A row with more is a prompt, whose
+latents are expanded once for all of its queries."""
 
 
 @dataclasses.dataclass(eq=False)
 class Expansion:
-    """The keys and values that the layer `module` would expand from its latents, by `expand`."""
+    """The keys and values that an MLA layer would expand from its latents."""
 
-    module: Any
-    latent: PagedTensor
-    rotary: PagedTensor
-    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    module: Any  # the layer
+    latent: PagedTensor  # (batch, 1, length, rank)
+    rotary: PagedTensor  # rotary keys, (batch, 1, length, rope_dim)
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the layer's own code
 
     @functools.cached_property
     def states(self) -> tuple[Tensor, Tensor]:
@@ -48,11 +48,11 @@ class LatentTensor(LazyTensor):
 
     step: StepMetadata
     expansion: Expansion
-    which: int
+    index: int
 
     @staticmethod
-    def __new__(cls, expansion: Expansion, which: int) -> LatentTensor:
-        """`which`: 0 for keys, 1 for values, as in `expansion.states`."""
+    def __new__(cls, expansion: Expansion, index: int) -> LatentTensor:
+        """`index`: 0 for keys, 1 for values, as in `expansion.states`."""
         module = expansion.module
         latent = expansion.latent
         batch, _, length, _ = latent.shape
@@ -62,37 +62,38 @@ class LatentTensor(LazyTensor):
         heads = module.kv_b_proj.weight.shape[0] // (nope + value_dim)
         tensor = Tensor._make_wrapper_subclass(
             cls,
-            (batch, heads, length, dims[which]),
+            (batch, heads, length, dims[index]),
             dtype=latent.dtype,
             device=latent.device,
         )
         tensor.step = latent.step
         tensor.expansion = expansion
-        tensor.which = which
+        tensor.index = index
         return tensor
 
     def dense(self) -> Tensor:
         """Returns the expanded keys or values, contiguous."""
-        return self.expansion.states[self.which].contiguous()
+        return self.expansion.states[self.index].contiguous()
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
 
     def pairs_with(self, value: Tensor) -> bool:
-        """Whether these keys and `value` come from the same expansion."""
+        """Whether these are the keys, and `value` the values, of one expansion."""
         return (
             isinstance(value, LatentTensor)
             and value.expansion is self.expansion
-            and value.which > self.which
+            and value.index > self.index
         )
 
     def absorb(
         self, query: Tensor, value: Tensor
     ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Returns queries of width `rank + rope_dim`, blocks of that width that serve as both keys
-        and values, and the function that maps the output `(batch, query_len, heads, rank +
-        rope_dim)` to `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in
-        memory, or `value` comes from another expansion."""
+        """Returns the attention over latents that replaces this one: its queries `(batch, heads,
+        query_len, rank + rope_dim)`, the blocks of that width that serve as both keys and values,
+        and the function that maps its output `(batch, query_len, heads, rank + rope_dim)` to
+        `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in memory, or if
+        `value` comes from another expansion."""
         module = self.expansion.module
         latent = self.expansion.latent
         rotary = self.expansion.rotary
@@ -111,9 +112,9 @@ class LatentTensor(LazyTensor):
         in_latents = torch.matmul(query[..., :nope], weight[:, :nope])
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
 
-        def expand(x: Tensor) -> Tensor:
+        def expand(output: Tensor) -> Tensor:
             self.step.counters.latent += 1
-            return torch.einsum("bqhr,hvr->bqhv", x[..., :rank], values)
+            return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], values)
 
         return query, layer.latents, expand
 
@@ -130,56 +131,58 @@ def attend_packed(
 ) -> Tensor:
     """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`.
     Leading rows of few queries absorb the expansion. For the other rows, all latents, including
-    cached ones, are expanded into blocks of keys and values, for this layer only. `features`:
-    scale, softcap and sinks of an `AttentionCall`."""
-    near, far = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
-    num_near = 0
+    cached ones, are expanded into temporary blocks of keys and values. `features`: scale, softcap
+    and sinks of an `AttentionCall`."""
+    short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
+    num_absorbed = 0
     outputs = []
-    if near is not None:
-        absorbed = key.absorb(query[:, :, : near.num_tokens], value)
+    if short_rows is not None:
+        absorbed = key.absorb(query[:, :, : short_rows.num_tokens], value)
         if absorbed is None:
-            far = step
+            long_rows = step
         else:
-            near_query, latents, expand = absorbed
-            num_near = near.num_tokens
-            call = AttentionCall(near_query[0].transpose(0, 1), latents, near, *features)
+            short_query, latents, expand = absorbed
+            num_absorbed = short_rows.num_tokens
+            call = AttentionCall(short_query[0].transpose(0, 1), latents, short_rows, *features)
             output = backends.attend(call).unsqueeze(0)
             outputs.append(expand(output)[0])
-    if far is not None:
+    if long_rows is not None:
         expansion = key.expansion
-        rows, blocks = far.plan(_to_expand)
+        rows, blocks = long_rows.plan(_expanded_tables)
         states = []
         for source in (expansion.latent, expansion.rotary):
             state = quantized.read(source.blocks, blocks, source.dtype)
             states.append(state.flatten(0, 2)[None, None])
         expanded = []
-        for x in expansion.expand(*states):
-            x = x[0].contiguous().unflatten(1, (-1, step.block_size))
-            expanded.append(x.transpose(0, 1))  # (blocks, heads, block_size, dim)
-        far_query = query[0, :, num_near:].transpose(0, 1)
-        far_blocks = KVBlocks(tuple(expanded), *expanded)
-        call = AttentionCall(far_query, far_blocks, rows, *features)
+        for state in expansion.expand(*states):
+            state = state[0].contiguous().unflatten(1, (-1, step.block_size))
+            expanded.append(state.transpose(0, 1))  # (blocks, heads, block_size, dim)
+        long_query = query[0, :, num_absorbed:].transpose(0, 1)
+        expanded_blocks = KVBlocks(tuple(expanded), *expanded)
+        call = AttentionCall(long_query, expanded_blocks, rows, *features)
         outputs.append(backends.attend(call))
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
 
 
-def _to_expand(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
-    """Returns the step with tables that number new blocks row by row, and the ids of the original
-    blocks."""
+def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
+    """Returns the step with tables of the expanded blocks, which are numbered row by row, and the
+    ids of the original blocks in that order. Raises `NotCapturable` if only the device knows the
+    lengths."""
     if step.lengths is not None:
         raise NotCapturable(
-            "latents of many queries are expanded, as many as their rows have tokens"
+            "the latents of rows with many queries are expanded, and their number depends on the"
+            " rows' lengths"
         )
     size = step.block_size
     counts = [-(-seq_len // size) for seq_len in step.seq_lens]
     blocks = torch.cat([table[:count] for table, count in zip(step.block_tables, counts)])
     device = blocks.device
-    begins = list(itertools.accumulate(counts[:-1], initial=0))
-    firsts = torch.tensor(begins, dtype=torch.int32, device=device)
+    first_ids = list(itertools.accumulate(counts[:-1], initial=0))
+    first_column = torch.tensor(first_ids, dtype=torch.int32, device=device)[:, None]
     columns = torch.arange(max(counts), dtype=torch.int32, device=device)
-    tables = firsts[:, None] + columns
+    tables = first_column + columns
     return dataclasses.replace(step, block_tables=tables, block_ids=()), blocks
 
 
@@ -187,7 +190,8 @@ def _to_expand(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
 
 
 def can_absorb(module: nn.Module) -> bool:
-    """Whether the layer's expansion is one plain matrix product, which can be absorbed."""
+    """Whether the layer's expansion is a single plain matrix product, so that it can be
+    absorbed."""
     projection: Any = getattr(module, "kv_b_proj", None)
     if type(projection) is not nn.Linear:
         return False
@@ -202,7 +206,7 @@ def can_absorb(module: nn.Module) -> bool:
         type(projection.weight) is nn.Parameter  # not quantized
         and projection.bias is None
         and "forward" not in vars(projection)
-        and not any(hooks)  # hooks see inputs and outputs, which absorption does not compute
+        and not any(hooks)  # hooks get inputs and outputs, which absorption does not compute
         and all(hasattr(module, dim) for dim in dims)
     )
 
@@ -211,8 +215,8 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Makes `expand_kv(latent, rotary)` of the modules' classes lazy for handles, if its code is
-    transformers' own. `unwrap_expansions` undoes this."""
+    """Replaces the `expand_kv(latent, rotary)` of the modules' classes, if it is transformers' own
+    code, by functions that return `LatentTensor`s for handles. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
     for cls in classes:
         original = vars(cls).get("expand_kv")
@@ -232,9 +236,9 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         is_pair = isinstance(kv_nope, PagedTensor) and isinstance(k_rot, PagedTensor)
-        is_read = is_pair and (kv_nope.fresh is None or kv_nope.step.columns is None)
-        is_lazy = is_read and not args and not kwargs
-        if not is_lazy or not can_absorb(self) or torch.is_grad_enabled():
+        reads_blocks = is_pair and (kv_nope.fresh is None or kv_nope.step.columns is None)
+        can_defer = reads_blocks and not args and not kwargs
+        if not can_defer or not can_absorb(self) or torch.is_grad_enabled():
             return original(self, kv_nope, k_rot, *args, **kwargs)
         expand = functools.partial(original, self)
         expansion = Expansion(self, kv_nope, k_rot, expand)

@@ -1,5 +1,5 @@
-"""Attention masks that stay symbolic until code reads the numbers, and their effect on each row of
-a step. Kernels decide how to apply them."""
+"""Attention masks that stay symbolic until code reads their numbers, and their effect on each row
+of a step. Kernels decide how to apply them."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Called with every mask made in this context: shows a call which leading positions its model treats
-# as padding.
+# Called with every mask that is made in this context; tells a call which leading positions its
+# model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first position of each row's range of keys, and its end."""
+"""The first position of each row's range of keys, and the end of each row's range."""
 
 
 class MaskPattern(NamedTuple):
     """The parameters of a mask function."""
 
-    causal: bool  # a query sees keys up to its position
-    window: int | None = None  # at most this number of tokens, including itself
-    # only those in its chunk of this length, counted from the row's first real token
+    causal: bool  # a query sees only keys up to its position
+    window: int | None = None  # it sees at most this many tokens, including itself
+    # it sees only tokens of its chunk of this length, counted from the row's first real token
     chunk: int | None = None
 
 
 def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
-    """Returns the pattern of a mask function made by `transformers.masking_utils`; `None` for any
-    other."""
+    """Returns the pattern of a causal, sliding-window, chunked or bidirectional mask function of
+    `transformers.masking_utils`; `None` for any other."""
     is_causal = mask_function is causal_mask_function
     if is_causal or mask_function is bidirectional_mask_function:
         return MaskPattern(causal=is_causal)
@@ -58,8 +58,8 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the function in `transformers.masking_utils` that made this one (`""` if
-    none did), and its closure."""
+    """Returns the name of the function in `transformers.masking_utils` that made this one, and its
+    closure by name; `""` if none did."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -67,19 +67,19 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     return maker, dict(zip(function.__code__.co_freevars, values))
 
 
-# options of mask interfaces: return a mask even if it hides nothing
-_WHOLE = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+# options of mask interfaces that return a mask even if it hides nothing
+_NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 class PagedMask(LazyTensor):
-    """The mask `(batch, 1, query_length, kv_length)` of a mask function with a `MaskPattern`, which
-    our attention function reads. A slice of the last queries is symbolic, too; other operations get
-    the dense mask of the model's own implementation (`model_attention`)."""
+    """The symbolic mask `(batch, 1, query_length, kv_length)` of a mask function with a
+    `MaskPattern`, which our attention function reads. A slice of the last queries is symbolic, too;
+    other operations get the dense mask of the model's own implementation (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
     pattern: MaskPattern
-    _resolved: dict[object, Any]  # results of `resolve`
+    _resolved: dict[object, Any]  # results of `resolve`, by its arguments
 
     @staticmethod
     def __new__(
@@ -88,8 +88,8 @@ class PagedMask(LazyTensor):
         model_attention: str,
         pattern: MaskPattern,
     ) -> PagedMask:
-        """`arguments`: those that transformers passed to the mask interface, including a mask
-        function of this pattern."""
+        """`arguments`: the arguments that transformers passed to the mask interface, including a
+        mask function of this pattern."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         dtype = arguments.get("dtype", torch.float32)
         if model_attention == "sdpa":
@@ -130,7 +130,7 @@ class PagedMask(LazyTensor):
         step: int = 1,
     ) -> PagedMask | None:
         """Returns the mask of the indices `start:end:step` on an axis; `None` unless these are all
-        of them, or the last queries."""
+        indices, or the last queries."""
         size = self.shape[dim]
         first, last, stride = slice(start, end, step).indices(size)
         are_last_queries = dim % self.dim() == 2 and first < size
@@ -144,24 +144,24 @@ class PagedMask(LazyTensor):
         return PagedMask(arguments, self.model_attention, self.pattern)
 
     def resolve(self, implementation: str, **options: bool) -> Any:
-        """Returns the mask of `implementation`'s mask interface for the same arguments and these
-        options (for sdpa it may be `None`)."""
+        """Returns the mask that the mask interface of `implementation` makes from the same
+        arguments and these options; it may be `None` for sdpa."""
         key = (implementation, *options)
         if key not in self._resolved:
-            make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-            self._resolved[key] = make(**{**self.arguments, **options})
+            make_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+            self._resolved[key] = make_mask(**{**self.arguments, **options})
         return self._resolved[key]
 
     def dense(self) -> Tensor:
         """Returns the dense mask, in the format of the model's own implementation."""
         implementation = "eager" if self.model_attention == "eager" else "sdpa"
-        mask: Tensor = self.resolve(implementation, **_WHOLE)
+        mask: Tensor = self.resolve(implementation, **_NO_SKIP)
         return mask.expand(self.shape)
 
     @functools.cached_property
     def visible_columns(self) -> Columns | None:
-        """The key positions in the padded batch that the 2D padding mask shows; `None` if they are
-        not contiguous in a row."""
+        """The columns of the padded batch that the 2D padding mask shows; `None` if they are not
+        contiguous in every row."""
         arguments = self.arguments
         return padding_columns(
             arguments.get("attention_mask"),
@@ -175,14 +175,15 @@ def padding_columns(
     batch_size: int,
     length: int,
 ) -> Columns | None:
-    """Returns the range of ones in the first `length` columns of each row of a `(batch, any)` mask,
-    which has zeros past its end; `None` if a row is not zeros, ones, zeros."""
+    """Returns the range of ones in the first `length` columns of each row of a mask `(batch or 1,
+    any length)`, in which missing columns count as zeros. Without a mask, returns whole rows.
+    `None` if the ones of a row are not contiguous."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].bool().cpu()
     if not mask.shape[1]:
         return None
-    # a byte per column: searching bytes is faster than a tensor op
+    # one byte per column, since searching bytes is faster than tensor operations
     rows = [row.tobytes() for row in mask.numpy()]
     firsts = tuple(max(0, row.find(1)) for row in rows)
     ends = tuple(row.rfind(1) + 1 for row in rows)
@@ -198,8 +199,8 @@ def padding_columns(
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Applies the window or chunks of the mask to a packed step. Raises `NotPackable` if the mask
-    is not causal, hides other tokens, or shows tokens whose blocks the layer group has freed."""
+    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` if the mask is
+    not causal, hides other tokens, or shows tokens whose blocks the layer group may have freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
@@ -213,16 +214,18 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     offset = mask.arguments.get("kv_offset", 0)
     if mask.shape != (1, 1, num_tokens, num_tokens) or offset:
         raise NotPackable(
-            f"the attention mask was made for other sizes than 1 x {num_tokens} tokens:"
-            f" {tuple(mask.shape)} from key {offset} on"
+            f"the attention mask was made for other sizes than {num_tokens} tokens in one row: its"
+            f" shape is {tuple(mask.shape)}, and its first key is {offset}"
         )
     if mask.visible_columns != ((0,), (num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
-    most = pattern.window if pattern.chunk is None else pattern.chunk
-    if step.window is not None and (most is None or most > step.window):
-        raise NotPackable(f"the mask's window is {most}, but the cache keeps {step.window} tokens")
+    max_visible = pattern.window if pattern.chunk is None else pattern.chunk
+    if step.window is not None and (max_visible is None or max_visible > step.window):
+        raise NotPackable(
+            f"the mask's window is {max_visible}, but the cache keeps {step.window} tokens"
+        )
     cascade = None
-    if pattern.window == step.window:  # else the cascade was planned for another window
+    if pattern.window == step.window:  # a cascade is planned for the step's window
         cascade = step.cascade
     step = dataclasses.replace(step, window=pattern.window, cascade=cascade)
     if pattern.chunk is None:
@@ -231,12 +234,13 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 
 
 def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
-    """Limits a packed step's queries to chunks of `size` positions of their sequence: a row with
-    queries in several chunks becomes one row per chunk, on the same block table."""
+    """Returns a packed step whose queries see only their chunk of `size` positions of the sequence:
+    a row with queries in several chunks becomes one row per chunk, with the same block table."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(
-                "queries of one row see several chunks of its tokens, which only the host counts"
+                "the queries of a row may be in several chunks of its tokens, and only the host can"
+                " count these"
             )
         seq_lens, _, _, origins = step.lengths
         assert origins is not None
@@ -281,8 +285,9 @@ def rectangle_step(
     is_causal: bool,
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
-    """Returns a step of rows with equally many queries and an additive bias (in table coordinates)
-    that together equal `mask`; `None` if only a dense mask does."""
+    """Returns a step of rows with equally many queries, and an additive bias in table coordinates,
+    that together have the effect of `mask`; `None` if only a dense mask has it. Raises
+    `NotCapturable` if the step is recorded and needs more than its lengths."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -294,8 +299,8 @@ def rectangle_step(
         return _build(step, query_len, mask.pattern, visible, device), None
     bias = None
     if mask is None:
-        # without a mask, implementations attend to all keys, except that several queries may be
-        # causal
+        # without a mask, implementations attend to all keys, or causally if there are several
+        # queries
         if (is_causal and query_len > 1) or step.has_padding:
             return None
     else:
@@ -311,23 +316,24 @@ def rectangle_step(
 
 
 def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns a recorded step of one query a row, which sees all of the row's tokens, as a mask of
-    this pattern shows it. Raises `NotCapturable` for others."""
+    """Returns the recorded step of one query per row, each of which sees all tokens that the layer
+    keeps of its row. Raises `NotCapturable` if the mask may hide some of them."""
     if mask is None:
         return step
     if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
-        raise NotCapturable("its mask is not just causal, or with a window")
-    # without a window in the mask, one query sees all that the layer keeps
+        raise NotCapturable("its mask is neither causal nor a sliding window")
+    # without a window in the mask, a query sees all tokens that the layer keeps
     if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(
-            f"the mask's window is {mask.pattern.window}, that of the cache {step.window}"
+            f"the mask's window is {mask.pattern.window}, but the cache's is {step.window}"
         )
     return step
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the columns that a symbolic mask of a step shows; `None` if only the dense mask
-    defines them."""
+    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if the
+    mask has another effect than hiding other columns, or another result in other
+    implementations."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
@@ -337,7 +343,7 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
     if visible is None:
         return None
     _, ends = visible
-    # implementations differ in their result for a row that sees no keys
+    # for a row that sees no keys, the results of implementations differ
     if 0 in ends or (pattern.chunk is not None and query_len > 1):
         return None
     if pattern.causal:
@@ -348,16 +354,16 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
 
 
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
-    """Shifts `bias` `(rows or 1, ..., len(columns))` to each row's table coordinates, with other
-    columns hidden."""
+    """Returns `bias`, `(rows or 1, ..., len(columns))`, shifted to each row's table coordinates;
+    `-inf` hides all other positions."""
     assert step.columns is not None
     # a negative shift cuts columns off
     shifts = [step.columns.start - origin for origin in step.origins]
     if not any(shifts):
         return bias
     rows = zip(bias.expand(len(shifts), *bias.shape[1:]), shifts)
-    most = max(shifts)
-    shifted = [F.pad(row, (shift, most - shift), value=float("-inf")) for row, shift in rows]
+    max_shift = max(shifts)
+    shifted = [F.pad(row, (shift, max_shift - shift), value=float("-inf")) for row, shift in rows]
     return torch.stack(shifted)
 
 
@@ -368,8 +374,8 @@ def _build(
     visible: Columns,
     device: torch.device,
 ) -> StepMetadata:
-    """Applies a pattern and a padding mask to a step. Raises `ValueError` if the mask shows columns
-    that were padding in an earlier step, and so were not stored."""
+    """Returns a step whose rows see the `visible` columns in a pattern. Raises `ValueError` if
+    these include columns that were padding in an earlier step, and so were not stored."""
     columns = step.columns
     firsts, ends = visible
     assert columns is not None

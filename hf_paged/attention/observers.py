@@ -1,5 +1,5 @@
-"""Observers of attention in forwards that are not packed: which positions attended to later ones,
-and which columns of an encoder rows attend to. They change no attention."""
+"""Observers of attention in forwards that are not packed: find positions that attend to later
+positions, and the columns of an encoder that rows attend to. They do not change attention."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from ..interrupts import restoring
 from .masks import Columns, PagedMask, padding_columns
 
-# Called with each attention of a forward that is not packed: the numbers of rows, queries and keys,
-# the mask, and whether attention without a mask is causal.
-attention_observer: ContextVar[
-    Callable[[tuple[int, int, int], Tensor | None, bool], None] | None
-] = ContextVar("attention_observer", default=None)
+Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
+"""Called for each attention of a forward that is not packed, with the numbers of rows, queries and
+keys, the mask, and whether attention without a mask is causal."""
+
+attention_observer: ContextVar[Observer | None] = ContextVar("attention_observer", default=None)
 
 
 @dataclasses.dataclass(eq=False)
 class LookAhead:
-    """An `attention_observer` that finds positions which attended to later ones, in a first forward
-    over rows of `length` columns, or over those from `first` on if a cache holds the others."""
+    """An `attention_observer` that finds the positions that attended to later ones, in a forward
+    over prompts: over rows of `length` columns or, if a cache holds the first ones, over the
+    columns from `first` on."""
 
-    paddings: list[int]
+    paddings: list[int]  # leading padding columns of each row
     length: int
     first: int = 0
-    num_calls: int = 0
-    # distinct masks that are not just causal
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)
+    num_calls: int = 0  # attentions over the prompts' own tokens
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # except causal ones
 
     def __call__(
         self,
@@ -38,61 +38,60 @@ class LookAhead:
         mask: Tensor | None,
         is_causal: bool,
     ) -> None:
-        *others, num_keys = sizes
-        num_queries = self.length - self.first
-        fewest_keys = min(num_queries + 1, self.length)
-        is_ours = others == [len(self.paddings), num_queries]
-        if not is_ours or not fewest_keys <= num_keys <= self.length:
-            return  # such as attention in a vision tower
+        num_rows, num_queries, num_keys = sizes
+        min_keys = min(self.length - self.first + 1, self.length)
+        is_of_rows = num_rows == len(self.paddings) and num_queries == self.length - self.first
+        if not is_of_rows or not min_keys <= num_keys <= self.length:
+            return  # attention to something else, for instance in a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
             is_causal = mask.pattern.causal
         elif mask is not None:
             is_causal = False
-        if not is_causal and not any(mask is other for other in self._masks):
+        if not is_causal and not any(mask is known_mask for known_mask in self._masks):
             self._masks.append(mask)
 
     def positions(self) -> Tensor | None:
-        """Returns the positions that saw a later one, and all in between, `(rows, length)` bool;
-        `None` for masks of other sizes."""
-        rows = len(self.paddings)
+        """Returns a mask `(rows, length)` bool of the positions that attended to a later one, and
+        of the positions between the two; `None` if masks have unsupported sizes."""
+        num_rows = len(self.paddings)
         length = self.length
-        ahead = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
-        here = torch.arange(self.first, length, device="cpu")
+        looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
+        queries = torch.arange(self.first, length, device="cpu")
         first_tokens = torch.tensor(self.paddings, device="cpu")[:, None]
         for mask in self._masks:
             if mask is None:
-                return torch.ones_like(ahead)
+                return torch.ones_like(looks_ahead)
             if isinstance(mask, PagedMask):
                 mask = mask.dense()
             if mask.dim() != 4:
                 return None
             num_queries, num_keys = mask.shape[-2:]
-            if num_queries != len(here) or num_keys > length:
+            if num_queries != len(queries) or num_keys > length:
                 return None
             columns = torch.arange(length - num_keys, length, device="cpu")
             if mask.dtype != torch.bool:
                 mask = mask > torch.finfo(mask.dtype).min / 2
-            is_visible = mask.any(1).expand(rows, -1, -1).cpu()
-            last = (is_visible * columns).amax(-1)
-            # padding may see any position
-            last = last.where(here >= first_tokens, here)
-            reach = last.cummax(1).values  # the last position that this or an earlier one saw
-            ahead[:, self.first :] |= reach > here
-            ahead[:, self.first + 1 :] |= reach[:, :-1] == here[1:]
-        return ahead
+            is_visible = mask.any(1).expand(num_rows, -1, -1).cpu()
+            last_key = (is_visible * columns).amax(-1)
+            # padding may attend to any position
+            last_key = last_key.where(queries >= first_tokens, queries)
+            # the last position to which this query or an earlier one attends
+            reach = last_key.cummax(1).values
+            looks_ahead[:, self.first :] |= reach > queries
+            looks_ahead[:, self.first + 1 :] |= reach[:, :-1] == queries[1:]
+        return looks_ahead
 
 
 @dataclasses.dataclass(eq=False)
 class EncoderColumns:
-    """An `attention_observer` that finds which of an encoder's columns, `width` of them, the
-    `num_rows` rows of a forward attend to. Attention over as many keys of another kind must not
-    occur in the forward."""
+    """An `attention_observer` that finds the columns of an encoder, `width` in all, to which the
+    `num_rows` rows of a forward attend. The forward must have no other attention over as many
+    keys."""
 
     num_rows: int
     width: int
-    # distinct masks
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # each mask once
 
     def __call__(
         self,
@@ -101,13 +100,14 @@ class EncoderColumns:
         is_causal: bool,
     ) -> None:
         num_rows, _, num_keys = sizes
-        is_ours = (num_rows, num_keys) == (self.num_rows, self.width)
-        if is_ours and not any(mask is other for other in self._masks):
+        is_of_encoder = (num_rows, num_keys) == (self.num_rows, self.width)
+        if is_of_encoder and not any(mask is known_mask for known_mask in self._masks):
             self._masks.append(mask)
 
     def columns(self) -> Columns | None:
-        """Returns the columns that all rows' queries see; `None` if these are not contiguous,
-        differ from layer to layer, have a bias, or no attention has been observed."""
+        """Returns the range of columns to which each row attends; `None` if columns are not
+        contiguous, differ between queries or layers, or have a bias, or if no attention was
+        observed."""
         distinct = {self._columns_of(mask) for mask in self._masks}
         return distinct.pop() if len(distinct) == 1 else None
 
@@ -131,10 +131,8 @@ class EncoderColumns:
 
 
 @restoring
-def observing_attention(
-    observer: Callable[[tuple[int, int, int], Tensor | None, bool], None],
-) -> Iterator[None]:
-    """A context with this `attention_observer`."""
+def observing_attention(observer: Observer) -> Iterator[None]:
+    """A context in which `observer` is the `attention_observer`."""
     token = attention_observer.set(observer)
     try:
         yield

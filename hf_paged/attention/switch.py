@@ -1,5 +1,5 @@
-"""Finds the attention implementation of a model's own code, and switches it to ours for the
-duration of a call. The calls themselves are elsewhere."""
+"""Finds the attention implementation that a model's own code uses, and switches models to ours for
+the duration of a call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NAME = "hf_paged"
 
 
 class _Switched(str):
-    """Our name in a switched config. It also equals the config's original name, which copies and
-    pickles made in the meantime contain."""
+    """Our name in a switched config. It compares equal to the config's original name, too, and
+    pickles as that name."""
 
     original: str
 
@@ -49,18 +49,19 @@ class _Switched(str):
 
 @functools.cache
 def _switched(original: str) -> _Switched:
-    """Returns one object per name, so that the config is equal in each step."""
+    """Returns the same object for the same name, so that the config is equal in every step."""
     name = _Switched(NAME)
     name.original = original
     return name
 
 
 _register: Callable[[], None] | None = None
-"""Registers our functions with transformers, for a call that began before hf_paged was uninstalled;
-`None` while it is installed."""
+"""Registers our functions with transformers again, for calls that began before hf_paged was
+uninstalled; `None` while it is installed."""
 
 
 def _switching(config: PreTrainedConfig) -> Switching:
+    """Returns the functions that switch a config to our attention, and restore it."""
     implementation = compat.attention_of(config)
     # a shallow copy made during a call is already switched
     original = getattr(implementation, "original", implementation)
@@ -83,8 +84,8 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
-    """Makes transformers forget our functions once no earlier call uses them; such calls `register`
-    them again. `None`: transformers keeps them."""
+    """Makes transformers forget our functions once no call in progress uses them; such a call
+    registers them again by `register`. `None`: transformers keeps them."""
     global _register
     _register = register
     if not _switches.entries:
@@ -94,26 +95,26 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
 def use_paged_attention(
     configs: Iterable[PreTrainedConfig],
 ) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which attention layers that read `configs` (from `switchable_configs`)
-    call our attention function."""
+    """Returns a context in which attention layers that read these configs (see
+    `switchable_configs`) call our attention function."""
     return _switches.switched(configs)
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns the compiled ones among `modules` that update a cache. Dynamo cannot trace the
-    update, and would compile the code around it in many pieces."""
+    """Returns the compiled modules that update a cache. Dynamo cannot trace the update, and would
+    compile the code around it in many pieces."""
     layers = []
     for module in modules:
-        is_layer = is_compiled(module) or is_switched(module)
-        if is_layer and any(map(_updates_cache, map(type, module.modules()))):
+        has_compiled_code = is_compiled(module) or is_switched(module)
+        if has_compiled_code and any(map(_updates_cache, map(type, module.modules()))):
             layers.append(module)
     return layers
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """Returns the implementation that `config` names, or named before a call switched it. For a
-    model loaded with ours: sdpa if the file of the layer's class `cls` declares support for it,
-    else eager."""
+    """Returns the name of the config's attention implementation, from before any call switched it.
+    If a model was loaded with ours: `"sdpa"` if the file of the layer's class `cls` declares
+    support for it (or without `cls`), else `"eager"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
@@ -138,8 +139,8 @@ def _file_supports_sdpa(module_name: str) -> bool:
 
 
 def _file_global(cls: type, name: str) -> Any:
-    """Returns the global `name` in the file that defines a class or a base class; `None` if there
-    is none."""
+    """Returns the global `name` of the file that defines the class, or else of a base class's file;
+    `None` if there is none."""
     for base in cls.__mro__:
         module = sys.modules.get(base.__module__)
         value = getattr(module, name, None)
@@ -151,7 +152,7 @@ def _file_global(cls: type, name: str) -> Any:
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
     """Returns the function that an attention layer of class `cls` would call with that
     implementation."""
-    # a file may define a separate interface, whose functions other files do not use
+    # a file may define its own interface, with other functions than transformers' interface
     interface = _file_global(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
     eager = _file_global(cls, "eager_attention_forward")
     return interface.get_interface(implementation, eager)
@@ -163,7 +164,7 @@ STOCK_MASKS = {
     masking_utils.flash_attention_mask,
     masking_utils.flex_attention_mask,
 }
-# functions that our kernels reproduce, besides eager functions
+# functions whose results our kernels reproduce; for eager functions, `eager_features` tells
 STOCK_FUNCTIONS = (
     sdpa_attention_forward,
     flash_attention_forward,
@@ -172,13 +173,13 @@ STOCK_FUNCTIONS = (
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """Returns `model_attention_function` if it and its mask are transformers' code, so that its
-    result is known; `None` if other code registered or replaced one of them."""
+    """Returns `model_attention_function` if it and its mask function are transformers' own code,
+    whose results are known; `None` if other code registered or replaced one of them."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
         function = model_attention_function(cls, implementation)
-    except KeyError:  # unknown name: the model's own forward will raise, too
+    except KeyError:  # an unknown name, for which the model's own forward will raise
         return None
     if function in STOCK_FUNCTIONS:
         return function
@@ -190,8 +191,8 @@ def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
 
 @functools.cache
 def is_from_transformers(function: Any) -> bool:
-    """Whether a function's code comes from the transformers file that its module names, unlike that
-    of a wrapper."""
+    """Whether the function's code is in the transformers file that its `__module__` names; false
+    for a wrapper from elsewhere."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     code = getattr(function, "__code__", None)
@@ -203,7 +204,7 @@ def is_from_transformers(function: Any) -> bool:
 
 
 def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
-    """Returns the configs that cached attention layers among `modules` read, each with the classes
+    """Returns each config that attention layers with a cache among `modules` read, with the classes
     of these layers."""
     readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
     for module in modules:
@@ -216,8 +217,8 @@ def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[t
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
-    """Returns why keys and values are gathered for cached attention layers among `modules`; `None`
-    if they are not."""
+    """Returns why attention layers with a cache among `modules` get gathered keys and values;
+    `None` if all of them use transformers' attention functions."""
     for config, classes in _readers(modules):
         for cls in classes:
             implementation = model_attention(config, cls)
@@ -229,16 +230,17 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 
 def calls_interface(modules: Iterable[nn.Module]) -> bool:
-    """Whether a cached attention layer among `modules` calls the attention interface."""
+    """Whether an attention layer with a cache among `modules` calls the attention interface."""
     return any(map(_calls_interface, map(type, modules)))
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """Returns the configs from which cached attention layers among `modules` (all of a model) read
-    their implementation, except those of a model loaded with ours."""
+    """Returns the configs from which attention layers with a cache read their implementation,
+    without those that name ours because the model was loaded with it. `modules`: all modules of a
+    model."""
     switchable = []
     for config, _ in _readers(modules):
-        name = compat.attention_of(config)  # read once: another thread's call may end meanwhile
+        name = compat.attention_of(config)  # read once, since another thread's call may restore it
         if name != NAME or isinstance(name, _Switched):
             switchable.append(config)
     return switchable
@@ -252,7 +254,7 @@ _parsing = forks.lock()
 @functools.cache
 def _tree(code: Any) -> ast.Module | None:
     """Returns the syntax tree of a class or a function, if its source is available."""
-    with _parsing:  # CPython 3.11 counts the parser's depth over all threads
+    with _parsing:  # CPython 3.11 counts the parser's recursion depth over all threads
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(code)))
         except (OSError, TypeError, SyntaxError):
@@ -261,7 +263,8 @@ def _tree(code: Any) -> ast.Module | None:
 
 @functools.cache
 def _calls_interface(cls: type) -> bool:
-    """Whether the code of the class itself updates a cache and calls the attention interface."""
+    """Whether the code of the class, without its bases, updates a cache and calls the attention
+    interface."""
     tree = _tree(cls)
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
@@ -271,9 +274,9 @@ def _calls_interface(cls: type) -> bool:
 
 @functools.cache
 def _updates_cache(cls: type) -> bool:
-    """Whether the code of the class or of its bases may update a cache; true if there is no
-    source."""
-    if issubclass(cls, PreTrainedModel):  # its layers do
+    """Whether the code of the class or of its bases may update a cache; true if its source is not
+    available."""
+    if issubclass(cls, PreTrainedModel):  # only its layers update caches
         return False
     for base in cls.__mro__:
         package, _, _ = base.__module__.partition(".")
@@ -289,8 +292,8 @@ def _attributes(tree: ast.Module) -> set[str]:
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-# The attributes, parameters and calls that an eager attention function may use if our kernels are
-# to compute the same result.
+# The attributes, parameters and calls of eager attention functions whose results our kernels
+# reproduce.
 _PLAIN_ATTRIBUTES = {"num_key_value_groups", "training", "head_dim", "sinks"}
 _PLAIN_PARAMETERS = {
     "module",
@@ -311,9 +314,9 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """Returns the features that an eager attention function adds to softmax(q k * scale + mask) v:
-    some of `softcap`, `position_bias` and `sinks`. `None` if it computes anything else, so that it
-    must be called."""
+    """Returns the features that an eager attention function adds to softmax(q k * scale + mask) v,
+    by its source: any of `softcap`, `position_bias` and `sinks`. `None` if it may compute anything
+    else, so that it must be called."""
     tree = _tree(function)
     if function is None or tree is None:
         return None

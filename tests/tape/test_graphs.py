@@ -597,7 +597,7 @@ def test_attention_that_needs_lengths_on_the_host(
         assert_close(bench.decode(*rows), [bench.plain(row) for row in rows])
     assert not graphs.graphs
     assert [record.getMessage().split(": ", 1)[1] for record in caplog.records] == [
-        "no attention kernel that reads lengths on the device supports it"
+        "no kernel that reads lengths on the device supports its attention"
         " [troubleshooting.md#recording]"
     ]
 

@@ -1,6 +1,6 @@
-"""Selects the implementation of paged attention: on a GPU the Triton kernels where they apply, on
-the CPU the C++ kernel, else the portable path, which gathers. The environment variable
-`kernels.VARIABLE` forces one. The implementations contain the maths.
+"""Selects the implementation of paged attention: the Triton kernels on a GPU, the C++ kernel on the
+CPU, or the portable path, which gathers keys and values, for calls that these do not support. The
+environment variable `kernels.VARIABLE` forces one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...topics import Topic
 from . import cpp, gather, reference, triton
 from .reference import AttentionCall
 
-# Each has an `attend` with the arguments and result of `reference.attend`.
+# Each module has an `attend` with the argument and result of `reference.attend`.
 BACKENDS: dict[str, ModuleType] = {
     "reference": reference,
     "gather": gather,
@@ -33,14 +33,15 @@ BACKENDS: dict[str, ModuleType] = {
 unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
     "hf_paged_unsupported_reasons", default=None
 )
-"""Collects why kernels did not serve calls in this context; a call's report reads it."""
+"""The set that collects why kernels did not serve calls in this context, for the route of a call;
+`None`: not collected."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
     """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one;
-    `gather` if that kernel does not support the call. For Triton this is logged, once per reason.
+    `gather` if that backend does not support the call, which is logged once per reason for Triton.
     Raises if the forced backend is unavailable.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
@@ -53,8 +54,8 @@ def select(call: AttentionCall) -> ModuleType:
             return backend
     elif is_cpu:
         reason = (
-            "there is no C++ kernel: HF_PAGED_CPP=0 is set, or the log says why it could not be"
-            " built or loaded"
+            "the C++ kernel is unavailable: HF_PAGED_CPP=0 is set, or the log says why it could not"
+            " be built or loaded"
         )
     else:
         reason = "the Triton kernels do not run there, and the log says why"
@@ -75,8 +76,8 @@ def select(call: AttentionCall) -> ModuleType:
 
 
 def _preferred(step: StepMetadata) -> str:
-    """Returns the name of the backend to try first, which is the same for all layers. Reads the
-    environment."""
+    """Returns the name of the backend that a step's calls try first, in every layer. Reads the
+    environment variable."""
     name = preferred(step.block_tables)
     if name == "cpp" and not forced() and not cpp.is_available():
         return "gather"
@@ -84,12 +85,13 @@ def _preferred(step: StepMetadata) -> str:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes `reference.attend` with the selected backend; under autocast in its dtype, like a
-    model's own attention. Gathers keys and values if a Triton kernel cannot be launched.
+    """Computes the result of `reference.attend` with the selected backend; under autocast in its
+    dtype, as a model's own attention does. Gathers keys and values if a Triton kernel cannot be
+    launched.
 
     Raises:
-        NotCapturable: if the step's lengths are only on the device, where the backend cannot read
-            them.
+        NotCapturable: if the step's lengths are only on the device, and no kernel that reads them
+            there supports the call.
     """
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:  # a backend sums in float32 for every input dtype
@@ -108,5 +110,5 @@ def attend(call: AttentionCall) -> Tensor:
             return triton.attend(call)
         backend = gather
     if call.step.lengths is not None and backend in (gather, reference):
-        raise NotCapturable("no attention kernel that reads lengths on the device supports it")
+        raise NotCapturable("no kernel that reads lengths on the device supports its attention")
     return backend.attend(call)

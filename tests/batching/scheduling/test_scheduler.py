@@ -284,7 +284,7 @@ def test_prompts_that_await_another_let_others_pass() -> None:
         scheduler.finish(request)
     assert counts(step(scheduler)) == [("e", 105)]
     scheduler.blocks.check_integrity()
-    assert not len(preemption.waiting)
+    assert not len(preemption.waiting_prompts)
 
 
 def test_a_later_turn_finds_the_generated_tokens() -> None:

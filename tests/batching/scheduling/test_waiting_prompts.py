@@ -80,7 +80,7 @@ def test_a_prompt_awaits_those_that_stop_where_it_can_begin() -> None:
 def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are looked at, where all prompts have a beginning in common."""
     num_blocks = 0
-    blocks = WaitingPrompts._blocks
+    blocks = WaitingPrompts._hash_prefixes
 
     def counted(*arguments: Any) -> Iterator[Any]:
         nonlocal num_blocks
@@ -88,7 +88,7 @@ def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPa
             num_blocks += 1
             yield found
 
-    monkeypatch.setattr(WaitingPrompts, "_blocks", counted)
+    monkeypatch.setattr(WaitingPrompts, "_hash_prefixes", counted)
     common, costs = list(range(10 * SIZE)), []
     for count in (10, 1000):
         prompts, num_blocks = WaitingPrompts(SIZE), 0

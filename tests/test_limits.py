@@ -114,7 +114,7 @@ def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.Monke
 
 def test_the_kernel_for_quantized_blocks_is_left_out(threadless: pytest.MonkeyPatch) -> None:
     threadless.setattr(cpp, "_agreements", {})
-    assert not cpp._agrees_apart(torch.int8) and not cpp._agreements
+    assert not cpp._agrees_in_thread(torch.int8) and not cpp._agreements
 
 
 def test_a_schema_is_refused(threadless: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 yield loop, PrefixStore(core.model, core.memory, blocks, PrefixTiers(), layout)
             executor.commit(span)
         finally:
-            executor.leave(span)
+            executor.close(span)
             if is_idle:
                 executor.go_idle()
 

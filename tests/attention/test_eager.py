@@ -170,7 +170,7 @@ def test_steps_that_show_no_rows() -> None:
     with pytest.raises(NotPackable, match="window"):
         with_key_len(StepMetadata.rectangle(tables, (3, 4), 8, window=5))
     lengths = Lengths(torch.ones(2), torch.zeros(2))
-    with pytest.raises(NotCapturable, match="chunks"):
+    with pytest.raises(NotCapturable, match="several queries"):
         with_key_len(StepMetadata.rectangle(tables, (), 8, query_len=2, lengths=lengths))
     decodes = StepMetadata.rectangle(tables, (), 8, lengths=lengths)
     assert with_key_len(decodes).key_len == 8  # what the tables have room for

@@ -23,8 +23,8 @@ from .reference import AttentionCall
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""On a CPU with AMX the kernel computes bfloat16 rows of up to this many queries. For more, PyTorch
-is faster: the kernel uses AMX tiles for scores, but not for sums of values."""
+"""Maximum queries of a bfloat16 row that the kernel computes on a CPU with AMX. For more, PyTorch
+is faster, since the kernel uses AMX tiles for scores, but not for sums of values."""
 
 
 def is_available() -> bool:
@@ -34,11 +34,11 @@ def is_available() -> bool:
 
 @functools.cache
 @torch.no_grad()
-@torch.autocast("cpu", enabled=False)  # the first call of a process may be under autocast
+@torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
-    """Whether the kernel, as built by the user's compiler for this CPU (which our tests do not
-    cover), agrees with PyTorch, for each number of rows that has separate code; on quantized blocks
-    of dtype `codes`, if given. Checked once per process."""
+    """Whether the kernel agrees with PyTorch, on quantized blocks of dtype `codes` if given.
+    Checked once per process, for each number of rows that has separate code, since our tests do not
+    cover the user's compiler and CPU."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -62,7 +62,7 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
             step = StepMetadata.rectangle(tables, (71, 33), 16, query_len=query_len)
             queries = query[: 2 * query_len, :heads].to(dtype).contiguous()
             call = AttentionCall(queries, blocks, step, scale=0.125)
-            # in float64, the precision of which no option of torch reduces
+            # in float64, whose precision no option of torch reduces
             expected = reference.attend(call._replace(query=queries.double()))
             output = _kernel(call)(queries, step).double()
             if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
@@ -77,13 +77,13 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
     return True
 
 
-_agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`
+_agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`, by dtype of codes
 
 
-def _agrees_apart(codes: torch.dtype) -> bool:
-    """Returns `_agrees`, run in another thread, which the modes and recordings of the current
-    forward do not affect. `False` also if a thread or memory is missing: the next call checks
-    again."""
+def _agrees_in_thread(codes: torch.dtype) -> bool:
+    """Returns the result of `_agrees`, run in another thread, which the current forward's modes and
+    recordings do not affect; `False` if no thread can be started or memory runs out, and then the
+    next call checks again."""
     if codes not in _agreements:
 
         def check() -> None:
@@ -110,7 +110,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
     codes = call.blocks.quantized_dtype
-    if codes is not None and not _agrees_apart(codes):
+    if codes is not None and not _agrees_in_thread(codes):
         return f"the C++ kernel's results for blocks of {codes} differ from PyTorch's"
     try:
         _kernel(call)
@@ -120,7 +120,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`, summed in float32."""
+    """Computes the result of `reference.attend`, summed in float32."""
     if _is_long(call):
         return call.by_groups(_attend_group)
     kernel = _kernel(call)
@@ -146,8 +146,8 @@ def _is_long(call: AttentionCall) -> bool:
 
 
 def attend_prepared(call: AttentionCall) -> Tensor | None:
-    """Returns `attend` by the prepared kernel of the last call on these blocks, without checks;
-    `None` if that call was different."""
+    """Computes `attend` without checks, by the kernel that the last call on these blocks prepared;
+    returns `None` if that call had another signature."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None
@@ -163,18 +163,18 @@ def _supports_bias(bias: Tensor | None) -> bool:
 
 
 def _signature(call: AttentionCall) -> tuple[object, ...]:
-    """Returns a key: calls on the same blocks with equal keys share an `Attention`."""
+    """Returns a key that is equal for calls on the same blocks that can share an `Attention`."""
     query = call.query
     sinks = call.sinks
-    kind = None
+    sinks_key = None
     if sinks is not None:
-        kind = (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
-    return query.shape, query.stride(), query.dtype, kind, call.scale, call.softcap
+        sinks_key = (sinks.dtype, sinks.shape, sinks.stride(), sinks.device)
+    return query.shape, query.stride(), query.dtype, sinks_key, call.scale, call.softcap
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """Returns the call's `Attention`, which is kept for the next call. Raises `TypeError` if the
-    kernel does not support such tensors."""
+    """Returns the call's `Attention`, which the blocks keep for the next call. Raises `TypeError`
+    if the kernel does not support the call's tensors."""
     query = call.query
     blocks = call.blocks
     kernel = blocks.attention

@@ -1,6 +1,6 @@
-"""Portable fast attention over block tables: gathers rows of one length, or of similar lengths,
-then runs dense attention on them. Never uses a slot outside a row's visible range. Plain PyTorch:
-any device, differentiable."""
+"""Portable fast attention over block tables: gathers the keys and values of rows of equal or
+similar lengths, then runs dense attention on them. Never reads a slot outside a row's visible
+range. Plain PyTorch: any device, differentiable."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from . import reference
 from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
-PACK_QUERIES = 64
-"""Below this many queries per row, a group's query heads are packed with the queries (M = group *
-query_len), which is up to 3.5 times as fast in half precision. From this number on, SDPA on the CPU
-lays out K and V itself and skips keys that causal masking hides."""
+MIN_UNPACKED_QUERIES = 64
+"""With fewer queries per row, the query heads of a K/V head are packed with the queries (M = group
+* query_len), which is up to 3.5 times as fast in half precision. With at least this many, SDPA on
+the CPU lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
-"""Elements. On a GPU, PyTorch's fused kernels would pad a mask with rows of another length in every
-layer."""
+"""The stride of a mask's rows is a multiple of this many elements. On a GPU, PyTorch's fused
+kernels would pad other masks in every layer."""
 
 
 class _Scratch(threading.local):
-    """A thread's CPU memory for gathered keys and values: new memory would cost page faults in each
-    call."""
+    """A thread's CPU memory for gathered keys and values, reused since new memory would cost page
+    faults in every call."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
 
     def tensor(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in the memory of this number, valid until the next call with the
-        number."""
+        """Returns a tensor in memory `number`, valid until the next call with that number."""
         size = math.prod(shape) * dtype.itemsize
         memory = self._memory.get(number)
         if memory is None or memory.numel() < size:
@@ -54,9 +53,9 @@ _scratch = _Scratch()
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes `reference.attend`, fast. Plain bfloat16 and float16 calls round where PyTorch's
-    SDPA rounds. A group of rows that all begin in this step uses the step's keys and values
-    directly, if available."""
+    """Computes the result of `reference.attend`. Plain bfloat16 and float16 calls round where
+    PyTorch's SDPA rounds. Rows that begin in this step use the step's own keys and values
+    (`AttentionCall.fresh`) if available."""
     return call.by_groups(_attend_rows)
 
 
@@ -72,8 +71,8 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         placed = blocks.rows.place(step)
     if placed is not None:
         parts, is_complete = placed.parts(kv_heads)
-        is_one_decode = step.query_len == len(parts) == 1 and is_complete
-        if is_one_decode and call.is_plain and call.query.shape[1] != kv_heads:
+        is_one_part = step.query_len == len(parts) == 1 and is_complete
+        if is_one_part and call.is_plain and call.query.shape[1] != kv_heads:
             return _decode_in_place(call, parts[0], placed)
     else:
         planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
@@ -132,8 +131,8 @@ def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
 
 
 def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
-    """Computes `_attend_slice` in as few calls as possible, for one query per row and rows of one
-    length in adjacent slots."""
+    """Computes `_attend_slice` for one query per row and rows of one length in adjacent slots, with
+    as few torch calls as possible."""
     key, value = _view(call, part, placed)
     rows, kv_heads, _, dim = key.shape
     packed = call.query.view(rows, kv_heads, -1, dim)
@@ -142,7 +141,7 @@ def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Ten
 
 
 def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
-    """Returns the bias `[rows, heads, queries, length]` of a part."""
+    """Returns the bias `[rows, heads, queries, length]` of a part, from that of all rows."""
     length = part.length
     ranges = [slice(start, start + length) for _, start in part.members]
     if part.positions is not None:
@@ -158,59 +157,59 @@ def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
 
 
 def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes a part, `[rows, queries, heads, value_dim]`, from a call with the part's queries
-    `[rows, heads, queries, dim]`, sinks and bias `[rows, heads, queries, length]`, and from keys
-    and values `[rows, kv_heads, length, dim]`."""
+    """Computes the attention of a part, `[rows, queries, heads, value_dim]`. `call` has the part's
+    queries `[rows, heads, queries, dim]`, sinks and bias `[rows, heads, queries, length]`; keys and
+    values are `[rows, kv_heads, length, dim]`."""
     rows, heads, queries, dim = call.query.shape
     value_dim = value.shape[3]
     is_plain = call.is_plain
-    holds_scores = not is_plain or not call.query.is_cpu or dim != value_dim
-    num_apart = 1  # heads of a group that run one after another
-    if holds_scores and queries >= MIN_SEPARATE_QUERIES:
-        num_apart = heads // key.shape[1]
+    materializes_scores = not is_plain or not call.query.is_cpu or dim != value_dim
+    num_head_steps = 1  # the query heads of a K/V head run in this many calls
+    if materializes_scores and queries >= MIN_SEPARATE_QUERIES:
+        num_head_steps = heads // key.shape[1]
     slices = part.slices
-    if part.causal and is_plain and queries >= PACK_QUERIES:
+    if part.causal and is_plain and queries >= MIN_UNPACKED_QUERIES:
         everything = slice(None)
         slices = ((everything, everything),)
-    if len(slices) == num_apart == 1:
+    if len(slices) == num_head_steps == 1:
         return _attend_slice(call, part, key, value)
     out = call.query.new_empty(rows, queries, heads, value_dim)
-    for (query_range, visible), member in itertools.product(slices, range(num_apart)):
-        members = slice(member, None, num_apart)
+    for (query_range, visible), first_head in itertools.product(slices, range(num_head_steps)):
+        query_heads = slice(first_head, None, num_head_steps)
         bias = call.bias
         if bias is not None:
-            bias = bias[:, members, query_range, visible]
-        slice_call = call.of_heads(members, call.query[:, members, query_range], bias)
+            bias = bias[:, query_heads, query_range, visible]
+        slice_call = call.of_heads(query_heads, call.query[:, query_heads, query_range], bias)
         output = _attend_slice(slice_call, part, key[:, :, visible], value[:, :, visible])
-        out[:, query_range, members] = output
+        out[:, query_range, query_heads] = output
     return out
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes `_attend_part` for consecutive queries and the keys that they see; with a bias,
-    softcap or sinks in float32. A query that sees no keys gets zeros, as PyTorch's SDPA
-    defines."""
+    """Computes `_attend_part` for consecutive queries and the keys that any of them sees; in
+    float32 if there is a bias, a softcap or sinks. A query that sees no keys gets zeros, as in
+    PyTorch's SDPA."""
     query = call.query
     bias = call.bias
     dtype = query.dtype
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
     group = heads // kv_heads
-    is_explicit = call.softcap is not None or call.sinks is not None
-    is_long = queries >= PACK_QUERIES or (group == 1 and queries > 1)
-    if is_long or not call.is_plain:
+    needs_scores = call.softcap is not None or call.sinks is not None
+    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group == 1 and queries > 1)
+    if is_unpacked or not call.is_plain:
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
-        # a causal slice has all queries of the part
-        is_causal = part.causal and call.is_plain and queries >= PACK_QUERIES
+        # then the slice has all queries of the part
+        is_causal = part.causal and call.is_plain and queries >= MIN_UNPACKED_QUERIES
         if not is_causal:
             mask = _mask(call.step, part, queries, keys, dtype)
         if bias is not None:
             bias = bias.to(dtype)
             mask = bias if mask is None else bias + mask
-        if is_explicit:
-            # without a bias, the mask shows every query a key
+        if needs_scores:
+            # without a bias, the mask leaves every query a key
             return reference.attend_densely(call, key, value, mask, bias is None)
         result = F.scaled_dot_product_attention(
             query.to(dtype),
@@ -225,7 +224,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
     mask = _mask(call.step, part, queries, keys, dtype, heads=group)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
-        # For one query row, half-precision SDPA on the CPU takes two to three times as long.
+        # for a single query, half-precision SDPA on the CPU takes two to three times as long
         scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
         if mask is not None:
             scores = scores + mask
@@ -246,9 +245,10 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """Returns the mask of the last queries and keys, `[1, 1, heads * queries, keys]`, to add to
-    the scores. It is a view of one mask per step: counted from the end, rows of any length have the
-    same mask. With padded rows there is one per part, `[rows, 1, heads * queries or 1, keys]`."""
+    """Returns the mask `[1, 1, heads * queries, keys]` of the last queries and keys, to be added to
+    the scores; `None` if no key is hidden. It is a view of one mask per step, since rows of any
+    length have the same mask if counted from their end. With padded rows there is one mask per
+    part, `[rows, 1, heads * queries or 1, keys]`."""
     mask_queries = queries
     mask_keys = part.length
     if part.is_padding is None:
@@ -272,8 +272,8 @@ def _make_mask(
     dtype: torch.dtype,
     heads: int,
 ) -> Tensor:
-    """Returns minus infinity where a query does not see a key, or the key is padding, else 0. The
-    stride of its rows is a multiple of `MASK_ALIGNMENT`."""
+    """Returns a mask that is minus infinity where a query does not see a key, or where the key is
+    padding, and otherwise 0. The stride of its rows is a multiple of `MASK_ALIGNMENT`."""
     device = step.block_tables.device
     width = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
     num_masks = 1 if is_padding is None else len(is_padding)
@@ -296,15 +296,15 @@ def _make_mask(
 
 
 def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
-    """Returns the result of `_gather` as views of rows that are contiguous in memory, if these have
-    the query's dtype."""
+    """Returns the keys and values of a part whose rows are contiguous in memory, as `_gather` does:
+    views if they have the query's dtype, otherwise converted copies."""
     return [states.to(call.query.dtype) for states in placed.view(part)]
 
 
 def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
-    """Gathers K and V of a part, each `[rows, kv_heads, length, dim]` in the query's dtype. On the
-    CPU they are in this thread's scratch memory until its next call; on other devices, and if a
-    gradient is required, in new memory."""
+    """Gathers the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
+    dtype. On the CPU they lie in this thread's scratch memory until its next call; on other
+    devices, and if a gradient is required, in new memory."""
     keys = call.blocks.keys
     values = call.blocks.values
     planes = (*quantized.planes(keys), *quantized.planes(values))

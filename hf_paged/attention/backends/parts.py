@@ -1,5 +1,5 @@
-"""Plans, once per step, which rows and heads the portable path computes together, and where their
-keys and values are in the blocks. `gather` computes the attention."""
+"""Plans, once per step, which rows and heads the portable path computes together, and where the
+blocks hold their keys and values. `gather` computes the attention."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from ...cache.reading import BlockLayout, Units
 from ...step import StepMetadata
 
 MIN_SEPARATE_QUERIES = 32
-"""With at least this many queries per row, rows of different lengths are not gathered together, and
-the heads of a group run one after another where all scores are materialized."""
+"""With at least this many queries per row, rows of different lengths are not gathered together; and
+if scores are materialized, the query heads of a K/V head run one after another."""
 
 SCRATCH_BYTES = 2 << 20
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""Bytes of K and V gathered at a time, unless one head of one row takes more. On the CPU, more
-would not fit in L2 and L3; on other devices, launch overhead would dominate smaller gathers."""
+"""Maximum bytes of K and V that are gathered at a time, unless one head of one row takes more. On
+the CPU, more would not fit in L2 and L3; on other devices, launch overhead would dominate smaller
+gathers."""
 
 PADDING_DIVISOR = 8
-"""Rows of different lengths are gathered together while padding takes at most 1/`PADDING_DIVISOR`
-of the scratch: that costs less than extra operations."""
+"""Rows of different lengths are gathered together while their padding takes at most
+1/`PADDING_DIVISOR` of the scratch, since that costs less than additional operations."""
 
 SLICE_QUERIES = 256
-"""Queries per slice of a masked part: slicing skips keys that none of the slice's queries sees, and
-bounds the mask's rows."""
+"""Maximum queries per slice of a masked part. Slices skip keys that none of their queries sees, and
+bound the number of a mask's rows."""
 
 Member = tuple[int, int]
 """A row's index in the step, and its first visible position."""
 
 Geometry = tuple[int, int, int]
-"""The number of tokens visible to a row, the offset of the first one in its block, and the first
-query that sees a token."""
+"""The number of tokens that a row sees, the offset of the first of them in its block, and the first
+query that sees any."""
 
 GeometryRows = tuple[Geometry, list[Member]]
 """A geometry and its rows."""
@@ -44,33 +45,32 @@ GeometryRows = tuple[Geometry, list[Member]]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A range of K/V heads of rows that have one geometry or are padded to one length. Their keys
-    and values fit in the scratch together."""
+    """A range of K/V heads of some rows, which have one geometry or are padded to one length. Their
+    keys and values fit into the scratch memory together."""
 
-    # index of the members' rows in the step; a tensor is int64 `[rows]`, on the block tables'
-    # device
+    # index of these rows in the step; a tensor is int64 `[rows]`, on the block tables' device
     rows: slice | Tensor
     members: tuple[Member, ...]
-    heads: slice
+    heads: slice  # K/V heads
     offset: int  # of the visible range in the first gathered block
     length: int  # of the visible range
     first_query: int  # earlier queries see no keys
-    # (queries, keys) ranges, counted from `first_query` and the first visible token: all queries in
-    # order, with the keys that any of them sees
+    # ranges of queries, counted from `first_query`, and of the keys that any of them sees, counted
+    # from the first visible token; together they cover all queries in order
     slices: tuple[tuple[slice, slice], ...]
-    mask_keys: int  # columns of the step's mask, 0 if every query sees every key
-    causal: bool  # as many keys as queries, and each query sees keys up to itself
-    # one of keys and one of values; if quantized, of the keys' codes and scales, then the values'
+    mask_keys: int  # columns of the step's mask; 0 if every query sees every key
+    causal: bool  # there are as many keys as queries, and each query sees keys up to itself
+    # of keys and of values; if quantized, of the keys' codes and scales, then of the values'
     units: tuple[Units, ...] = ()
     positions: Tensor | None = None
-    """For rows of different lengths: the position of each gathered token, `[rows, length]`. Rows
-    are aligned at their ends: a shorter one is padded in front with copies of its first visible
-    token."""
+    """For rows of different lengths, the position of each gathered token, `[rows, length]`. Rows
+    are aligned at their ends: a shorter one begins with copies of its first visible token as
+    padding."""
     is_padding: Tensor | None = None
     """With `positions`: true for padding, bool `[rows, 1, 1, length]`."""
     row_slots: slice | None = None
-    """For rows that are contiguous in memory (`seams.PlacedRows`): their slots. The visible range
-    begins at `offset` in a slot."""
+    """The slots of rows that are contiguous in memory (`seams.PlacedRows`), in each of which the
+    visible range begins at `offset`."""
 
 
 PartPlan = tuple[tuple[Part, ...], bool]
@@ -81,8 +81,8 @@ every row."""
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
-    """Returns the parts of gathered rows, with their units in each layout. `step.plan` runs this
-    once for all layers with the same layouts."""
+    """Returns the parts of a step whose rows are gathered, with their units in each layout.
+    `step.plan` runs this once for all layers with the same layouts."""
     geometries, is_complete = geometries_of(step)
     kv_heads = layouts[0].shape[1]
     size = step.block_size
@@ -134,9 +134,9 @@ def _group_similar(
     geometries: list[GeometryRows],
     scratch_tokens: int,
 ) -> Iterator[list[GeometryRows]]:
-    """Yields groups of geometries of similar length: padded, a group's rows fit in the scratch,
-    with little padding. With many queries per row, each geometry is a group: there are few rows,
-    and slices skip keys that no query sees."""
+    """Yields groups of geometries of similar length, whose rows fit into the scratch memory with
+    little padding. With many queries per row, each geometry is a separate group, since there are
+    few rows, and slices skip keys that no query sees."""
     group = list[GeometryRows]()
     num_rows = 0
     padding = 0
@@ -148,8 +148,8 @@ def _group_similar(
         count = len(members)
         num_rows += count
         padding += (longest - length) * count
-        # The group's mask is kept for all layers. It has a row per query; where heads are packed,
-        # one per head and query, which still takes fewer bytes than K and V of as many tokens.
+        # The group's mask is kept for all layers. It has a row per query or, where heads are
+        # packed, per head and query, which still takes fewer bytes than K and V of as many tokens.
         mask_size = num_rows * longest * queries
         fits = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or skipped > 0
@@ -169,7 +169,7 @@ def _padded_part(
     layouts: tuple[BlockLayout, ...],
     make_part: Callable[..., Part],
 ) -> Part:
-    """Returns one part of all rows of a group, whose first geometry is the longest."""
+    """Returns one part with all rows of a group, whose first geometry is the longest."""
     (length, _, _), _ = group[0]
     members = sorted(member for _, members in group for member in members)
     device = step.block_tables.device
@@ -194,7 +194,8 @@ def _padded_part(
 
 
 def geometries_of(step: StepMetadata) -> tuple[list[GeometryRows], bool]:
-    """Returns the members of each geometry, longest first, and whether every query sees a key."""
+    """Returns the geometries of a step with their members, longest first, and whether every query
+    sees a key."""
     query_len = step.query_len
     assert query_len is not None
     geometries: dict[Geometry, list[Member]] = {}
@@ -221,8 +222,8 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns a `Part` constructor with the fields bound that all parts of one geometry share.
-    `geometries`: longest first."""
+    """Returns a constructor of `Part` in which the fields are bound that all parts of one geometry
+    share. `geometries`: those of the step, longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry
@@ -253,7 +254,8 @@ def part_maker(
 
 
 def _index(step: StepMetadata, members: list[Member]) -> slice | Tensor:
-    """Returns the index of the members' rows, if possible a slice, which copies nothing."""
+    """Returns the index of the members' rows: if they are consecutive a slice, which copies
+    nothing."""
     rows = [row for row, _ in members]
     first = rows[0]
     end = rows[-1] + 1

@@ -1,5 +1,5 @@
 """`AttentionCall`, and paged attention in plain PyTorch, with which tests compare every backend.
-Any device, any dtype; never fast."""
+Any device, any dtype; slow."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ...step import StepMetadata, row_groups
 
 
 class AttentionCall(NamedTuple):
-    """The attention of one layer, which every backend takes as its argument. The tokens of all rows
+    """The attention of one layer in a step, the argument of every backend. The tokens of all rows
     are packed, row after row."""
 
     query: Tensor  # (T, heads, head_dim); head h reads K/V head h // (heads // kv_heads)
     blocks: KVBlocks  # keys and values of the layer
     step: StepMetadata
-    scale: float  # factor on q @ k
+    scale: float  # factor of q @ k
     # scores become tanh(scores / softcap) * softcap before bias and mask
     softcap: float | None = None
-    # (heads,): an extra logit per head, which takes probability and adds no value
+    # (heads,): an additional logit per head, which takes probability and adds no value
     sinks: Tensor | None = None
     bias: Tensor | None = None
-    """Added to the scores. Broadcasts to `(n, heads, query_len, >= max seq_len)`, and is the same
-    for all rows and queries if rows have different numbers of queries. The last axis is in each
-    row's table coordinates. May hold `-inf`."""
+    """A tensor that is added to the scores; may hold `-inf`. Broadcasts to `(n, heads, query_len,
+    >= max seq_len)`, with the last axis in each row's table coordinates. If rows have different
+    numbers of queries, it must be the same for all rows and queries."""
     fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's tokens, if available."""
 
@@ -60,7 +60,7 @@ class AttentionCall(NamedTuple):
         return any(tensor.requires_grad for tensor in self.tensors)
 
     def of_heads(self, heads: slice, query: Tensor, bias: Tensor | None) -> AttentionCall:
-        """Returns the call for some query heads, with their queries and bias."""
+        """Returns the call for some query heads, with these queries and this bias."""
         sinks = self.sinks
         if sinks is not None:
             sinks = sinks[heads]
@@ -71,33 +71,33 @@ class AttentionCall(NamedTuple):
         if self.step.query_len is not None:
             return attend(self)
         outputs = []
-        for at, step in self.step.plan(row_groups):
+        for tokens, step in self.step.plan(row_groups):
             fresh = self.fresh
             if fresh:
-                fresh = tuple(x[at] for x in fresh)
-            call = self._replace(query=self.query[at], step=step, fresh=fresh)
+                fresh = tuple(states[tokens] for states in fresh)
+            call = self._replace(query=self.query[tokens], step=step, fresh=fresh)
             outputs.append(attend(call))
         return torch.cat(outputs)
 
 
 def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
-    """Returns the blocks of the layer; or a pair of blocks, if the model mixes keys and values of
-    several layers or got them before and after another call grew the pool."""
+    """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
+    combines keys and values of several layers, or got them before and after the pool grew."""
     layer = key.layer
     keys = key.blocks
     values = value.blocks
     if keys is layer.keys and values is layer.values:
         return layer
     num_blocks = min(len(keys), len(values))
-    both = keys[:num_blocks], values[:num_blocks]
-    return KVBlocks(both, *both)
+    tensors = keys[:num_blocks], values[:num_blocks]
+    return KVBlocks(tensors, *tensors)
 
 
 def attend(call: AttentionCall) -> Tensor:
     """Computes the attention of each row's queries over the K/V in its block table (PagedAttention,
     arXiv 2309.06180, section 4.1), summed in float32 (float64 for float64 inputs): `(T, heads,
-    value_dim)`, contiguous, in the query's dtype. A slot that no query of its row sees is never
-    read, whatever it holds; a query that sees no keys gets zeros."""
+    value_dim)`, contiguous, in the query's dtype. Never reads a slot that no query of its row sees,
+    which may hold NaN; a query that sees no keys gets zeros."""
     step = call.step
     bias = call.bias
     keys = call.blocks.keys
@@ -106,7 +106,7 @@ def attend(call: AttentionCall) -> Tensor:
     block_size = step.block_size
     device = call.query.device
     dtype = call.query.dtype
-    compute = torch.promote_types(dtype, torch.float32)
+    compute_dtype = torch.promote_types(dtype, torch.float32)
     outputs = [call.query.new_empty(0, heads, values.shape[3])]
     for row in range(step.num_rows):
         query = call.query[step.query_start[row] : step.query_start[row + 1]]
@@ -114,25 +114,25 @@ def attend(call: AttentionCall) -> Tensor:
         ranges = [step.visible(row, i) for i in range(query_len)]
         bounds = torch.tensor(ranges, device=device).view(-1, 2)
         positions = torch.arange(step.seq_lens[row], device=device)
-        visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
-        by_any = visible.any(0)
-        positions = positions[by_any]
+        is_visible = (positions >= bounds[:, :1]) & (positions < bounds[:, 1:])
+        is_read = is_visible.any(0)
+        positions = positions[is_read]
         blocks = step.block_tables[row].long()[positions // block_size]
         index = blocks, slice(None), positions % block_size
         # [1, kv_heads, positions, dim]
-        key = quantized.read(keys, index, compute).transpose(0, 1)[None]
-        value = quantized.read(values, index, compute).transpose(0, 1)[None]
-        added = torch.zeros(1, dtype=compute, device=device)
+        key = quantized.read(keys, index, compute_dtype).transpose(0, 1)[None]
+        value = quantized.read(values, index, compute_dtype).transpose(0, 1)[None]
+        mask = torch.zeros(1, dtype=compute_dtype, device=device)
         if bias is not None:
             length = bias.shape[-1]
-            added = bias.expand(step.num_rows, heads, query_len, length)[row].to(compute)
+            mask = bias.expand(step.num_rows, heads, query_len, length)[row].to(compute_dtype)
             if length != 1:
-                added = added[..., positions]
+                mask = mask[..., positions]
         # [heads or 1, query_len, positions]
-        hidden = ~visible[:, by_any]
-        added = added.expand(*added.shape[:-2], *hidden.shape).masked_fill(hidden, -math.inf)
+        is_hidden = ~is_visible[:, is_read]
+        mask = mask.expand(*mask.shape[:-2], *is_hidden.shape).masked_fill(is_hidden, -math.inf)
         row_call = call._replace(query=query.transpose(0, 1)[None])
-        outputs.append(attend_densely(row_call, key, value, added, False)[0])
+        outputs.append(attend_densely(row_call, key, value, mask, False)[0])
     return torch.cat(outputs)
 
 
@@ -143,36 +143,37 @@ def attend_densely(
     mask: Tensor | None,
     sees_keys: bool,
 ) -> Tensor:
-    """Computes attention with the scale, softcap and sinks of `call` and its queries `[rows, heads,
-    queries, dim]` over keys and values `[rows, kv_heads, keys, dim]`, summed in float32: `[rows,
-    queries, heads, value_dim]`. The mask is added to the scores `[rows, heads, queries, keys]`.
-    Without `sees_keys`, the mask may hide all keys from a query, which then gets zeros."""
+    """Computes attention with the scale, softcap, sinks and queries `[rows, heads, queries, dim]`
+    of `call` over keys and values `[rows, kv_heads, keys, dim]`: `[rows, queries, heads,
+    value_dim]`, summed in float32. `mask` is added to the scores `[rows, heads, queries, keys]`.
+    `sees_keys`: every query sees a key; otherwise a query from which the mask hides all keys gets
+    zeros."""
     query = call.query
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
     by_group = (kv_heads, heads // kv_heads)
     by_query = (heads // kv_heads, queries)
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
     # [rows, kv_heads, group * queries, dim]
-    packed = query.unflatten(1, by_group).flatten(2, 3).to(compute)
-    scores = torch.matmul(packed, key.to(compute).transpose(-1, -2)) * call.scale
+    packed = query.unflatten(1, by_group).flatten(2, 3).to(compute_dtype)
+    scores = torch.matmul(packed, key.to(compute_dtype).transpose(-1, -2)) * call.scale
     scores = scores.unflatten(2, by_query).flatten(1, 2)  # [rows, heads, queries, keys]
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is not None:
-        scores = scores + mask.to(compute)
-    if call.sinks is not None:  # one more column without a value
-        column = call.sinks.to(compute)[:, None, None]
+        scores = scores + mask.to(compute_dtype)
+    if call.sinks is not None:  # adds a column without a value
+        column = call.sinks.to(compute_dtype)[:, None, None]
         column = column.expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     if sees_keys:
         weights = scores.softmax(dim=-1)
     else:
-        # the softmax of a query that sees no keys would be NaN: use zeros instead
-        blind = (scores == -math.inf).all(dim=-1, keepdim=True)
-        weights = scores.masked_fill(blind, 0.0).softmax(dim=-1).masked_fill(blind, 0.0)
+        # zeros for queries that see no keys, whose softmax would be NaN
+        is_blind = (scores == -math.inf).all(dim=-1, keepdim=True)
+        weights = scores.masked_fill(is_blind, 0.0).softmax(dim=-1).masked_fill(is_blind, 0.0)
     # [rows, kv_heads, group * queries, keys]
     weights = weights[..., :keys].unflatten(1, by_group).flatten(2, 3)
-    result = torch.matmul(weights, value.to(compute))
+    result = torch.matmul(weights, value.to(compute_dtype))
     result = result.unflatten(2, by_query).flatten(1, 2)
     return result.to(query.dtype).transpose(1, 2)

@@ -1,5 +1,5 @@
-"""Attention by the Triton kernels: one launch for rows of few queries, one for chunks, and cascades
-if they pay off. Calls that the kernels do not support go to `gather`."""
+"""Attention by the Triton kernels: one launch for rows of few queries and one for chunks, or a
+cascade for rows with shared blocks. Calls that the kernels do not support go to `gather`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     values = call.blocks.values
     step = call.step
     tensors = call.tensors
-    size = step.block_size
-    blocks_dtypes = (*DTYPES, *quantized.MAX_CODES)
+    block_size = step.block_size
+    block_dtypes = (*DTYPES, *quantized.LARGEST)
     for tensor in tensors:
-        is_blocks = tensor is keys or tensor is values
-        supported = blocks_dtypes if is_blocks else DTYPES
-        if tensor.dtype not in supported:
+        has_blocks = tensor is keys or tensor is values
+        supported_dtypes = block_dtypes if has_blocks else DTYPES
+        if tensor.dtype not in supported_dtypes:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors})
             return f"dtypes {dtypes}: the kernels support {DTYPES}"
     if any(tensor.device != query.device for tensor in (*tensors, step.block_tables)):
@@ -37,8 +37,11 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     value_dim = values.shape[3]
     if max(key_dim, value_dim) > MAX_DIM:
         return f"head dims {key_dim} and {value_dim}: at most {MAX_DIM}"
-    if size not in BLOCK_SIZES:
-        return f"block size {size}: a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
+    if block_size not in BLOCK_SIZES:
+        return (
+            f"block size {block_size}: the kernels support powers of two from {BLOCK_SIZES[0]} to"
+            f" {BLOCK_SIZES[-1]}"
+        )
     heads = query.shape[1]
     key_heads = keys.shape[1]
     value_heads = values.shape[1]
@@ -55,15 +58,15 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _prefill_reason(call: AttentionCall) -> str | None:
-    """Returns the `unsupported_reason` of the prefill kernel, beyond the limits that it shares with
-    the decode kernel."""
+    """Returns why the prefill kernel does not support a call that the decode kernel supports;
+    `None` if it does."""
     keys = call.blocks.keys
     values = call.blocks.values
     dtype = call.query.dtype
     if call.bias is not None and call.bias.shape[2] > 1:
         return "a bias that differs between more queries than the decode kernel takes"
-    plain = (x for x in (keys, values) if not quantized.is_quantized(x))
-    if any(torch.promote_types(dtype, x.dtype) != dtype for x in plain):
+    unquantized = (blocks for blocks in (keys, values) if not quantized.is_quantized(blocks))
+    if any(torch.promote_types(dtype, blocks.dtype) != dtype for blocks in unquantized):
         return f"blocks of a wider dtype than the queries' {dtype}"
     value_dim = values.shape[3]
     if value_dim > 512:
@@ -74,7 +77,7 @@ def _prefill_reason(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """`reference.attend`, summed in float32."""
+    """Computes the result of `reference.attend`, summed in float32."""
     from ...kernels.triton import attention  # needs Triton
 
     step = call.step
@@ -89,7 +92,7 @@ def attend(call: AttentionCall) -> Tensor:
         outputs.append(_attend_rows(decode_call))
         query = query[count:]
     if chunks is not None:
-        rest = attention.prefill_attention(
+        chunk_output = attention.prefill_attention(
             query,
             call.blocks.keys,
             call.blocks.values,
@@ -97,14 +100,15 @@ def attend(call: AttentionCall) -> Tensor:
             **_features(call),
             bias=call.bias,
         )
-        outputs.append(rest)
+        outputs.append(chunk_output)
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs)
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """`attend` for rows of equally many, few queries; with a cascade if it pays off."""
+    """Computes `attend` for rows with equally many, few queries; by a cascade if that is estimated
+    to be faster."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query

@@ -290,7 +290,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "requires a gradient"),
         (
             {"step": replace(build(Case()).step, block_size=48)},
-            "block size 48: a power of two from 4 to 16384",
+            "block size 48: the kernels support powers of two from 4 to 16384",
         ),
         (
             {"step": replace(build(Case()).step, query_start=tuple(range(8194)))},

@@ -40,33 +40,37 @@ from .shards import local_shard
 logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")
+_SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")  # of the names of weights
 # options of adapters that change more than the outputs of linear layers
-REFUSED = (
+UNSUPPORTED_OPTIONS = (
     "modules_to_save",
     "target_parameters",
     "trainable_token_indices",
     "layer_replication",
 )
-NUM_PREFETCHED = 2  # adapters
+MAX_PREFETCHED = 2  # adapters that are loaded ahead
 CHUNK_BYTES = 1 << 20  # of a file, read at once
 MAX_DIGESTS = 4096  # files whose hashes are cached
-STABLE_NS = 10**9  # since a file's last change: longer than the ticks of file systems' clocks
-HOST_SHARE = 8  # copies in host memory take at most this fraction (1/8) of its free memory
+# after this time since its last change, a file is stable: any later change gets another timestamp,
+# since file systems' clocks tick more often
+STABLE_NS = 10**9
+HOST_MEMORY_DIVISOR = 8  # copies in host memory take at most 1/8 of its free memory
 
 
 class AdapterFile(NamedTuple):
-    """A folder as it was when a request named it. Identifies the adapter in requests, prefixes and
-    recorded steps: another version is another adapter."""
+    """A folder's adapter as it was when a request named it. Identifies the adapter in requests,
+    prefixes and recorded steps: files with other content are another adapter."""
 
     path: str
-    version: str  # hash of its files' content
+    version: str  # hashes of its files' content
     num_bytes: int  # of its weights in float32
 
 
 def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
-    """Resolves the name in a request: an adapter of the model, else one in a folder that PEFT
-    saved. Raises [`AdapterError`]."""
+    """Resolves the adapter name of a request: it names an adapter of the model or, failing that, a
+    folder that PEFT saved. `takes_ids`: the prompt is plain token ids. Raises [`AdapterError`] if
+    the adapter cannot be served, `ValueError` if it is in a folder and the prompt has other
+    inputs."""
     check_served(model, name)
     if name is None:
         return ResolvedAdapter()
@@ -88,7 +92,7 @@ def read_adapter_file(name: str) -> AdapterFile:
     `ValueError`) with the reason if the adapter cannot be served or read, or if PEFT is missing."""
     path = os.path.realpath(name)
     try:
-        _find_config(path)
+        _read_config(path)
         weights = os.path.join(path, WEIGHTS)
         if not os.path.isfile(weights):
             raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
@@ -102,12 +106,12 @@ def read_adapter_file(name: str) -> AdapterFile:
                 if not numbers:
                     raise ValueError(f"{key} is empty: an adapter needs a rank of at least 1")
                 num_numbers += numbers
-                part = next((end for end in _PARTS if key.endswith(end)), key)
-                layers[part].add(key.removesuffix(part))
-        others = sorted(layers.keys() - set(_PARTS))
-        if others:
-            raise _unsupported(name, f"{others[0]!r} does not belong to a linear layer")
-        a, b, bias = (layers[part] for part in _PARTS)
+                suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), key)
+                layers[suffix].add(key.removesuffix(suffix))
+        unknown_keys = sorted(layers.keys() - set(_SUFFIXES))
+        if unknown_keys:
+            raise _unsupported(name, f"{unknown_keys[0]!r} does not belong to a linear layer")
+        a, b, bias = (layers[suffix] for suffix in _SUFFIXES)
         incomplete = sorted((a ^ b) | (bias - a))
         if incomplete:
             raise ValueError(
@@ -122,7 +126,9 @@ def read_adapter_file(name: str) -> AdapterFile:
     return AdapterFile(path, version, 4 * num_numbers)
 
 
-def _find_config(path: str) -> Any:
+def _read_config(path: str) -> Any:
+    """Returns PEFT's config of a folder. Raises [`AdapterError`] if such adapters cannot be loaded
+    on demand, `ImportError` without PEFT."""
     try:
         import peft
     except ImportError as error:
@@ -136,7 +142,7 @@ def _find_config(path: str) -> Any:
         raise _unsupported(path, f"it is not a LoRA adapter ({type(config).__name__})")
     fields = dataclasses.fields(config)
     variants = [field.name for field in fields if field.metadata.get("is_lora_variant")]
-    for option in (*variants, *REFUSED):
+    for option in (*variants, *UNSUPPORTED_OPTIONS):
         if getattr(config, option, None):
             raise _unsupported(path, f"it has `{option}`")
     return config
@@ -151,13 +157,13 @@ def _unsupported(name: str, reason: str) -> AdapterError:
 
 
 def _version(path: str) -> str:
-    """Hashes the files' content, since copies, archives and container images may give different
-    files the same times and sizes."""
+    """Returns hashes of the files' content, since copies, archives and container images may give
+    different files the same times and sizes."""
     digests = []
     for name in (CONFIG, WEIGHTS):
         file = os.path.join(path, name)
         stat = os.stat(file)
-        # a file that was just written may be written again without a change of its times
+        # a file that was just written may be written again without getting other times
         is_stable = time.time_ns() - stat.st_ctime_ns > STABLE_NS
         digest = _digest if is_stable else _digest.__wrapped__
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
@@ -167,8 +173,8 @@ def _version(path: str) -> str:
 
 @functools.lru_cache(maxsize=MAX_DIGESTS)
 def _digest(file: str, *stat: int) -> str:
-    """Returns the hash of the file's content, cached while `stat` stays the same: no process can
-    set `st_ctime_ns`, the time of the last change."""
+    """Returns the hash of the file's content, cached while `stat` stays the same. That is safe,
+    since no process can set `st_ctime_ns`, the time of the last change."""
     digest = hashlib.blake2b(digest_size=16)
     with open(file, "rb") as content:
         while chunk := content.read(CHUNK_BYTES):
@@ -177,21 +183,21 @@ def _digest(file: str, *stat: int) -> str:
 
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-    """Loads the weights by module of `model` to the CPU, and converts half precision to float32 as
-    PEFT does. Raises [`AdapterError`] if the weights do not fit this model, or if the files have
-    changed since the request named them."""
+    """Loads an adapter's weights to the CPU, by module of `model`; converts half precision to
+    float32 as PEFT does. Raises [`AdapterError`] if the weights do not fit this model, or if the
+    files have changed since the request named them."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
     try:
-        config = _find_config(file.path)
+        config = _read_config(file.path)
         tensors = load_peft_weights(file.path, device="cpu")
         parts: dict[nn.Module, LoraWeights] = {}
         for key in tensors:
-            if not key.endswith(_PARTS[0]):
+            if not key.endswith(_SUFFIXES[0]):
                 continue
-            name = key.removesuffix(_PARTS[0])
-            a, b, bias = (tensors.get(name + part) for part in _PARTS)
+            name = key.removesuffix(_SUFFIXES[0])
+            a, b, bias = (tensors.get(name + suffix) for suffix in _SUFFIXES)
             layer_name = name.removeprefix("base_model.model.")
             module = model.get_submodule(layer_name)
             module = getattr(module, "base_layer", module)
@@ -200,8 +206,8 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
                 raise ValueError(f"{layer_name} {reason}")
             rank = len(a)
             width, depth = linear_shape(module)
-            fits = a.shape == (rank, depth) and b.shape == (width, rank)
-            if not fits or (bias is not None and bias.shape != (width,)):
+            is_fitting = a.shape == (rank, depth) and b.shape == (width, rank)
+            if not is_fitting or (bias is not None and bias.shape != (width,)):
                 raise ValueError(
                     f"{layer_name} maps {depth} to {width} features, but its LoRA weights do not:"
                     " they are for another model"
@@ -209,8 +215,8 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             pattern = get_pattern_key(config.alpha_pattern.keys(), layer_name)
             alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
             scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-            whole = LoraWeights(a, b, bias, scaling).map(_copied)
-            parts[module] = local_shard(model, layer_name, module, whole)
+            whole_weights = LoraWeights(a, b, bias, scaling).map(_copy_weight)
+            parts[module] = local_shard(model, layer_name, module, whole_weights)
         if _version(file.path) != file.version:
             raise ValueError("its files have changed since the request was added: add it again")
         return parts
@@ -221,9 +227,9 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
         ) from error
 
 
-def _copied(weight: Tensor) -> Tensor:
-    """Copies a weight, in at least single precision: safetensors maps the file, which may be
-    overwritten later."""
+def _copy_weight(weight: Tensor) -> Tensor:
+    """Returns a copy of a weight in at least single precision. A copy is needed since safetensors
+    maps the file into memory, and the file may be overwritten later."""
     is_half = weight.dtype.itemsize < 4
     return weight.to(torch.float32 if is_half else weight.dtype, copy=True)
 
@@ -236,28 +242,28 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter that a thread loads. If the finished thread leaves no `parts`, because loading
-    failed or the process forked meanwhile, the adapter is loaded when it is needed."""
+    """An adapter that a thread loads. If the thread has ended without setting `parts`, because
+    loading failed or the process was forked meanwhile, the adapter is loaded when it is needed."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
 
 
 class AdapterStore:
-    """The loaded weights of adapters in folders. Resident weights are where the model computes,
-    until the pool evicts the adapter and `forget` is called. For a model on a device, copies of the
-    last used adapters also stay in host memory."""
+    """The loaded weights of adapters in folders. Resident weights are on the model's device until
+    the pool evicts the adapter, which calls `forget`. For a model that is not on the CPU, copies of
+    the last used adapters also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._resident: dict[AdapterFile, Adapter] = {}
         self._loading: dict[AdapterFile, _Loading] = {}
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
-        self._last_number = 0  # of `Adapter.key`
-        self.num_loads = 0  # from files
+        self._last_number = 0  # in `Adapter.key`
+        self.num_loads = 0  # from files, so far
 
     def __contains__(self, file: AdapterFile) -> bool:
-        """Whether the adapter's weights are where the model computes."""
+        """Whether the adapter's weights are resident."""
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
@@ -265,7 +271,7 @@ class AdapterStore:
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
-        parts = self._take(file)
+        parts = self._cpu_weights(file)
         resident = {}
         is_copied = False
         for module, lora in parts.items():
@@ -278,7 +284,8 @@ class AdapterStore:
             self._keep_on_host(file, parts)
         return adapter
 
-    def _take(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+    def _cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+        """Returns the weights on the CPU: the copy in host memory, prefetched or newly loaded."""
         parts = self._host.pop(file, None)
         if parts is not None:
             return parts
@@ -289,10 +296,10 @@ class AdapterStore:
         return loading.parts or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the adapters of waiting requests, and drops other prefetched adapters."""
+        """Starts to load the first of these adapters, and drops all others that were prefetched."""
         for file in self._loading.keys() - files:
             del self._loading[file]
-        for file in files[:NUM_PREFETCHED]:
+        for file in files[:MAX_PREFETCHED]:
             is_loaded = file in self._resident or file in self._host
             if is_loaded or file in self._loading:
                 continue
@@ -300,7 +307,7 @@ class AdapterStore:
             name = f"hf_paged adapter {Path(file.path).name}"
             load = functools.partial(self._load, file, loading)
             loading.thread = start(load, name)
-            if loading.thread is None:  # `get` loads the adapter
+            if loading.thread is None:  # no thread can be started: `get` loads the adapter
                 return
             self._loading[file] = loading
 
@@ -309,12 +316,12 @@ class AdapterStore:
             loading.parts = load_adapter(self._model, file)
 
     def forget(self, file: AdapterFile) -> None:
-        """Drops the resident weights."""
+        """Drops the resident weights of an adapter."""
         self._resident.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops the weights of modules that are not among `modules`, those that the model has
-        now."""
+        """Drops the weights of every adapter on a module that is not in `modules`, the model's
+        current ones, and all prefetched weights."""
         for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.parts):
                 self._resident.pop(file, None)
@@ -329,6 +336,6 @@ class AdapterStore:
         parts: dict[nn.Module, LoraWeights],
     ) -> None:
         self._host[file] = parts
-        limit = free_bytes(torch.device("cpu")) // HOST_SHARE
-        while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > limit:
+        max_bytes = free_bytes(torch.device("cpu")) // HOST_MEMORY_DIVISOR
+        while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > max_bytes:
             self._host.popitem(last=False)

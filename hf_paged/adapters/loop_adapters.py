@@ -1,5 +1,5 @@
-"""The adapters of a loop's requests: which are in memory, and which rows share a forward. Leaves
-which requests run to the scheduler."""
+"""The adapters of a loop's requests: which of them are in memory, and which rows can share a
+forward. The scheduler decides which requests run."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ from .peft_models import (
 )
 from .shards import local_shard
 
-MAX_MIXES = 64  # cached mixes, for recorded and later steps
-NUM_NEXT = 16  # waiting requests whose adapters may be loaded before they are admitted
+MAX_MIXES = 64  # cached mixes, which recorded and later steps use again
+MAX_PREFETCH_REQUESTS = 16  # waiting requests whose adapters may be loaded before their admission
 
 
 class LoopAdapters:
@@ -70,18 +70,19 @@ class LoopAdapters:
     ) -> None:
         self._model = model
         self._cache = cache
-        self._make = make_runner
+        self._make_runner = make_runner
         self._processes = cache.memory.processes
         self.store = AdapterStore(model)
         # weak, since a cycle would keep the pages alive longer than their loop
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
         self._prefetched: list[Hashable] = []  # files of the last `prefetch`
         self._model_adapters: dict[str, Adapter] = {}  # by name
-        # names of `_model_adapters` that were read since the model may have changed
+        # names of `_model_adapters` that were read after the last possible change of the model
         self._checked_names: set[str] = set()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # in `Adapter.key`
+        # by modules, why adapters on them cannot be mixed; `None` if they can
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
-        # whether a recorded step serves any ranges of these adapters; this avoids cycles, too
+        # neither cached function refers to this object, since a cycle would keep it alive
         self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
         make_mix = functools.partial(_make_mix, model, self._takes_ranges)
         self._mix = functools.lru_cache(MAX_MIXES)(make_mix)  # of consecutive token ranges
@@ -102,8 +103,7 @@ class LoopAdapters:
             if not is_admitted:
                 self.release(request)
         if is_admitted:
-            # after preemption, a request is admitted again
-            is_first = request.admitted_at is None
+            is_first = request.admitted_at is None  # false after a preemption
             self.pages.record_admission(request.adapter, is_first)
         return is_admitted
 
@@ -111,16 +111,18 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Items[Request]) -> None:
-        """Starts to load adapters that have no blocks in the pool yet."""
-        first = waiting[:NUM_NEXT]
-        needed = dict.fromkeys(request.adapter for request in first if request.adapter_bytes)
+        """Starts to load adapters that are not resident in the pool."""
+        next_requests = waiting[:MAX_PREFETCH_REQUESTS]
+        needed = dict.fromkeys(
+            request.adapter for request in next_requests if request.adapter_bytes
+        )
         files = [file for file in needed if file not in self.pages]
         if files != self._prefetched:
             self._prefetched = files
             self.load_ahead(files)
 
     def load_ahead(self, files: list[Any]) -> None:
-        """Starts to load these adapters."""
+        """Starts to load these adapters, in all processes."""
         if self._processes is not None and files:
             self._processes.adapters("load_ahead", files)
         self.store.prefetch(files)
@@ -137,21 +139,21 @@ class LoopAdapters:
             return self.using(names)
         ranges: list[tuple[Adapter, int, int]] = []
         for name, start, end in names:
-            adapter = self._find(name)
+            adapter = self._find_adapter(name)
             if isinstance(adapter, str):
                 raise AdapterError(name, adapter)
             ranges.append((adapter, start, end))
         return mixing(self._model, self._mix(tuple(ranges)))
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
-        """Runs one forward for all rows whose adapters can be mixed, then one for each other
+        """Runs one forward of all rows whose adapters can be mixed, then a forward for each other
         adapter."""
         adapters = [sequence.request.adapter for sequence in plan.sequences]
         names = dict.fromkeys(adapters)
         if len(names) == 1:
-            return self._run_alone(adapters[0], plan, executor)
+            return self._run_one_adapter(adapters[0], plan, executor)
         parts: list[LogitsPart] = []
-        alone = list(range(len(plan)))
+        separate_rows = list(range(len(plan)))
         if executor.runner.is_packed:
             mixable = self._mixable(names, executor.slowed_by)
             rows = [
@@ -166,17 +168,18 @@ class LoopAdapters:
                 try:
                     logits = run_mixed(self._model, compute, mixed_plan, row_adapters, self._mix)
                     parts.append((rows, logits))
-                    alone = sorted(set(alone) - set(rows))
+                    separate_rows = sorted(set(separate_rows) - set(rows))
                 except NotMixableError as error:
                     reason = Topic.ADAPTERS(str(error))
                     self._verdicts[_modules_of(row_adapters)] = reason
                     executor.slowed_by.add(reason)
-        for name in sorted({adapters[row] for row in alone}, key=str):
-            rows = [row for row in alone if adapters[row] == name]
-            parts.append((rows, self._run_alone(name, plan.select(rows), executor)))
+        for name in sorted({adapters[row] for row in separate_rows}, key=str):
+            rows = [row for row in separate_rows if adapters[row] == name]
+            logits = self._run_one_adapter(name, plan.select(rows), executor)
+            parts.append((rows, logits))
         return in_order(parts, plan.num_logits)
 
-    def _run_alone(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
+    def _run_one_adapter(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
         with self.using(adapter) as context:
             return executor.compute(executor.runner.run, plan, context)
 
@@ -207,14 +210,14 @@ class LoopAdapters:
             raise AdapterError(name, str(error)) from None
 
     def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
-        """Returns, by name, the adapters of a step whose rows can share a forward. If fewer than
-        two can, returns none, and adds why to `reasons`. Raises [`AdapterError`]."""
+        """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
+        than two can. Adds to `reasons` why others cannot. Raises [`AdapterError`]."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
         adapters: dict[Hashable, Adapter] = {}
         for name in names:
-            adapter = self._find(name)
+            adapter = self._find_adapter(name)
             if isinstance(adapter, str):
                 reasons.add(Topic.ADAPTERS(adapter))
             else:
@@ -223,8 +226,8 @@ class LoopAdapters:
             return {}
         modules = _modules_of(adapters.values())
         if modules not in self._verdicts:
-            named = self._model.named_modules()
-            module_names = [module_name for module_name, module in named if module in modules]
+            named_modules = self._model.named_modules()
+            module_names = [name for name, module in named_modules if module in modules]
             self._verdicts[modules] = self.check(tuple(module_names))
         reason = self._verdicts[modules]
         if reason is not None:
@@ -233,24 +236,26 @@ class LoopAdapters:
         return adapters
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Loads an adapter's weights in all processes that hold shards of the model. Raises
-        [`AdapterError`]."""
+        """Returns an adapter's weights, and loads them if needed, in all processes that hold shards
+        of the model. Raises [`AdapterError`]."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
             try:
-                failed = self._processes.adapters("load", file)
-                if failed is not None:
+                failure = self._processes.adapters("load", file)
+                if failure is not None:
                     raise AdapterError(
                         file,
-                        f"the adapter in {file.path!r} cannot be loaded {failed}",
+                        f"the adapter in {file.path!r} cannot be loaded {failure}",
                     )
             except BaseException:
                 self.store.forget(file)
                 raise
         return adapter
 
-    def _find(self, name: Hashable) -> Adapter | str:
+    def _find_adapter(self, name: Hashable) -> Adapter | str:
+        """Returns the adapter of a request, for `None` the model's active one; or why its rows need
+        a separate forward. Raises [`AdapterError`]."""
         if isinstance(name, AdapterFile):
             return self.load(name)
         if name is None:
@@ -259,47 +264,47 @@ class LoopAdapters:
             return "several adapters are active at once"
         if name == BASE:
             return NO_ADAPTER
-        earlier = self._model_adapters.get(name)
-        if earlier is not None and name in self._checked_names and earlier.is_current():
-            return earlier
+        previous = self._model_adapters.get(name)
+        if previous is not None and name in self._checked_names and previous.is_current():
+            return previous
         adapter = find_adapter(self._model, name, (name, next(self._numbers)))
         if isinstance(adapter, str):
             return adapter
-        if earlier is not None and earlier.state == adapter.state:
-            adapter.key = earlier.key  # so that steps recorded with it stay valid
+        if previous is not None and previous.state == adapter.state:
+            adapter.key = previous.key  # keeps the steps valid that were recorded with it
         self._model_adapters[name] = adapter
         self._checked_names.add(name)
         return adapter
 
     def check(self, names: tuple[str, ...]) -> str | None:
-        """Checks in short forwards that rows with different adapters on these modules get the same
-        results as alone. Returns the reason if they do not."""
+        """Checks in short forwards whether rows with different adapters on these modules get the
+        same results together as alone. Returns why not; `None` if they do."""
         if self._processes is not None:
             self._processes.adapters("check", names)
         try:
             adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
-        except ValueError as error:  # a layer is sharded in a way that adapters are not
+        except ValueError as error:  # adapters cannot be sharded as one of the layers is
             return str(error)
 
-        def make(
+        def make_mixed_runner(
             model: PreTrainedModel, cache: PagedCache, layout: Layout
         ) -> tuple[BlockManager, Any]:
-            blocks, runner = self._make(model, cache, layout)
-            mix_of = functools.partial(Mix, head=head_of(model))
+            block_manager, runner = self._make_runner(model, cache, layout)
+            make_mix = functools.partial(Mix, head=head_of(model))
 
             def run(plan: StepPlan) -> Tensor:
-                rows = [adapters[sequence.request.row] for sequence in plan.sequences]
-                return run_mixed(model, runner.run, plan, rows, mix_of)
+                row_adapters = [adapters[sequence.request.row] for sequence in plan.sequences]
+                return run_mixed(model, runner.run, plan, row_adapters, make_mix)
 
-            return blocks, SimpleNamespace(run=run)
+            return block_manager, SimpleNamespace(run=run)
 
         try:
-            capability = Capability(self._model, self._cache, make)
+            capability = Capability(self._model, self._cache, make_mixed_runner)
             return capability.reason_against_mixing(names)
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
-            return "memory is too short to check that they can share a forward"
+            return "too little memory is free to check whether they can share a forward"
 
 
 def _make_mix(
@@ -315,22 +320,22 @@ def _make_mix(
 
 
 def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
-    """Creates a random adapter on these modules, the same in every process."""
+    """Returns a random adapter on the modules of these names, the same in every process."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
 
     def draw(*sizes: int) -> Tensor:
-        numbers = torch.randn(*sizes, generator=generator, device="cpu")
-        scaled = numbers * sizes[1] ** -0.5
+        unscaled = torch.randn(*sizes, generator=generator, device="cpu")
+        scaled = unscaled * sizes[1] ** -0.5
         return scaled.to(weight.device, weight.dtype)
 
     for name in names:
         module = model.get_submodule(name)
         weight: Any = module.weight
         width, depth = linear_shape(module)
-        whole = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
+        whole_weights = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
         base_name = name.removesuffix(".base_layer")
-        parts[module] = local_shard(model, base_name, module, whole)
+        parts[module] = local_shard(model, base_name, module, whole_weights)
     return Adapter(("check", rank), parts)
 
 

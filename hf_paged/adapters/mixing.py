@@ -1,5 +1,5 @@
-"""Rows with different adapters in one packed forward: base products once, then hooks that add the
-product of each row's adapter. Leaves the products to `kernels/lora.py`."""
+"""Runs rows with different adapters in one packed forward: the base layers' products for all rows,
+then hooks that add the product of each row's adapter. Leaves these to `kernels/lora.py`."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ from ..seams import ForwardContext
 from .peft_models import BASE, NO_ADAPTER, Adapter, use_adapter
 
 Ranges = tuple[tuple[Adapter, int, int], ...]
-"""The adapter of packed tokens `[start, end)`."""
+"""Adapters, each with the range `[start, end)` of packed tokens that have it."""
 
 
 class NotMixableError(Exception):
-    """A module gets rows that are not the packed tokens in order, so their adapters are unknown."""
+    """A module gets rows other than the packed tokens in order, so their adapters are unknown."""
 
 
 class Mix(ForwardContext):
-    """The adapters of a packed step's tokens, and the products that they add to modules.
-    `can_record`: whether a recorded step with these adapters serves any ranges."""
+    """The adapters of a packed step's tokens, and the products that they add to modules'
+    outputs."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None, can_record: bool = False) -> None:
-        distinct = dict.fromkeys(adapter for adapter, *_ in ranges)
-        self.adapters = [adapter for adapter in distinct if adapter is not NO_ADAPTER]
+        """`head`: the linear layer that computes logits. `can_record`: whether one recorded step
+        can serve all ranges of these adapters (`takes_ranges`)."""
+        distinct_adapters = dict.fromkeys(adapter for adapter, *_ in ranges)
+        self.adapters = [adapter for adapter in distinct_adapters if adapter is not NO_ADAPTER]
         self._ranges = ranges
         self._head = head
-        self._has_one_adapter = len(distinct) == 1
+        self._has_one_adapter = len(distinct_adapters) == 1
         self.weights = _weights_of(self.adapters)
-        self._num_tokens = 0  # in the forward; tokens after the last range have no adapter
+        self._num_tokens = 0  # of the forward; tokens after the last range have no adapter
         self._head_tokens: list[int] | None = None
         self._deltas = {module: self._deltas_of(module, ranges) for module in self.weights}
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
         self.is_fixed = not can_record
-        # only a recorded step knows which rows the head gets, and where its chunks begin
+        # in a recorded step with chunks, the ranges of the rows that the head gets are unknown
         self.takes_chunks = can_record and head not in self._deltas
         if can_record:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
@@ -57,15 +59,15 @@ class Mix(ForwardContext):
         self.tensors = [tensor for _, lora in parts for tensor in lora.tensors]
 
     def prepare(self, device: torch.device) -> None:
-        """Prepares for steps that are recorded with fixed ranges."""
+        """Prepares the products on `device` for steps that are recorded with fixed ranges."""
         like = torch.empty(0, device=device)
         if not self._has_one_adapter:
             for deltas in self._deltas.values():
                 deltas.prepare(like)
 
-    def begin(self, num_tokens: int, kept: list[int] | None) -> None:
+    def begin(self, num_tokens: int, head_tokens: list[int] | None) -> None:
         self._num_tokens = num_tokens
-        self._head_tokens = kept
+        self._head_tokens = head_tokens
 
     def ranges(
         self, keys: Items[Hashable], num_decodes: int, num_tokens: int
@@ -84,19 +86,20 @@ class Mix(ForwardContext):
                 bounds[adapter.key][1] = (max(start, num_decodes), end)
         return [(decodes, others) for decodes, others in bounds.values()]
 
-    def record(self, ranges: Tensor, most: int, has_others: bool) -> RecordedMix:
+    def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedMix:
         if self.is_fixed:
             return RecordedMix((), None, [deltas.table for deltas in self._deltas.values()])
         deltas = dict[nn.Module, RecordedDeltas]()
         for module, weights in self.weights.items():
-            if has_others:
-                weights = [(2 * number + i, lora) for number, lora in weights for i in (0, 1)]
-            deltas[module] = RecordedDeltas(ranges, most, weights)
+            if has_others:  # two ranges for each adapter
+                weights = [(2 * index + i, lora) for index, lora in weights for i in (0, 1)]
+            deltas[module] = RecordedDeltas(ranges, max_tokens, weights)
         return RecordedMix([adapter.key for adapter in self.adapters], deltas)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """A forward hook of the modules."""
-        if active_mix.get() is not self:  # a forward in another thread
+        """The forward hook of the modules: adds the products of the rows' adapters to `output`,
+        in place. Raises `NotMixableError` if the rows' adapters are unknown."""
+        if active_mix.get() is not self:  # the forward of another thread
             return output
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
@@ -136,28 +139,28 @@ class Mix(ForwardContext):
 
 @dataclass(eq=False)
 class RecordedMix:
-    """The adapters of a recorded step. `deltas`: their products by module, for ranges that the step
-    reads on the device; `None`: the ranges are fixed."""
+    """The adapters of a recorded step."""
 
     keys: Items[Hashable]
+    # products by module, for ranges that the step reads on the device; `None`: fixed ranges
     deltas: dict[nn.Module, RecordedDeltas] | None
-    held: Any = None  # the tensors that the step reads
+    tables: Any = None  # with fixed ranges: keeps the tensors alive that the step reads
 
     @restoring
     def reading(self) -> Iterator[None]:
-        outer = recorded_deltas.set(self.deltas)
+        reset_token = recorded_deltas.set(self.deltas)
         try:
             yield
         finally:
-            recorded_deltas.reset(outer)
+            recorded_deltas.reset(reset_token)
 
 
 def _weights_of(adapters: Iterable[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:
-    """Returns, by module, the numbers of its adapters and their weights."""
+    """Returns, by module, the weights of adapters on it, each with the adapter's index."""
     weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
-    for number, adapter in enumerate(adapters):
+    for index, adapter in enumerate(adapters):
         for module, lora in adapter.parts.items():
-            weights.setdefault(module, []).append((number, lora))
+            weights.setdefault(module, []).append((index, lora))
     return weights
 
 
@@ -184,8 +187,8 @@ recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar
 
 
 def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
-    """Joins consecutive tokens with the same adapter to one range. `counts`: adapters with their
-    numbers of tokens."""
+    """Returns the ranges of consecutive tokens with the same adapter. `counts`: adapters, each with
+    the number of the next tokens that have it."""
     ranges: list[tuple[Adapter, int, int]] = []
     end = 0
     for adapter, count in counts:
@@ -199,8 +202,8 @@ def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
 
 @restoring
 def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
-    """Within the context, packed forwards of this thread run with `mix`. Removes its hooks and
-    restores PEFT's layers at the end."""
+    """A context in which packed forwards of this thread run with `mix`. At the end it removes the
+    hooks and restores PEFT's layers."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
         stack.callback(active_mix.reset, active_mix.set(mix))
         for module in mix.weights:
@@ -213,25 +216,29 @@ def run_mixed(
     run: Callable[[StepPlan, Mix], Tensor],
     plan: StepPlan,
     adapters: list[Adapter],
-    mix_of: Callable[[Ranges], Mix],
+    make_mix: Callable[[Ranges], Mix],
 ) -> Tensor:
-    """As [`Runner`]'s `run`, in one packed forward. `adapters`: by row."""
+    """Runs the plan's rows, of which row `i` has `adapters[i]`, in one packed forward by `run`;
+    returns logits as `Runner.run` does."""
     # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
     # recorded step
-    ranks = {adapter: (adapter is not NO_ADAPTER, str(adapter.key)) for adapter in set(adapters)}
+    adapter_keys = {
+        adapter: (adapter is not NO_ADAPTER, str(adapter.key)) for adapter in set(adapters)
+    }
 
-    def rank(row: int) -> tuple[bool, tuple[bool, str]]:
+    def sort_key(row: int) -> tuple[bool, tuple[bool, str]]:
         is_decode = plan.counts[row] == 1 or bool(plan.sequences[row].draft)
-        return not is_decode, ranks[adapters[row]]
+        return not is_decode, adapter_keys[adapters[row]]
 
-    order = sorted(range(len(plan)), key=rank)
-    mix = mix_of(join_ranges([(adapters[row], plan.counts[row]) for row in order]))
+    order = sorted(range(len(plan)), key=sort_key)
+    mix = make_mix(join_ranges([(adapters[row], plan.counts[row]) for row in order]))
     with mixing(model, mix):
         logits = run(plan.select(order), mix)
     return in_order([(order, logits)], plan.num_logits)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the linear layer that computes logits."""
+    """Returns the linear layer that computes logits, without PEFT's layer around it; `None` if
+    there is none."""
     head = model.get_output_embeddings()
     return getattr(head, "base_layer", head)

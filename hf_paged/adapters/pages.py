@@ -17,7 +17,7 @@ from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 @dataclass(eq=False)
 class _ResidentAdapter:
     num_bytes: int  # of its weights
-    # `None` until allocated: how many it needs is unknown before the pool's first layer exists
+    # `None` until they are allocated: their number is unknown before the pool's first layer exists
     block_ids: list[int] | None = None
     sequence: SequenceBlocks = NO_BLOCKS  # its table holds `block_ids` while there are `holders`
     holders: set[Any] = field(default_factory=set)  # requests
@@ -30,16 +30,16 @@ class AdapterPages:
     other adapters are cached, in one LRU order with cached prefixes. The eviction of one block
     evicts its adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
 
-    Without a pool of keys and values (Mamba), adapters have no blocks, and leave with their last
-    holder."""
+    Without a pool of keys and values (Mamba), adapters have no blocks, and are evicted when their
+    last holder unpins them."""
 
     def __init__(
         self,
         block_manager: BlockManager,
         weak_on_evict: Callable[[], Callable[[Any], None] | None],
     ) -> None:
-        """`weak_on_evict`: a weak reference to the function that is called with each adapter that
-        leaves."""
+        """`weak_on_evict`: a weak reference to a function, which is called with each adapter that
+        is evicted."""
         self._block_manager = block_manager
         self._group_index: int | None = None
         for index, group in enumerate(block_manager.groups):
@@ -93,7 +93,7 @@ class AdapterPages:
     def unpin(self, adapter: Hashable, holder: Any) -> None:
         """Ends the use of the adapter by `holder`; does nothing if `holder` has not pinned it. The
         blocks of an adapter without holders are cached, and its weights stay until the blocks are
-        evicted; an adapter that gets no blocks leaves at once."""
+        evicted; an adapter for which no blocks can be allocated is evicted at once."""
         resident = self._adapters.get(adapter)
         if resident is None or holder not in resident.holders:
             return
@@ -110,16 +110,16 @@ class AdapterPages:
         if resident.block_ids is None:
             self._allocate(adapter, resident)
         if resident.block_ids is None:
-            # the adapter does not fit after all; or no step has run, and `pin` refuses other
-            # adapters until one has
+            # the adapter does not fit after all; or no step has run, and until then `pin` refuses
+            # other adapters
             self._drop(adapter)
             return
         self._block_manager.free(resident.sequence)
         resident.sequence = NO_BLOCKS
 
     def recover(self) -> None:
-        """Drops all adapters, including pinned ones, after an exception that may have left one half
-        changed. The caller must then recount the pool, which frees their blocks."""
+        """Drops all adapters, including pinned ones, after an exception that may have left one
+        partly changed. The caller must then recount the pool, which frees their blocks."""
         dropped = self._adapters
         self._adapters, self._adapter_by_block = {}, {}
         if self._group_index is not None:

@@ -1,6 +1,6 @@
 """The PEFT adapters of a model: activates one for a forward, reads the LoRA weights that it adds to
-linear layers, and gives the reason where an adapter needs a separate forward or PEFT's own
-`generate`. Imports no PEFT until a model has its adapters."""
+linear layers, and gives the reason why an adapter needs a separate forward or PEFT's own
+`generate`. Imports PEFT only once a model has adapters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from ..topics import Topic, TopicError
 from .shards import is_split, local, local_weights
 
 BASE = "__base__"  # PEFT's name for "no adapter"
-_STATE = {"_active_adapter", "_disable_adapters"}  # attributes of PEFT's layers
-_NAMES = "adapter_names"  # keyword by which PEFT passes the rows' adapters to its layers
+_STATE_ATTRIBUTES = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
+_NAMES_KEYWORD = "adapter_names"  # with which PEFT passes the rows' adapters to its layers
 
 
 class AdapterError(RowsError, TopicError, ValueError):
+    """An adapter cannot be served. In a step, the error ends only the requests that name it."""
+
     topic = Topic.ADAPTERS
 
     def __init__(self, adapter: Hashable, message: str) -> None:
@@ -43,20 +45,20 @@ class AdapterError(RowsError, TopicError, ValueError):
 
 @dataclass(eq=False)
 class Adapter:
-    """An adapter whose rows may share a forward with other rows: the weights that it adds to linear
-    layers."""
+    """An adapter whose rows may share a forward with other rows."""
 
-    # name and number; identifies the weights to recorded steps, and is never reused
+    # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
-    parts: dict[nn.Module, LoraWeights]
-    # reads the current tensors and options of the model; nothing for an adapter in a folder
+    parts: dict[nn.Module, LoraWeights]  # the weights that it adds to linear layers
+    # returns the adapter's current tensors and options in the model; for an adapter in a folder
+    # nothing, since its weights do not change
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
         self.state = self.read()
 
     def is_current(self) -> bool:
-        """Whether the model still has the tensors and options that the adapter was read from."""
+        """Whether the model still has the tensors and options from which the adapter was read."""
         return bool(self.read() == self.state)
 
 
@@ -64,34 +66,36 @@ NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
 
 
 def check_wrapped(levels: Sequence[Any]) -> None:
-    """Raises [`AdapterError`] for adapters that PEFT's own `generate` computes and that are always
-    active. `levels`: a model and its wrappers, from the outside."""
+    """Raises [`AdapterError`] if a wrapper has an adapter that is always active, and that only
+    PEFT's own `generate` computes. `levels`: the wrappers from the outermost to the model."""
     configs: dict[str, Any] = {}
     for level in levels:
         configs |= _configs(level)
     for name, config in configs.items():
-        # adapters with layers of their names are left to `check_served`, which sees there whether
-        # they are active; prompt learning and X-LoRA have none
+        # adapters with layers can be inactive, which `check_served` reads from the layers; prompt
+        # learning and X-LoRA have none
         reason = None if has_adapter(levels[-1], name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
 
 
 def _configs(model: Any) -> dict[str, Any]:
-    # a copy: another thread may add adapters
+    # copied, since another thread may add adapters
     return dict(getattr(model, "peft_config", None) or {})
 
 
 def wrapper_reason(config: Any) -> str | None:
     """Returns why an adapter with this PEFT config needs the `generate` of the surrounding
     `PeftModel`; `None` if layers in the model compute it."""
-    kind = type(config).__name__
+    config_type = type(config).__name__
     if getattr(config, "is_prompt_learning", False):
-        reason = f"is prompt learning ({kind}): PEFT's own `generate` creates its virtual tokens"
+        reason = (
+            f"is prompt learning ({config_type}): PEFT's own `generate` creates its virtual tokens"
+        )
     elif _is_activated(config):
         reason = (
-            f"begins at its `alora_invocation_tokens` ({kind}), which PEFT's own `generate` finds"
-            " in the prompt"
+            f"begins at its `alora_invocation_tokens` ({config_type}), which PEFT's own `generate`"
+            " finds in the prompt"
         )
     else:
         from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -100,14 +104,14 @@ def wrapper_reason(config: Any) -> str | None:
         # tuners that act only inside the model define no `generate`
         if not hasattr(tuner, "generate"):
             return None
-        reason = f"acts around the model ({kind}), in PEFT's own `{tuner.__name__}.generate`"
+        reason = f"acts around the model ({config_type}), in PEFT's own `{tuner.__name__}.generate`"
     call = '`peft_model.generate(..., cache_implementation="paged")`'
     return f"{reason}. Call {call} instead of an engine or `generate_batch`"
 
 
 def _is_activated(config: Any) -> bool:
-    """Whether this PEFT config is of an activated LoRA (aLoRA), which changes only the tokens after
-    its invocation."""
+    """Whether this is the PEFT config of an activated LoRA (aLoRA), which changes only the tokens
+    from its invocation on."""
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
@@ -116,8 +120,8 @@ def has_activated(model: nn.Module) -> bool:
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
-    """Raises [`AdapterError`] if layers in the model alone do not compute the adapter `name` as
-    PEFT does (`None`: the active adapters)."""
+    """Raises [`AdapterError`] if layers in the model alone do not compute the adapter `name`, for
+    `None` the active adapters, as PEFT does."""
     reason = None if name is None else _unswitchable_reason(model)
     if reason is not None:
         raise AdapterError(
@@ -138,7 +142,8 @@ def check_served(model: nn.Module, name: Hashable) -> None:
 
 
 def _unswitchable_reason(model: nn.Module) -> str | None:
-    """Returns why switching PEFT's layers alone does not replace the active adapter, or `None`."""
+    """Returns why switching PEFT's layers does not suffice to replace the active adapter; `None` if
+    it does."""
     modules = [model]
     while modules:
         module = modules.pop()
@@ -146,7 +151,7 @@ def _unswitchable_reason(model: nn.Module) -> str | None:
         for hook in hooks:
             owner = getattr(hook, "__self__", None)
             if _is_of_peft(owner):
-                return f"{type(owner).__name__} computes the active one in hooks"
+                return f"{type(owner).__name__} computes the active adapter in hooks"
         if not _is_of_peft(module):
             modules.extend(module.children())
         elif not _is_layer(module):
@@ -159,30 +164,30 @@ def _is_of_peft(value: Any) -> bool:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    # by attributes of PEFT's BaseTunerLayer and AuxiliaryTrainingWrapper (`modules_to_save`),
-    # without importing PEFT
-    return all(hasattr(module, key) for key in _STATE)
+    # recognized without importing PEFT, by the attributes of its BaseTunerLayer and
+    # AuxiliaryTrainingWrapper (`modules_to_save`)
+    return all(hasattr(module, key) for key in _STATE_ATTRIBUTES)
 
 
 def peft_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if _is_layer(module)]
 
 
-def _has(layer: Any, name: str) -> bool:
+def _layer_has_adapter(layer: Any, name: str) -> bool:
     return any(name in getattr(layer, key, {}) for key in layer.adapter_layer_names)
 
 
 def has_adapter(model: nn.Module, name: str) -> bool:
     if name == BASE:
         return True
-    return any(_has(layer, name) for layer in peft_layers(model))
+    return any(_layer_has_adapter(layer, name) for layer in peft_layers(model))
 
 
 def check_adapter(model: nn.Module, name: str) -> list[Any]:
-    """Returns PEFT's layers in `model`. Raises [`AdapterError`] if forwards cannot run with the
-    adapter `name`."""
+    """Returns PEFT's layers in `model`. Raises [`AdapterError`] if the adapter `name` does not
+    exist, or if adapters are merged into the weights."""
     layers = peft_layers(model)
-    if name != BASE and not any(_has(layer, name) for layer in layers):
+    if name != BASE and not any(_layer_has_adapter(layer, name) for layer in layers):
         names = set[str]()
         for layer in layers:
             for key in layer.adapter_layer_names:
@@ -208,7 +213,7 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
 
 
 class NamedContext(ForwardContext):
-    """All rows run with one adapter of the model."""
+    """The context of forwards whose rows all run with one adapter of the model."""
 
     def __init__(self, name: str) -> None:
         self.variant = self.names = name
@@ -216,9 +221,9 @@ class NamedContext(ForwardContext):
 
 @restoring
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
-    """Within the context, forwards of `model` run with its adapter `name` (`"__base__"`: with none;
-    `None`, or no string: with the active adapters). Raises [`AdapterError`]. Unlike PEFT's
-    `set_adapter`, it does not change `requires_grad`."""
+    """A context in which forwards of `model` run with its adapter `name`: with none for
+    `"__base__"`, with the active adapters for `None` or any other value than a string. Raises
+    [`AdapterError`]. Unlike PEFT's `set_adapter`, it does not change `requires_grad`."""
     if not isinstance(name, str):
         yield None
         return
@@ -226,7 +231,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
     saved = []
     for layer in layers:
         attributes = vars(layer)
-        state = {key: attributes[key] for key in _STATE if key in attributes}
+        state = {key: attributes[key] for key in _STATE_ATTRIBUTES if key in attributes}
         saved.append((layer, state))
     try:
         for layer in layers:
@@ -236,9 +241,9 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         yield NamedContext(name)
     finally:
         for layer, state in saved:
-            for key in _STATE - state.keys():
+            for key in _STATE_ATTRIBUTES - state.keys():
                 vars(layer).pop(key, None)
-            # keeps the order of attributes, which the detection of model changes compares
+            # keeps the attributes' order, which is compared to detect changes of the model
             vars(layer).update(state)
 
 
@@ -282,15 +287,15 @@ def find_adapter(
     name: str,
     key: tuple[str, int],
 ) -> Adapter | str:
-    """Reads an adapter of the model; returns the reason instead if its rows need a separate
-    forward. Raises [`AdapterError`]."""
+    """Returns the adapter `name` of the model, read from PEFT's layers; or the reason why its rows
+    need a separate forward. Raises [`AdapterError`]."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
-        if not _has(layer, name):
+        if not _layer_has_adapter(layer, name):
             continue
-        is_plain = name in getattr(layer, "lora_A", {})
-        if not is_plain or name in getattr(layer, "lora_variant", {name}):
+        has_lora = name in getattr(layer, "lora_A", {})
+        if not has_lora or name in getattr(layer, "lora_variant", {name}):
             return f"adapter {name!r} has more than plain LoRA, in {type(layer).__name__}"
         base = layer.base_layer
         # layers for other libraries (bitsandbytes, torchao) come from other Python modules
@@ -328,8 +333,8 @@ def find_adapter(
 
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
-    """Reads the state that defines an adapter: options and tensors of PEFT's layers and of their
-    base layers."""
+    """Returns the state that defines an adapter: options and tensors of PEFT's layers and of their
+    base layers; `None` if some no longer exist."""
     state: list[Any] = []
     try:
         for layer, base in sources:
@@ -355,20 +360,20 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
     for module in model.modules():
         hooks = list(module._forward_pre_hooks.items())
         for number, hook in hooks:
-            if isinstance(hook, functools.partial) and _NAMES in hook.keywords:
+            if isinstance(hook, functools.partial) and _NAMES_KEYWORD in hook.keywords:
                 yield module, number, hook
 
 
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
-    """Within the context, PEFT's layers do not get `adapter_names`, which they can apply only to
-    rows of a padded batch. Yields the names that PEFT got for the rows of the running `generate`
-    call, or `None`."""
+    """A context in which PEFT's layers do not get `adapter_names`, which they can apply only to
+    rows of a padded batch. Yields the adapters' names by row of the running `generate` call; `None`
+    if it has no `adapter_names`."""
     removed = list(_names_hooks(model))
     names = None
-    # the last hooks count: PEFT leaves the hooks of a failed call, before those of the next
+    # the last hooks count, since PEFT does not remove the hooks of a failed call
     for _, _, hook in removed:
-        names = list(hook.keywords[_NAMES])
+        names = list(hook.keywords[_NAMES_KEYWORD])
     for module, number, _ in removed:
         del module._forward_pre_hooks[number]
     try:

@@ -1,4 +1,4 @@
-"""This process's shard of the LoRA weights of sharded layers, split as PEFT does
+"""This process's shards of the LoRA weights of sharded layers, split as PEFT splits them
 (`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`). Leaves sums over processes to
 `kernels/lora.py`."""
 
@@ -24,8 +24,8 @@ def is_split(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """Returns this process's shard of a tensor, the same object every time; returns a tensor that
-    is not split, or `None`, unchanged."""
+    """Returns this process's shard of a split tensor, the same object every time; returns any other
+    tensor, or `None`, unchanged."""
     if not is_split(tensor):
         return tensor
     with torch.no_grad():
@@ -38,8 +38,8 @@ def local_weights(
     bias: Any,
     scaling: float,
 ) -> LoraWeights | None:
-    """Returns this process's shard of the weights of a PEFT layer; `None` if they are not split as
-    PEFT does."""
+    """Returns this process's shard of the weights of a PEFT layer, with the factor `scaling`;
+    `None` if they are not split as PEFT splits them."""
     group = None
     for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
         if not is_split(tensor):
@@ -60,8 +60,9 @@ def local_shard(
     module: nn.Module,
     lora: LoraWeights,
 ) -> LoraWeights:
-    """Returns this process's shard of whole weights for a linear layer, whose name in the model
-    without adapters is `name`. Raises `ValueError` if adapters cannot be split as the layer is."""
+    """Returns this process's shard of the whole weights `lora` for the linear layer `module`, whose
+    name in the model without adapters is `name`. Raises `ValueError` if adapters cannot be split as
+    the layer is."""
     weight: Any = module.weight
     style = None
     if is_split(weight):

@@ -235,17 +235,17 @@ class Executor:
             modules = list(self.model.modules())
             switched = modules if self._switches_attention else []
             wrap_expansions(switched)
-            eagerly = running_eagerly(compiled_layers(modules))
-            with eagerly:
+            eager_context = running_eagerly(compiled_layers(modules))
+            with eager_context:
                 self.runner.choose_products(modules)
-            paged = use_paged_attention(switchable_configs(switched))
-            switches = self._switches = eagerly, paged
-        eagerly, paged = switches
+            attention_context = use_paged_attention(switchable_configs(switched))
+            switches = self._switches = eager_context, attention_context
+        eager_context, attention_context = switches
         reset_tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
         has_gradients = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)  # `torch.no_grad` makes eight Python calls
-            with eagerly, paged:
+            with eager_context, attention_context:
                 yield
         finally:
             torch._C._set_grad_enabled(has_gradients)

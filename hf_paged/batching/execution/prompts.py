@@ -43,7 +43,7 @@ class PromptsError(RowsError):
 
 
 class JoinKey(NamedTuple):
-    """The key of prompts whose rows may continue in one rectangle: those with equal keys."""
+    """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
 
     equal_lengths: bool  # whether these rows must also have equal lengths
     shapes: Hashable  # of the inputs, without the dimensions that can be padded
@@ -55,7 +55,7 @@ class Prompts(PromptInputs):
     model's `prepare_inputs_for_generation`. One forward computes all rows, since nothing says which
     images and audio belong to which row."""
 
-    # of the rectangles in which the rows may continue; `None`: they join no other rows
+    # determines which other rows these rows join in rectangles; `None`: no others
     join_key: JoinKey | None = None
     # prompts with equal keys share one forward; `None`: these prompts share it with no others
     merge_key: Hashable | None = None
@@ -146,7 +146,7 @@ class Prompts(PromptInputs):
 
     def varied(self, token_id: int) -> Prompts:
         """Returns these prompts with the token `token_id` appended to each row, and with other
-        images: `merge_check` merges both."""
+        images, for `merge_check`, which merges them with these."""
         model_kwargs = dict(self.model_kwargs)
         for name, value in model_kwargs.items():
             if not isinstance(value, Tensor):

@@ -300,9 +300,8 @@ class RectangleRunner(Runner):
         return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column would be past the last position of the model, whose code may
-        count padding columns as positions, although every row has padding, since a longer row has
-        left."""
+        """Whether the next column would exceed the model's positions if its code counts padding as
+        positions. That is so once a longer row has left, and every remaining row has padding."""
         max_positions = self.layout.max_positions
         if max_positions is None or not self.layout.is_side_by_side:
             return False
@@ -312,7 +311,8 @@ class RectangleRunner(Runner):
 
     def _find_state(self, slot: int) -> tuple[Any, int]:
         """Returns the holder of a slot's state, a rectangle or copied rows, and the row in it;
-        `(None, 0)` if there is none, as after cached tokens of a model without state layers."""
+        `(None, 0)` if there is none, as for a sequence that begins after cached tokens, in a model
+        without state layers."""
         try:
             return self.states.find(slot)
         except KeyError:

@@ -22,8 +22,8 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Called with every mask that is made in this context; tells a call which leading positions its
-# model treats as padding.
+# Called with every mask that is made in this context; a call learns from it which leading positions
+# its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
@@ -331,9 +331,8 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if the
-    mask has another effect than hiding other columns, or another result in other
-    implementations."""
+    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if its
+    effect is not a range of columns per row, or differs between implementations."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))

@@ -164,7 +164,7 @@ STOCK_MASKS = {
     masking_utils.flash_attention_mask,
     masking_utils.flex_attention_mask,
 }
-# functions whose results our kernels reproduce; for eager functions, `eager_features` tells
+# functions whose results our kernels reproduce; `eager_features` decides this for eager functions
 STOCK_FUNCTIONS = (
     sdpa_attention_forward,
     flash_attention_forward,

@@ -431,9 +431,9 @@ class Scheduler:
             self._enqueue(request)
 
     def fail_step(self) -> None:
-        """Undoes the last step: its forward raised an exception, or this is a child process, in
-        which the thread that took the step does not exist, and in which the step may be scheduled
-        in part, or computed without its logits being delivered."""
+        """Undoes the last step, whose forward raised an exception; or, in a child process, the step
+        of a thread that does not exist there. That step may be partly scheduled, or computed, but
+        its logits are not delivered."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         requeued = plan.admitted  # may share blocks that other rows of the step did not write

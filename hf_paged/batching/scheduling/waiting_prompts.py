@@ -63,7 +63,7 @@ class WaitingPrompts:
 
     def _hash_prefixes(self, request: Request) -> Iterator[tuple[int, int]]:
         """Yields the length of each prefix of full blocks, and its hash. If the hashes of different
-        prefixes collide, a request may wait for nothing, but computes nothing wrong."""
+        prefixes collide, a request may wait unnecessarily; its results stay correct."""
         token_ids = request.sequences[0].token_ids
         prefix: Hashable = request.namespace
         size = self._block_size

@@ -84,7 +84,7 @@ class Mix(ForwardContext):
                 bounds[adapter.key][0] = (start, min(end, num_decodes))
             if end > num_decodes:
                 bounds[adapter.key][1] = (max(start, num_decodes), end)
-        return [(decodes, others) for decodes, others in bounds.values()]
+        return [(decodes, chunks) for decodes, chunks in bounds.values()]
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedMix:
         if self.is_fixed:

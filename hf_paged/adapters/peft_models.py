@@ -359,9 +359,9 @@ def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
 def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
     for module in model.modules():
         hooks = list(module._forward_pre_hooks.items())
-        for number, hook in hooks:
+        for hook_id, hook in hooks:
             if isinstance(hook, functools.partial) and _NAMES_KEYWORD in hook.keywords:
-                yield module, number, hook
+                yield module, hook_id, hook
 
 
 @restoring
@@ -374,10 +374,10 @@ def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     # the last hooks count, since PEFT does not remove the hooks of a failed call
     for _, _, hook in removed:
         names = list(hook.keywords[_NAMES_KEYWORD])
-    for module, number, _ in removed:
-        del module._forward_pre_hooks[number]
+    for module, hook_id, _ in removed:
+        del module._forward_pre_hooks[hook_id]
     try:
         yield names
     finally:
-        for module, number, hook in removed:
-            module._forward_pre_hooks[number] = hook
+        for module, hook_id, hook in removed:
+            module._forward_pre_hooks[hook_id] = hook

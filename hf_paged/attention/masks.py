@@ -258,13 +258,13 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
         end = origin + seq_len
         first = end - (row_end - row_start)
         while first < end:
-            begin = first // size * size
-            last = min(begin + size, end)
+            chunk_start = first // size * size
+            chunk_end = min(chunk_start + size, end)
             rows.append(row)
-            query_start.append(query_start[-1] + last - first)
-            seq_lens.append(last - origin)
-            starts.append(max(0, begin - origin))
-            first = last
+            query_start.append(query_start[-1] + chunk_end - first)
+            seq_lens.append(chunk_end - origin)
+            starts.append(max(0, chunk_start - origin))
+            first = chunk_end
     tables = step.block_tables
     if len(rows) > step.num_rows:
         tables = tables[torch.tensor(rows, device=tables.device)]

@@ -124,10 +124,10 @@ class EncoderColumns:
             is_visible = bias == 0
             if not torch.equal(is_visible, bias > torch.finfo(bias.dtype).min / 2):
                 return None
-        last = is_visible[:, -1]
-        if not torch.equal(is_visible, last[:, None].expand_as(is_visible)):
+        last_query = is_visible[:, -1]
+        if not torch.equal(is_visible, last_query[:, None].expand_as(is_visible)):
             return None
-        return padding_columns(last.expand(self.num_rows, -1), self.num_rows, self.width)
+        return padding_columns(last_query.expand(self.num_rows, -1), self.num_rows, self.width)
 
 
 @restoring

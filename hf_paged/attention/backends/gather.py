@@ -37,15 +37,15 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
 
-    def tensor(self, number: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in memory `number`, valid until the next call with that number."""
+    def tensor(self, index: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in memory `index`, valid until the next call with that index."""
         size = math.prod(shape) * dtype.itemsize
-        memory = self._memory.get(number)
+        memory = self._memory.get(index)
         if memory is None or memory.numel() < size:
             with torch.inference_mode(False):
                 # an inference tensor could not be written outside inference mode
                 memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._memory[number] = memory
+            self._memory[index] = memory
         return memory[:size].view(dtype).view(shape)
 
 
@@ -313,11 +313,11 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
     pieces = []
-    for number, (plane, units) in enumerate(zip(planes, part.units)):
+    for plane_index, (plane, units) in enumerate(zip(planes, part.units)):
         out = None
         if uses_scratch:
             shape = (units.indices.numel(), units.shape[1])
-            out = _scratch.tensor(number, shape, plane.dtype)
+            out = _scratch.tensor(plane_index, shape, plane.dtype)
         states = units.read(plane, out).view(rows, kv_heads, -1, plane.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2

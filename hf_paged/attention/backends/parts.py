@@ -91,9 +91,9 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
     scratch_tokens = scratch // (token_bytes * kv_heads)
     parts = []
     for group in _group_similar(step, geometries, scratch_tokens):
-        (geometry, all_members), *others = group
+        (geometry, all_members), *similar = group
         make_part = part_maker(step, geometry, geometries)
-        if others:
+        if similar:
             part = _padded_part(step, group, layouts, make_part)
             parts.append(part)
             continue
@@ -151,9 +151,9 @@ def _group_similar(
         # The group's mask is kept for all layers. It has a row per query or, where heads are
         # packed, per head and query, which still takes fewer bytes than K and V of as many tokens.
         mask_size = num_rows * longest * queries
-        fits = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
+        can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or skipped > 0
-        if group and (not fits or skips_queries or queries >= MIN_SEPARATE_QUERIES):
+        if group and (not can_join or skips_queries or queries >= MIN_SEPARATE_QUERIES):
             yield group
             group = []
             num_rows = count

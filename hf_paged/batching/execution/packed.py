@@ -137,8 +137,8 @@ class PackedRunner(Runner):
     ) -> Tensor:
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
-        parts, others = self.run_whole_prompts(plan)
-        for indices in self._divide(plan, others):
+        parts, other_indices = self.run_whole_prompts(plan)
+        for indices in self._divide(plan, other_indices):
             logits = self._run_packed(plan.select(indices), context)
             parts.append((indices, logits))
         return in_order(parts, plan.num_logits)

@@ -60,9 +60,9 @@ class Rectangle:
         computed."""
         if self.cache is None:
             return
-        cache, *others = cache_parts(self.cache)
+        cache, *cross_caches = cache_parts(self.cache)
         cache.take(self.blocks, tuple(self.paddings), num_cached)
-        for cross in others:
+        for cross in cross_caches:
             if not isinstance(cross, PagedCache):
                 continue
             width = self.encoder_width
@@ -94,9 +94,9 @@ class Rectangle:
     def fork_cache(self, cache: Any) -> Any:
         """Makes the empty `cache` continue from this rectangle's cache, and returns it. The caller
         must reorder its rows before it is written to."""
-        paged, *others = cache_parts(self.cache)
+        paged, *cross_caches = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
-        for cross in others:
+        for cross in cross_caches:
             if not isinstance(cache, EncoderDecoderCache):
                 # the model made the cross-attention cache
                 cache = EncoderDecoderCache(cache, copy.deepcopy(cross))

@@ -94,8 +94,8 @@ class RectangleRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_snapshots()
-        parts, others = self.run_whole_prompts(plan)
-        rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in others]
+        parts, other_indices = self.run_whole_prompts(plan)
+        rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices]
         for indices in self.divide(rows):
             part = plan.select(indices)
             if _begins(plan, indices[0]):

@@ -109,13 +109,14 @@ class Runner:
         """Runs prompts that the model's own forward computes as a whole: those with an equal
         `merge_key` in one forward or, if it fails, each in a separate one, so that a
         [`PromptsError`] ends only the requests of its prompts. Prompts that begin after cached
-        tokens run alone. Returns the logits by index in the step, and the other indices."""
+        tokens run alone. Returns the logits by index in the step, and the indices of the rows that
+        remain."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
-        others: list[int] = []
+        other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
             prompts, row = sequence.request.inputs or (None, 0)
             if prompts is None or num_computed > sequence.request.num_text:
-                others.append(index)
+                other_indices.append(index)
                 continue
             # requests with the same row need separate forwards
             repeat = 0
@@ -131,7 +132,7 @@ class Runner:
         parts: list[LogitsPart] = []
         for whole_prompts in self.divide(rows):
             parts += self._run_or_fail(whole_prompts, plan)
-        return parts, others
+        return parts, other_indices
 
     def divide(self, rows: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and
@@ -151,13 +152,13 @@ class Runner:
         return forwards
 
     def _run_or_fail(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> list[LogitsPart]:
-        (prompts, _), *others = whole_prompts
+        (prompts, _), *other_prompts = whole_prompts
         try:
             return [self._run_prompts(whole_prompts, plan)]
         except Exception as error:
             if is_interrupt(error):
                 raise
-            if not others:
+            if not other_prompts:
                 raise PromptsError(prompts, error) from error
             logger.debug("a forward of prompts of several calls failed: %s", error)
         return [part for single in whole_prompts for part in self._run_or_fail([single], plan)]

@@ -282,11 +282,11 @@ class Preemption:
         if all(num_computed >= num_shared for _, num_computed in attached):
             return attached
         self.reset(request)
-        first, *others = rows
+        first_row, *other_rows = rows
         request.num_shared_tokens = num_shared
-        self._match(first, first.keys[: num_shared + 1])
-        attached = [(first, first.num_computed_tokens)]
-        attached += [(sequence, num_shared) for sequence in others]
+        self._match(first_row, first_row.keys[: num_shared + 1])
+        attached = [(first_row, first_row.num_computed_tokens)]
+        attached += [(sequence, num_shared) for sequence in other_rows]
         return attached
 
     def _is_restorable(self, request: Request) -> bool:
@@ -342,8 +342,8 @@ class Preemption:
             return ()
         min_saved: dict[int, int] = {}  # by stop, how many tokens it must be past the previous one
         if self.blocks.keeps_states:
-            last = (sequence.num_tokens - 1) // size * size
-            min_saved[last] = SNAPSHOT_TOKENS
+            last_stop = (sequence.num_tokens - 1) // size * size
+            min_saved[last_stop] = SNAPSHOT_TOKENS
         divergences = self.waiting_prompts.divergences(request)
         min_saved |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
@@ -366,9 +366,9 @@ class Preemption:
             return 0
         if sequence.num_computed_tokens < num_shared:
             return num_shared - sequence.num_computed_tokens
-        for other in rows[1:]:
-            other.blocks = self.blocks.fork(sequence.blocks)
-            other.num_computed_tokens = num_shared
+        for row in rows[1:]:
+            row.blocks = self.blocks.fork(sequence.blocks)
+            row.num_computed_tokens = num_shared
         request.num_shared_tokens = 0
         return sequence.num_to_compute
 

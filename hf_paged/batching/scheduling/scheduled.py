@@ -60,10 +60,10 @@ class Scheduled:
         num_logits = counts
         if self.has_partial:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
-        others = [*self.drafted, *self.chunks]
-        if others:
-            sequences = sequences + [sequence for sequence, _ in others]
-            counts = counts + [count for _, count in others]
+        counted = [*self.drafted, *self.chunks]
+        if counted:
+            sequences = sequences + [sequence for sequence, _ in counted]
+            counts = counts + [count for _, count in counted]
             num_logits = num_logits + [count for _, count in self.drafted]
             for sequence, count in self.chunks:
                 num_logits.append(int(count == sequence.num_to_compute))

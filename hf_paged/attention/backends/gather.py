@@ -1,6 +1,6 @@
 """Portable fast attention over block tables: gathers the keys and values of rows of equal or
-similar lengths, then runs dense attention on them. Never reads a slot outside a row's visible
-range. Plain PyTorch: any device, differentiable."""
+similar lengths, then runs dense attention on them. No result depends on a slot outside its row's
+visible range. Plain PyTorch: any device, differentiable."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs rows with different adapters in one packed forward: the base layers' products for all rows,
-then hooks that add the product of each row's adapter. Leaves these to `kernels/lora.py`."""
+"""Runs rows with different adapters in one packed forward: the base layers compute all rows, and
+hooks add the product of each row's adapter, which `kernels/lora.py` computes."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ class ForwardContext(Protocol):
         return []
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
-        """Called before a step of up to `max_tokens` tokens is recorded. The step reads its `ranges`
-        `(n, 2)` on the device: two for each key, or one for each if all tokens are decodes.
-        `has_others`: whether there are tokens other than decodes."""
+        """Called before a step of up to `max_tokens` tokens is recorded. The step reads its
+        `ranges` `(n, 2)` on the device: two for each key, or one for each if all tokens are
+        decodes. `has_others`: whether there are tokens other than decodes."""
         return None
 
 

@@ -82,7 +82,7 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, which is called before its
         blocks are freed. Raises the error that ended the generation. A call that this thread makes
         within its own step runs in a separate loop, from `make_loop`. `checks_weights` and
-        `replays` as in `Executor.begin`."""
+        `replays`: as `check_weights` and `allow_replays` of `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:

@@ -147,7 +147,7 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
         recording = sequence.request.prompt_logprobs
         if recording is not None:
             # draft tokens are not part of the sequence
-            count = recording.num_recorded(start, start + num_tokens - len(sequence.draft))
+            count = recording.num_recordable(start, start + num_tokens - len(sequence.draft))
             if count:
                 tokens = range(first, first + count)
                 recordings.append((recording, start, tokens))

@@ -253,17 +253,17 @@ class Prompts(PromptInputs):
         request: Request,
         row: int,
         keys: list[Keys] | None,
-        begins_behind_text: bool = False,
+        can_begin_after_text: bool = False,
     ) -> None:
         """Makes a row the prompt of a request. Without `keys` the prefix cache is not used for it.
-        `begins_behind_text`: whether the text before the first placeholder may be shared with any
+        `can_begin_after_text`: whether the text before the first placeholder may be shared with any
         other prompt, so that the model's own forward begins after it."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
         else:
             request.keys, request.num_content, num_text = keys[row]
-            request.num_text = num_text if begins_behind_text else 0
+            request.num_text = num_text if can_begin_after_text else 0
             if not request.num_text:
                 request.namespace = (request.namespace, self.names)
 

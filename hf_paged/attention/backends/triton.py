@@ -22,7 +22,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     step = call.step
     tensors = call.tensors
     block_size = step.block_size
-    block_dtypes = (*DTYPES, *quantized.LARGEST)
+    block_dtypes = (*DTYPES, *quantized.MAX_CODES)
     for tensor in tensors:
         has_blocks = tensor is keys or tensor is values
         supported_dtypes = block_dtypes if has_blocks else DTYPES

@@ -98,14 +98,14 @@ class TapeRoom(Protocol):
 
     recorder: MakeRecorder
 
-    def own_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-        """A context for forwards, other than replays, of a model with these modules: faster matrix
-        products in half precision."""
+    def kernel_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+        """Returns a context for a model's forwards, other than replays, that speeds up matrix
+        products in half precision. `modules`: all modules of the model."""
 
     def in_fixed_order(self) -> AbstractContextManager[None]:
         """A context in which our kernels sum in an order that depends on the row only."""
 
-    def by_kernels(self) -> AbstractContextManager[None]:
+    def batch_invariant_operations(self) -> AbstractContextManager[None]:
         """A context within `in_fixed_order` that makes all computations of this thread
         batch-invariant. Raises `NotPackable` before an operation without a kernel."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.free_memory import is_out_of_memory
-from .record import CaptureGuard, HostFirst, HostResultReplay
+from .record import CaptureGuard, CreatesOnHost, HostResultReplay
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 _DEFERRED: list[Any] = []  # graphs deleted during a capture, which must not wait: freed after it
@@ -45,13 +45,13 @@ class CudaGraphs:
             guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
                 prepare()
-                with HostFirst(), guard:
+                with CreatesOnHost(), guard:
                     run()
             caller_stream.wait_stream(self._stream)
             torch.cuda.synchronize()
 
             def run_again() -> None:
-                with HostFirst(), HostResultReplay(guard.host_results):
+                with CreatesOnHost(), HostResultReplay(guard.host_results):
                     run()
 
             with torch.cuda.stream(self._stream):

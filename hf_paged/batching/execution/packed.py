@@ -321,7 +321,7 @@ class PackedRunner(Runner):
 
     def _kernels(self, num_tokens: int) -> AbstractContextManager[Any]:
         if self._invariant is not None:
-            return self._invariant.by_kernels()
+            return self._invariant.batch_invariant_operations()
         if (
             self.device.type == "cpu"
             or self.model.dtype is torch.bfloat16

@@ -60,7 +60,7 @@ class Runner:
         """Chooses the products of forwards that are no replays, for a model with these modules."""
         if is_installed("tape"):
             tape: TapeRoom = room("tape", "half-precision products")
-            self.products = tape.own_products(modules)
+            self.products = tape.kernel_products(modules)
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on a model in this state; `None`: its state is unknown."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
-from .buffers import AddressOf, StoreBytes, PackedCall, TensorRef, buffer_ids_of
+from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 from .rows import RowOps
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .buffers import DTYPES, AddressOf, StoreBytes, PackedCall, TensorRef, buffer_ids_of
+from .buffers import DTYPES, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"

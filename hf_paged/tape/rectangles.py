@@ -104,7 +104,7 @@ class RectangleReplays:
         self._constants = _constants(prepared), tuple(self._zero_token_types)
         cross_lengths = tokens.groups[-1].seq_lens if self._cross else ()
         self._masking = _row_masking(rectangle, cross_lengths)
-        if not recorder.verdicts.get(self._kind, True):
+        if not recorder.replay_matches.get(self._kind, True):
             return None
         self._prepared = prepared
         kind = (self._is_padded, self._constants)
@@ -127,7 +127,7 @@ class RectangleReplays:
     def is_checked(self) -> bool:
         """Whether the last step is of a kind whose replay has given the logits of the model's own
         forward."""
-        return self._kind in self._recorder.verdicts
+        return self._kind in self._recorder.replay_matches
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last replay with those of the
@@ -143,7 +143,7 @@ class RectangleReplays:
                 dtypes = (own.dtype, getattr(self._model, "dtype", None))
                 compared = own[rows].flatten(1), other[rows].flatten(1)
                 excess = excess or excess_of(*compared, dtypes)
-        self._recorder.verdicts[self._kind] = excess is None
+        self._recorder.replay_matches[self._kind] = excess is None
         if excess is not None:
             logger.info(
                 "one kind of rectangle steps is not replayed: its results differ by %s", excess

@@ -47,10 +47,10 @@ from .recorders import (
     Graph,
     GraphBackend,
     check_replay,
+    exclusive_recording,
     graph_backend,
     log_unrecorded,
     reason_of,
-    recording_alone,
 )
 from .rectangles import RectangleReplays
 from .run_ahead import GraphRunAhead
@@ -335,8 +335,8 @@ class StepGraphs:
         """Records a graph and returns its key; returns `None` if that fails, or while another
         thread records. Logs a failure, and limits which graphs are recorded from then on. An
         interrupt may leave a mode of torch active, which the call ends (`interrupts.guarded`)."""
-        with timed("record"), recording_alone(self._device) as is_alone:
-            if not is_alone:
+        with timed("record"), exclusive_recording(self._device) as is_exclusive:
+            if not is_exclusive:
                 return None
             try:
                 step = self._record(key, tokens, prefixes)

@@ -280,7 +280,9 @@ class StaticInputs:
         for positions in tokens.axes or ():
             axes += padded(positions, key.num_tokens, num_decodes, shift)
         self._axes.write(axes)
-        for group, inputs, group_prefixes in itertools.zip_longest(tokens.groups, self._groups, prefixes):
+        for group, inputs, group_prefixes in itertools.zip_longest(
+            tokens.groups, self._groups, prefixes
+        ):
             inputs.slots.write_padded(group.slots, num_decodes, shift, -1)
             inputs.seq_lens.write_padded(group.seq_lens, num_decodes, shift)
             inputs.origins.write_padded(group.origins, num_decodes, shift)

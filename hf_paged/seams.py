@@ -320,12 +320,13 @@ class MappedRows(Protocol):
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Returns where the rows of a step can be read; `None`: only in blocks."""
 
-    def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
+    def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)` for
         the model's own code, with zeros for padding; `None` if no single view covers the rows."""
 
-    def stop_lending(self) -> None:
-        """Makes `lend` return `None` from now on: the model's code needs contiguous tensors."""
+    def disallow_views(self) -> None:
+        """Makes `strided_view` return `None` from now on, since the model's code needs contiguous
+        tensors."""
 
     def preserve_views(self) -> None:
         """Preserves borrowed views that are still alive. Call before writing to blocks."""

@@ -79,7 +79,7 @@ def read_rows(
     `gather`."""
     view = None
     if layer.rows is not None:
-        view = layer.rows.lend(step, blocks is layer.values)
+        view = layer.rows.strided_view(step, blocks is layer.values)
     if view is None:
         return gather(step, blocks, dtype)
     step.counters.in_place += 1

@@ -403,7 +403,7 @@ class Processes(Protocol):
 
     leads: bool
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """Returns the minimum of a number over all processes."""
 
     def agree(self, number: int) -> int:

@@ -203,7 +203,7 @@ class Capability:
             # modules may differ between processes; either all of them run the check, or none
             if reason is not None:
                 state = _REFUSED
-            state = processes.least(state)
+            state = processes.minimum(state)
             if state == _REFUSED:
                 return reason or Topic.RANKS("another rank cannot use this layout")
         if state == _DONE:

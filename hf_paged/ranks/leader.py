@@ -238,7 +238,8 @@ class RankLeader:
                 self.ranks.release()
 
     def queue_order(self, name: str, *arguments: Any) -> None:
-        """Queues an order to call `Follower.name(*arguments)`, after pools have grown as here."""
+        """Queues an order: each follower calls its method `name` with `arguments`, after growing
+        its pools to the size of those here."""
         block_counts = [group.pool.num_blocks for group in self._groups]
         self._queued_orders.append((name, block_counts, arguments))
 

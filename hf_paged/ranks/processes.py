@@ -22,9 +22,9 @@ from ..plan import StepPlan
 
 _ENGINE = -1  # user of a model, in place of a thread's id
 _FIRST_PART_BYTES = 1 << 14  # of a message; most messages fit into the first part
-# for the next message; a process that ends is noticed at once
+# of a wait for the next message; a process that ends is noticed at once
 _IDLE_TIMEOUT = datetime.timedelta(days=365)
-# for the others to fail in the same forward
+# of a wait for the others to fail in the same forward
 _FAILURE_TIMEOUT = datetime.timedelta(seconds=20)
 
 

@@ -79,7 +79,7 @@ class Source:
         """Records that `num_accepted` tokens of the last draft were accepted. `token_ids`: the
         row's current tokens."""
         if self.num_proposed:
-            # of the scores, the strategy reads only their number
+            # the strategy reads only the shape of the scores
             scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
             self.strategy.update_candidate_strategy(None, scores, num_accepted)
         self.num_proposed = 0
@@ -136,6 +136,7 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        """Adds a step, unless it took exceptionally long."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # an outlier: a graph was recorded, or the machine was busy
             return
@@ -312,8 +313,8 @@ class Ngrams(Source):
 
 
 class CandidateSource(Source):
-    """Drafts up to `max_tokens` tokens for one row by one of transformers' candidate generators. If
-    the row `is_sampled` and has a seed, draws them with the row's random generator."""
+    """Drafts up to `max_tokens` tokens for one row with one of transformers' candidate generators.
+    If the row `is_sampled` and has a seed, draws them with the row's random generator."""
 
     def __init__(
         self,
@@ -329,7 +330,7 @@ class CandidateSource(Source):
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
-        with self._running():
+        with self._forward_context():
             candidates, scores = self.strategy.get_candidates(ids)
         tokens = candidates[0, len(token_ids) :].tolist()[:count]
         self.num_proposed = len(tokens)
@@ -340,7 +341,7 @@ class CandidateSource(Source):
         return DrawnDraft(tokens, scores[0, : len(tokens)].float())
 
     @restoring
-    def _running(self) -> Iterator[None]:
+    def _forward_context(self) -> Iterator[None]:
         """A context for forwards of the candidate generator's model. Restores `num_hidden_layers`
         of the model's config, which early exit lowers, also after an error or an interrupt."""
         model = getattr(self.strategy, "assistant_model", None)

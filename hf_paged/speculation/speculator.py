@@ -192,7 +192,7 @@ class Speculator:
     @property
     def _assistants(self) -> list[Assistant]:
         """The assistants that have rows."""
-        # of a copy, since another thread may end a row meanwhile
+        # from a copy, since another thread may end a row meanwhile
         assistants = [source.assistant for source in list(self.rows.values())]
         return [assistant for assistant in dict.fromkeys(assistants) if assistant is not None]
 

@@ -107,9 +107,9 @@ class _Placement(NamedTuple):
 
 
 class Arena:
-    """One allocation for all buffers of a tape that have no fixed address. Buffers with disjoint
-    lifetimes may share bytes: the largest is placed first, and each at the lowest offset that is
-    free during its lifetime (greedy by size, arXiv 2001.03288, section 5)."""
+    """One allocation for all buffers of a tape that have no fixed address. Buffers are placed by
+    decreasing size, each at the lowest offset that is free during its lifetime (greedy by size,
+    arXiv 2001.03288, section 5), so those with disjoint lifetimes may share bytes."""
 
     def __init__(self, buffers: Buffers, lifetimes: dict[int, tuple[int, int]]) -> None:
         """`lifetimes`: by buffer id, the indices of the first and the last entry that use it.
@@ -137,7 +137,7 @@ class Arena:
             placements.sort()
             num_bytes = max(num_bytes, end)
         capacity = num_bytes + _ALIGNMENT  # leaves bytes for rounding up the start
-        with torch.inference_mode(False):  # an inference tensor is read-only in other modes
+        with torch.inference_mode(False):  # inference tensors are read-only in other modes
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._addresses = {buffer_id: base + offset for buffer_id, offset in offsets.items()}

@@ -12,7 +12,8 @@ from ..batching.execution.inputs import PackedTokens
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 
-# minimum tokens per row in block tables, so that short sequences can grow without a new graph
+# minimum tokens per row for which block tables have columns, so that short sequences can grow
+# without a new graph
 MIN_TABLE_TOKENS = 1024
 # the same for a forward with `reads_keys`, which computes with a key for each of these tokens
 MIN_TABLE_TOKENS_IF_READ = 64
@@ -53,25 +54,25 @@ class Key(NamedTuple):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The sizes, of which a step may use less."""
+        """The sizes that a step need not use up."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
-    def serves(self, other: Key) -> bool:
-        """Whether this graph can run steps of key `other`: padded to at most twice their chunk
+    def serves(self, step: Key) -> bool:
+        """Whether this graph can run steps of key `step`: padded to at most twice their chunk
         tokens, and possibly without a cascade over their shared prefixes."""
-        if self.options != other.options or not _covers(self.variant, other.variant):
+        if self.options != step.options or not _covers(self.variant, step.variant):
             return False
-        if self.num_axes != other.num_axes or bool(self.num_chunks) != bool(other.num_chunks):
+        if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
             return False
-        if self.num_chunk_tokens > 2 * other.num_chunk_tokens:
+        if self.num_chunk_tokens > 2 * step.num_chunk_tokens:
             return False
-        if any(map(operator.lt, self.capacities, other.capacities)):
+        if any(map(operator.lt, self.capacities, step.capacities)):
             return False
         if not self.prefixes:
             return True
-        if not other.prefixes:
+        if not step.prefixes:
             return False
-        return all(map(_has_capacity, self.prefixes, other.prefixes))
+        return all(map(_has_capacity, self.prefixes, step.prefixes))
 
     def waste(self) -> tuple[Any, ...]:
         """Sort key of the graphs that serve a step: the smallest wastes least."""

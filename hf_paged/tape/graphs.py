@@ -67,8 +67,8 @@ that get logits (`None`: all), the context and further arguments of the model; r
 # eager steps of a size before it is recorded: a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# the same for a context that `is_fixed`, which other ranges may soon replace: about as many replays
-# as save the time of a recording
+# the same if the context `is_fixed`, since a context with other ranges may soon replace it: about
+# as many replays as pay for a recording
 MIN_FIXED_USES = 64
 # stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider tables and
 # adapters
@@ -315,6 +315,7 @@ class StepGraphs:
         prefixes: Prefixes,
         token_ids: Tensor | None,
     ) -> Tensor:
+        """Replays the graph of `key` for a step; returns the step's logits."""
         step = self._graphs[key] = self._graphs.pop(key)  # now the last used
         with self.in_order():
             step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
@@ -345,7 +346,7 @@ class StepGraphs:
                     raise
                 if isinstance(error, KeysReadError) and not self.reads_keys:
                     self.reads_keys = True
-                    self.clear()  # steps are recorded again, with tables for few more tokens
+                    self.clear()  # graphs are recorded again, with smaller block tables
                     return None
                 logger.debug("capturing %s failed", key, exc_info=True)
                 self._handle_failure(key, error)
@@ -366,6 +367,8 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> RecordedStep:
+        """Records a graph for steps of `key`. Raises the errors of the forward, and
+        `NotCapturable`."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
@@ -412,27 +415,27 @@ class StepGraphs:
             self._uses[key] = self._uses[key.without_widths] = -num_delayed
             log_unrecorded(f"memory is too short for more of them at present ({reason})", log_level)
             return
-        kind, size = "decodes", key.num_decodes
+        limited, size = "decodes", key.num_decodes
         if key.prefixes:  # the next attempt records the step without them
-            kind, size = "prefixes", 1
+            limited, size = "prefixes", 1
             self._graphs = {
                 graph_key: step
                 for graph_key, step in self._graphs.items()
                 if not graph_key.prefixes
             }
         elif key.num_chunks:
-            kind, size = "chunks", key.num_chunk_tokens
+            limited, size = "chunks", key.num_chunk_tokens
         has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
-        if kind == "decodes" and not has_decodes:
+        if limited == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
             log_unrecorded(reason, log_level)
             return
-        bucket_of = chunk_bucket if kind == "chunks" else bucket
+        bucket_of = chunk_bucket if limited == "chunks" else bucket
         smaller_sizes = (count for count in range(1, size) if bucket_of(count) < size)
         limit = max(smaller_sizes, default=0)
-        self._limits[kind] = limit
-        logger.info("steps with %s are not recorded above %d: %s", kind, limit, reason)
+        self._limits[limited] = limit
+        logger.info("steps with %s are not recorded above %d: %s", limited, limit, reason)
 
     def _output_like(self, logits: Tensor) -> Tensor:
         """Returns a buffer with the shape and dtype of `logits` that later graphs use, too."""

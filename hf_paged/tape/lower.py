@@ -58,8 +58,8 @@ class Lowering:
     is_persistent: Callable[[Tensor], bool]
     buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
-    # addresses of storages: of those that any operation writes to, of those that an operation
-    # before the last writes to, and of those with constant content
+    # addresses of storages: those that any operation writes to, those that an operation before the
+    # last writes to, and those with constant content
     _written: set[int] = field(default_factory=set)
     _written_before_last: set[int] = field(default_factory=set)
     _constants: set[int] = field(default_factory=set)

@@ -185,8 +185,8 @@ class RectangleReplays:
     def _visible_encoder_lengths(
         self, rectangle: Rectangle, prepared: dict[str, Any]
     ) -> list[int] | None:
-        """Returns the number of encoder tokens, from its first, that each row attends to; `None` if
-        a row attends to others. Empty without an encoder."""
+        """Returns how many of its leading encoder tokens each row attends to; `None` if a row
+        attends to others. Empty without an encoder."""
         if not self._cross_groups:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
@@ -256,8 +256,7 @@ class RectangleReplays:
             assert step.slots is not None
             columns = range(step.block_tables.shape[1] * step.block_size)
             slots = step.slots.view(num_rows, 1)
-            # only zero or not, for code that asks whether rows are padded: replays read the origins
-            # in `lengths`
+            # says only whether any row is padded: replays read the origins in `lengths`
             origins = (int(self._is_padded),) * num_rows
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             column_steps.append(step)
@@ -380,7 +379,7 @@ def _constants(prepared: dict[str, Any]) -> Hashable:
 
 def _masking_of_rows(rectangle: Rectangle, visible_lengths: Items[int]) -> list[tuple[bool, bool]]:
     """Returns for each row whether it has padding, and whether some of its encoder tokens are
-    hidden. `visible_lengths`: those that are not; empty without an encoder."""
+    hidden. `visible_lengths`: numbers of encoder tokens that are not; empty without an encoder."""
     hides_tokens = [False] * len(rectangle.paddings)
     for row, visible_length in enumerate(visible_lengths):
         hides_tokens[row] = visible_length < rectangle.encoded[row].tables[0].num_tokens

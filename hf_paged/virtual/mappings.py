@@ -120,7 +120,7 @@ class Region:
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
-        """Returns a region with the same pages at new addresses, which fit `num_blocks` blocks."""
+        """Returns a region for `num_blocks` blocks with the same pages, at new addresses."""
         return Region(self.pages, self.layout, num_blocks, self.num_mapped, self.backing)
 
     def remap(self, pages: Pages) -> None:
@@ -192,8 +192,8 @@ class RowMappings:
         parts: list[Tensor] = []
         for region in regions:
             parts += self._reserve(region)
-        both = KVBlocks.view(tuple(parts), *form)
-        self.pair = (both.keys, both.values)
+        kv_views = KVBlocks.view(tuple(parts), *form)
+        self.pair = (kv_views.keys, kv_views.values)
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
@@ -248,8 +248,8 @@ class RowMappings:
         mapped += [None] * (end - len(mapped))
 
         def run_key(block: tuple[int, int]) -> int | None:
-            """Equal for blocks that one call maps: their ids and positions have the same
-            differences. `None` if a block is mapped already."""
+            """The difference of id and position, equal for blocks that one call maps; `None` if a
+            block is mapped already."""
             position, block_id = block
             return None if mapped[position] == block_id else block_id - position
 
@@ -368,8 +368,8 @@ class RowMappings:
 
 
 def _num_boundaries(mapped: list[int | None], first: int, end: int) -> int:
-    """Counts the boundaries between extents from position `first` to `end`: positions whose block
-    does not have the id after that of the block before, or of which only one is mapped."""
+    """Counts the boundaries between extents at positions `first` through `end`: where the block id
+    is not the one after the id before, or only one of the two positions is mapped."""
     id_before_first = mapped[first - 1] if first else None
     ids = [id_before_first, *mapped[first : end + 1]]
     if end >= len(mapped):

@@ -51,7 +51,7 @@ class Addresses:
 
     def subrange(self, start: int, size: int) -> Addresses:
         """Returns the `size` bytes from byte `start` on as a separate object, which keeps this
-        range until its last tensor is freed."""
+        range alive until its last tensor is freed."""
         return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
@@ -190,9 +190,9 @@ def _extents() -> Extents:
     return Extents(limit // 2)
 
 
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class MemoryFile:
@@ -245,7 +245,7 @@ class MemoryFile:
         _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
-        """Returns those of pages `[offset, offset + size)` that exist to the system."""
+        """Returns pages `[offset, offset + size)` to the system, as far as they exist."""
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
             error_number = ctypes.get_errno()
             raise OSError(error_number, os.strerror(error_number))

@@ -271,8 +271,8 @@ class RowSlots:
         return row.block_ids[num_skipped:] == span.ids[:num_shared]
 
     def _consecutive_slots(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
-        """Returns consecutive free slots: those of the last step with as many rows, or for new rows
-        and kept mappings the best ones; `None` if there are none."""
+        """Returns a run of consecutive free slots, one per row: that of the last step with as many
+        rows or, if it is in use or mappings may be reused, the best; `None` if there is none."""
         num_rows = len(rows)
         begin = self._last_runs.get(num_rows)
         is_free = False
@@ -290,9 +290,9 @@ class RowSlots:
         return list(range(begin, begin + num_rows))
 
     def _best_free_run(self, rows: list[BlockSpan]) -> int | None:
-        """Returns the first of as many consecutive free slots as there are rows: those in which
-        most blocks of the rows are mapped, and among equals the least recently used ones; `None` if
-        there are none."""
+        """Returns the first slot of a run of consecutive free slots, one per row: the run in which
+        the most blocks of the rows are mapped and, among equals, the least recently used; `None` if
+        there is none."""
         best = None
         begin = 0
         num_rows = len(rows)
@@ -329,7 +329,7 @@ class RowSlots:
         ids: list[int],
         end: int,
     ) -> None:
-        """Makes a row of a step, with the fields of its `BlockSpan`, the content of a slot."""
+        """Makes a step's row the content of a slot. `first`, `ids` and `end`: as in `BlockSpan`."""
         row = self.rows[slot]
         has_padding = step.has_padding
         if row.is_free:
@@ -338,7 +338,7 @@ class RowSlots:
             earlier_ids = row.block_ids[: first - row.first]
             ids = earlier_ids + ids
             first = row.first
-        is_shorter = end < row.end  # then another row has the same blocks
+        is_shorter = end < row.end  # rows only grow: this is another row with the same blocks
         is_another = is_shorter and not self._keeps_mappings
         content = (row.first, row.block_ids, row.has_padding)
         is_changed = content != (first, ids, has_padding)

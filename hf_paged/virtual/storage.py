@@ -83,9 +83,10 @@ def fit_blocks(
     model_config: Any,
     device: torch.device,
 ) -> PagedConfig:
-    """Returns the config with a block size so large that in half precision a block's keys of one
-    head fill whole pages or, with large pages, its keys and values of all heads do. Reads the head
-    sizes from `model_config`. Raises `ValueError` if pages cannot be mapped, or are too large."""
+    """Returns `config` with a block size of which, in half precision, a block's keys of one head
+    fill whole pages, or with large pages its keys and values of all heads. Keeps a larger size.
+    Reads head sizes from `model_config`. Raises `ValueError` if pages cannot be mapped or are too
+    large."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -357,14 +358,14 @@ class MappedStorage(BlockStorage):
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
             return super()._allocate(num_blocks, keys, values)
-        like = self.outline(keys, values)
+        outline = self.outline(keys, values)
         if self.pages is None:
             self.pages = pages_for(keys.device, self.config.page_bytes)
         page_bytes = self.pages.granularity
-        num_heads = like.data[0].shape[1]
-        has_keys_and_values = len(like.data) == 1 and num_heads == 2 * like.keys.shape[1]
+        num_heads = outline.data[0].shape[1]
+        has_keys_and_values = len(outline.data) == 1 and num_heads == 2 * outline.keys.shape[1]
         num_parts = 2 if has_keys_and_values else 1
-        candidates = [PlaneLayout.fit(tensor, num_parts, page_bytes) for tensor in like.data]
+        candidates = [PlaneLayout.fit(tensor, num_parts, page_bytes) for tensor in outline.data]
         layouts = [layout for layout in candidates if layout is not None]
         if len(layouts) < len(candidates):
             logger.warning(
@@ -373,19 +374,19 @@ class MappedStorage(BlockStorage):
                     " gathered: raise `block_size`"
                 ),
                 self.block_size,
-                " and ".join(str(tuple(tensor.shape[1:])) for tensor in like.data),
+                " and ".join(str(tuple(tensor.shape[1:])) for tensor in outline.data),
                 page_bytes,
             )
             return super()._allocate(num_blocks, keys, values)
         num_mapped_blocks = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_mapped_blocks) for layout in layouts]
-        rows = LayerRows(self, regions, like.form)
+        rows = LayerRows(self, regions, outline.form)
         self._layer_rows.add(rows)
-        return self._blocks_over(like, rows)
+        return self._blocks_over(outline, rows)
 
-    def _blocks_over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
+    def _blocks_over(self, blocks: KVBlocks, rows: LayerRows) -> KVBlocks:
         tensors = [region.blocks for region in rows.regions]
-        return dataclasses.replace(like.like(tensors), rows=rows)
+        return dataclasses.replace(blocks.like(tensors), rows=rows)
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         rows = layer.rows
@@ -451,8 +452,8 @@ _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
 def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
-    """Unmaps the slots that no step reads, in all storages, to free mappings. Excepts the slots of
-    `placement`, which are those of `placed_in`. The caller holds the lock of `placed_in`."""
+    """Unmaps, in all storages, the slots that no step reads, except the slots of `placement` in
+    `placed_in`. The caller holds the lock of `placed_in`."""
     for storage in list(_storages):
         slots = storage.slots
         with attempt(slots.lock) as is_held:

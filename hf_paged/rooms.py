@@ -96,7 +96,7 @@ class OnDemand(Generic[Part]):
 class TapeRoom(Protocol):
     """`hf_paged.tape`."""
 
-    recorder: MakeRecorder
+    make_recorder: MakeRecorder
 
     def kernel_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context for a model's forwards, other than replays, that speeds up matrix

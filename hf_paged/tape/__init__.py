@@ -4,7 +4,7 @@ Implements `seams.Recorder`; imports no other room."""
 
 from __future__ import annotations
 
-from .graphs import recorder as recorder
+from .graphs import make_recorder as make_recorder
 from .invariant import batch_invariant_operations as batch_invariant_operations
 from .invariant import in_fixed_order as in_fixed_order
 from .products import kernel_products as kernel_products

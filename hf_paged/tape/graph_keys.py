@@ -26,7 +26,7 @@ Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 """The prefixes that a step's decodes share, by layer group; empty if they share none."""
 
 
-class Key(NamedTuple):
+class GraphKey(NamedTuple):
     """Identifies a recorded graph by the capacity of its steps and the options that they share."""
 
     num_decodes: int  # leading rows, of one token each
@@ -57,7 +57,7 @@ class Key(NamedTuple):
         """The sizes that a step need not use up."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
-    def serves(self, step: Key) -> bool:
+    def serves(self, step: GraphKey) -> bool:
         """Whether this graph can run steps of key `step`: padded to at most twice their chunk
         tokens, and possibly without a cascade over their shared prefixes."""
         if self.options != step.options or not _covers(self.variant, step.variant):
@@ -118,7 +118,7 @@ def key_of(
     variant: Hashable,
     options: Hashable,
     reads_keys: bool = False,
-) -> Key:
+) -> GraphKey:
     """Returns the key of the smallest graph that serves a step. Sizes are rounded up to few values,
     such as powers of two, so that few graphs serve many steps. `memories`: by layer group.
     `num_ranges` and `variant`: of the context. `reads_keys`: whether the forward computes with as
@@ -153,7 +153,7 @@ def key_of(
         max_decodes = power_of_two(1, num_decodes) if num_decodes else 0
     else:
         max_decodes = draft_bucket(num_decodes) if tokens.has_drafts else bucket(num_decodes)
-    return Key(
+    return GraphKey(
         max_decodes,
         tuple(widths),
         max_chunks,

@@ -40,7 +40,7 @@ from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
-from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
+from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
 from .inputs import StaticInputs
 from .length import LengthRange
 from .recorders import (
@@ -85,7 +85,7 @@ class RecordedStep:
     context: RecordedContext | None
 
 
-def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
+def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
     """Returns the graphs of `model`, which the memory of `cache` keeps between calls; `None` if the
     model's steps cannot be recorded. `cache`: the model's empty cache."""
     memory = cache.memory
@@ -135,11 +135,11 @@ class StepGraphs:
         # addresses of the storages of the model's tensors
         self._persistent_storages: set[int] = set()
         self._signature: Hashable = None  # the state of model and torch that graphs fit
-        self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
+        self._graphs: dict[GraphKey, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._shared_prefixes = SharedPrefixes(self._model, groups)
-        # eager steps by key and by `Key.without_widths`; negative to delay a recording after memory
-        # ran out
+        # eager steps by key and by `GraphKey.without_widths`; negative to delay a recording after
+        # memory ran out
         self._uses: Counter[Hashable] = Counter()
         # the largest sizes to record after a failure: "decodes", "chunks" (in tokens), "prefixes"
         self._limits: dict[str, int] = {}
@@ -217,7 +217,7 @@ class StepGraphs:
                     prefixes = self._shared_prefixes.find(tokens)
                 state_specs = tuple((x.shape[1:], x.dtype) for x in state_tensors(states))
                 requested = self._key_of(tokens, prefixes, (keeps_hidden, kind, state_specs))
-                key: Key | None = requested
+                key: GraphKey | None = requested
                 if requested not in self._graphs:
                     if token_ids is not None:
                         return None
@@ -268,7 +268,7 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
         kind: Hashable,
-    ) -> Key:
+    ) -> GraphKey:
         """Returns the key of the smallest graph that serves a step of the running context."""
         is_training = getattr(self._model(), "training", False)
         variant = None
@@ -289,14 +289,14 @@ class StepGraphs:
 
     def _find_graph(
         self,
-        requested: Key,
+        requested: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
+    ) -> GraphKey | None:
         """Records the graph `requested` once enough steps have needed it; until then returns the
         key of a larger graph that serves the step, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
-        best = min(candidates, key=Key.waste, default=None)
+        best = min(candidates, key=GraphKey.waste, default=None)
         min_uses = MIN_USES
         if self._context is not None and self._context.is_fixed:
             min_uses = MIN_FIXED_USES
@@ -310,7 +310,7 @@ class StepGraphs:
 
     def _replay(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
         token_ids: Tensor | None,
@@ -329,10 +329,10 @@ class StepGraphs:
 
     def _capture(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
+    ) -> GraphKey | None:
         """Records a graph and returns its key; returns `None` if that fails, or while another
         thread records. Logs a failure, and limits which graphs are recorded from then on. An
         interrupt may leave a mode of torch active, which the call ends (`interrupts.guarded`)."""
@@ -363,7 +363,7 @@ class StepGraphs:
 
     def _record(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> RecordedStep:
@@ -402,7 +402,7 @@ class StepGraphs:
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
-    def _handle_failure(self, key: Key, error: Exception) -> None:
+    def _handle_failure(self, key: GraphKey, error: Exception) -> None:
         """Stops recording steps like this of this size or larger, or all steps of the model if no
         decodes are recorded so far. If memory ran out, only delays the next attempt."""
         reason = reason_of(error)

@@ -16,7 +16,7 @@ from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
-from .graph_keys import Key
+from .graph_keys import GraphKey
 from .static_states import StaticStates
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
@@ -92,15 +92,15 @@ class _Tables:
 class _GroupInputs(_Tables):
     """The arrays of a layer group's [`StepMetadata`]."""
 
-    def __init__(self, key: Key, number: int, memory: GroupMemory, new_array: NewArray) -> None:
-        super().__init__(key.num_rows, key.widths[number], new_array)
+    def __init__(self, key: GraphKey, group: int, memory: GroupMemory, new_array: NewArray) -> None:
+        super().__init__(key.num_rows, key.widths[group], new_array)
         self.window = memory.spec.window
         self.block_size = memory.block_size
         self.slots = new_array("q", key.num_tokens)
         self.origins = new_array("i", key.num_rows)
         self.cascade_inputs: _CascadeInputs | None = None
-        if key.prefixes and key.prefixes[number][0]:
-            num_prefixes, width = key.prefixes[number]
+        if key.prefixes and key.prefixes[group][0]:
+            num_prefixes, width = key.prefixes[group]
             self.cascade_inputs = _CascadeInputs(key.num_decodes, num_prefixes, width, new_array)
 
 
@@ -190,7 +190,7 @@ class StaticInputs:
 
     def __init__(
         self,
-        key: Key,
+        key: GraphKey,
         memories: list[GroupMemory],
         device: torch.device,
         layers: Sequence[Any] = (),
@@ -213,8 +213,8 @@ class StaticInputs:
         self._positions = new_array("q", key.num_tokens)
         self._axes = new_array("q", key.num_axes * key.num_tokens)
         self._groups = []
-        for number, memory in enumerate(memories):
-            self._groups.append(_GroupInputs(key, number, memory, new_array))
+        for group, memory in enumerate(memories):
+            self._groups.append(_GroupInputs(key, group, memory, new_array))
         self._logit_indices = new_array("q", num_logit_indices)
         self._query_start = new_array("i", num_starts)
         self._ranges = new_array("q", 2 * key.num_ranges)

@@ -2,7 +2,8 @@
 2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays off
 at the row's acceptance rate. Leaves verification to the sampler: it samples the step's logits as
 usual, position after position, until a token differs from the draft, so that a row gets the same
-tokens as without drafts."""
+tokens as without drafts. Sampled rows use speculative sampling for drafts that were drawn, which
+keeps the distribution of their tokens (`DrawnDraft`)."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
 
 
 def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops the last entry if it only copies a buffer to memory that is no buffer: the buffer gets
-    that address instead."""
+    """Drops the last entry if it only copies a buffer to memory outside all buffers: the buffer
+    gets that address instead."""
     if not entries:
         return
     *earlier, last = entries

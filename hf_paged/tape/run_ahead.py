@@ -36,7 +36,7 @@ class LaunchedStep(NamedTuple):
     """A step launched on the device, for `n` sequences."""
 
     logits: Tensor  # (n, vocab)
-    rows: dict[Sequence, tuple[int, AssumedState]]  # by sequence: its row in `logits`
+    rows: dict[Sequence, tuple[int, AssumedState]]  # the row in `logits`, and the assumed state
 
 
 class GraphRunAhead:

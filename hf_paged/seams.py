@@ -176,6 +176,7 @@ class Recorder(Protocol):
         keeps_hidden: bool = False,
         kind: Hashable = None,
         states: Sequence[Any] = (),
+        checked_as: Hashable = None,
     ) -> Tensor | None:
         """Runs a step as a replay; returns logits `(len(tokens.last), vocab_size)`, which the
         caller owns, or `None` if no recording serves it: `forward` then computes it, from token ids
@@ -183,7 +184,18 @@ class Recorder(Protocol):
         and the context. `token_ids` `(n,)`, int64, on the device, replace those of `tokens`.
         `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other kinds
         need a recording of their own. `states`: the layers of the rows' states, which the step
-        changes; their tensors then belong to the recording, until other rows use it."""
+        changes; their tensors then belong to the recording, until other rows use it. `checked_as`:
+        the kind of step for which a check holds; `None`: only steps whose forward reads keys are
+        checked."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether the last replay is known to give the results of the model's own forward; else it
+        has changed no states, and the caller runs that forward, too, and calls `check`."""
+
+    def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Compares results of the model's own forward `(rows, ...)` with those of the last replay;
+        if any differ, steps of its kind are no longer replayed."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
         """Returns the part that records decode steps of rectangles of the model; `cache` is its
@@ -213,8 +225,7 @@ class RectangleRecorder(Protocol):
 
     @property
     def is_checked(self) -> bool:
-        """Whether the last step is of a kind whose replay has given the logits of the model's own
-        forward; else the caller runs that, too, and calls `check`."""
+        """As `Recorder.is_checked`."""
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` of the last step, a replay, and its states with

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.cache.block_sizes import MIN_UNSERVED
+from hf_paged.cache.block_sizes import MIN_ENDED_WITHOUT_HIT
 from hf_paged.kernels import costs
 from tests.support import models
 from tests.support.checks import assert_same_tokens
@@ -256,7 +256,7 @@ def test_a_prefix_is_saved_over_groups_of_other_sizes(tmp_path: Path) -> None:
     results = [engines[0].generate([prompt], GREEDY)[0].token_ids]
     assert engines[0].save_prefix(prompt, tmp_path / "prefix") == 96
     assert engines[1].load_prefix(tmp_path / "prefix") == 96
-    for _ in range(MIN_UNSERVED):
+    for _ in range(MIN_ENDED_WITHOUT_HIT):
         # smaller blocks would suit these, but the loaded ones must serve
         engines[1]._core.memory.sizes.note(9)
     results.append(engines[1].generate([prompt], GREEDY)[0].token_ids)

@@ -107,7 +107,7 @@ class EncoderColumns:
 
     def columns(self) -> Columns | None:
         """Returns the columns that all rows' queries see; `None` if these are not contiguous,
-        differ from layer to layer, or no attention has been observed."""
+        differ from layer to layer, have a bias, or no attention has been observed."""
         distinct = {self._columns_of(mask) for mask in self._masks}
         return distinct.pop() if len(distinct) == 1 else None
 
@@ -120,7 +120,10 @@ class EncoderColumns:
             return None
         is_visible = mask[:, 0]
         if mask.dtype != torch.bool:
-            is_visible = is_visible > torch.finfo(mask.dtype).min / 2
+            bias = is_visible
+            is_visible = bias == 0
+            if not torch.equal(is_visible, bias > torch.finfo(bias.dtype).min / 2):
+                return None
         last = is_visible[:, -1]
         if not torch.equal(is_visible, last[:, None].expand_as(is_visible)):
             return None

@@ -1,5 +1,5 @@
 """Allocates, shares and frees the blocks of all sequences over all layer groups, and attaches the
-blocks of cached prefixes. It never touches a tensor; the scheduler decides who gets blocks."""
+blocks of cached prefixes. Holds no tensors; the scheduler decides which requests get blocks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 
 class BlockManager:
-    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Copies of
-    shared blocks are queued (`flush_copies`). `memory` owns the groups and limits their blocks."""
+    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Queues the
+    copies of copy-on-write until `flush_copies`. `memory` owns the groups and limits their
+    blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
         """`memory` may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        self._sizes = memory.sizes  # sequences may end after the memory has been collected
-        self.prefix_caching = True  # keep full blocks, and reuse them for the same tokens
+        # records lengths; not read from `memory`, which may be collected before the sequences end
+        self._length_recorder = memory.sizes
+        self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # sizes are powers of two: blocks of all groups end at multiples of the largest, and only
-        # there a shared prefix may end
+        # sizes are powers of two, so blocks of all groups end together only at multiples of the
+        # largest: a cached prefix ends there
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
-        # nodes per block
+        # nodes per block, by group
         ratios = [1 if size == UNBOUNDED else size // self.node_size for size in self._block_sizes]
         pools = [group.pool for group in groups]
         specs = [group.spec for group in groups]
@@ -44,23 +46,25 @@ class BlockManager:
         self.index = PrefixIndex(pools, windows, self.node_size, ratios)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
-        self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # those that live
-        # owners of blocks with other content (adapters); each has a `recover` method
+        self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
+        # owners of blocks with other content (adapter weights); each has a `recover` method
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        states = {number: spec for number, spec in enumerate(specs) if isinstance(spec, StateSpec)}
+        states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # `truncate` cannot restore them
-        # the first group whose states are not empty
-        self._states = next((number for number, spec in states.items() if not spec.is_empty), None)
+        # index of the first group whose states are not empty
+        self._state_group = next(
+            (index for index, spec in states.items() if not spec.is_empty), None
+        )
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
-        # sequences that began with a cached prefix, and prefixes restored from the tier
+        # cached prefixes attached to sequences or restored from the tier
         self.num_hits = 0
-        # the error of the last `take`, unless it failed for want of free blocks
-        self.refusal: OutOfBlocksError | None = None
+        # error of a group in the last `take`; `None` if it succeeded or `num_free` was too small
+        self.take_error: OutOfBlocksError | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can still allocate over all groups, including cached ones."""
+        """Blocks that `take` can allocate over all groups, including cached ones."""
         return self.memory.num_available(self.groups)
 
     @property
@@ -73,19 +77,19 @@ class BlockManager:
     @property
     def keeps_states(self) -> bool:
         """Whether a cached prefix needs a snapshot of the states at its end."""
-        return self.prefix_caching and self._states is not None
+        return self.prefix_caching and self._state_group is not None
 
     @property
     def num_unsized(self) -> int:
         """Groups whose bytes per block are still unknown, so that `num_free` may be too large."""
-        number = 0
+        num_unsized = 0
         for group in self.groups:
-            number += not group.is_sized
-        return number
+            num_unsized += not group.is_sized
+        return num_unsized
 
     @property
     def num_total(self) -> int:
-        """Blocks that would be available if nothing else ran."""
+        """Blocks that would be available if no sequence held any."""
         return self.memory.num_available(self.groups, if_unused=True)
 
     def num_spanned(
@@ -97,35 +101,36 @@ class BlockManager:
     ) -> list[int]:
         """Returns `GroupSpec.num_spanned` of each group, for a sequence whose `blocks` hold its
         earlier tokens."""
-        num_held = [len(table.block_ids) for table in blocks.tables]
-        if not num_held:
-            num_held = [0] * len(self.groups)
-        groups = zip(self.groups, num_held, self._block_sizes)
+        counts = [len(table.block_ids) for table in blocks.tables]
+        if not counts:
+            counts = [0] * len(self.groups)
+        groups = zip(self.groups, counts, self._block_sizes)
         return [
             group.spec.num_spanned(first, end, chunk, count, size) for group, count, size in groups
         ]
 
-    def has_room(self, needs: Sequence[int], reserve: int = 0) -> bool:
-        """Whether `needs[i]` blocks of each group can be taken and `reserve` more blocks are
-        left."""
+    def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
+        """Whether `take(needs)` would succeed and leave at least `reserve` blocks available."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
         if len(self.groups) == 1:
             return True
-        taken_ids = self.take(needs)  # groups compete for memory, so the only test is to try
-        if taken_ids is None:
+        allocated_ids = self.take(needs)  # groups compete for memory: only trying can tell
+        if allocated_ids is None:
             return False
-        for group, block_ids in zip(self.groups, taken_ids):
+        for group, block_ids in zip(self.groups, allocated_ids):
             group.pool.release(block_ids)
         return True
 
     def tables(self, group: int) -> Iterator[BlockTable]:
-        # a copy: garbage collection may free sequences
+        """Yields the group's tables of all live sequences."""
+        # copied, since garbage collection may remove sequences during the iteration
         sequences = list(self._sequences)
         return (blocks.tables[group] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
+        """Returns the blocks of a new sequence: empty tables."""
         sizes = zip(self.groups, self._block_sizes)
         tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
         blocks = SequenceBlocks(tables, self.epochs.current)
@@ -139,10 +144,10 @@ class BlockManager:
         skips: bool = False,
         num_committed: int | None = None,
     ) -> bool:
-        """Allocates slots for `num_tokens` more tokens and counts them as held; returns `False` if
-        too few blocks are free. First frees window blocks that no later query sees: later than the
-        held tokens, or than the first `num_committed` of them, to which `truncate` may go back.
-        With `skips`, an empty sequence skips the blocks that no query after the new tokens sees."""
+        """Extends the sequence by `num_tokens` tokens and allocates their slots; returns `False` if
+        too few blocks are free. First frees window blocks, as `trim` does; pass `num_committed` if
+        `truncate` may go back to that many tokens. With `skips`, an empty sequence never stores the
+        blocks that no query after the new tokens sees."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
@@ -159,28 +164,28 @@ class BlockManager:
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)
         needs = [table.num_needed(end - table.num_tokens) for table in tables]
-        taken_ids = self.take(needs, tables)
-        if taken_ids is None and self._unregister_state(blocks):
+        allocated_ids = self.take(needs, tables)
+        if allocated_ids is None and self._unregister_state(blocks):
             needs = [table.num_needed(end - table.num_tokens) for table in tables]
-            taken_ids = self.take(needs, tables)
-        if taken_ids is None:
+            allocated_ids = self.take(needs, tables)
+        if allocated_ids is None:
             return False
-        for table, copies, new_ids in zip(tables, self._copies, taken_ids):
-            spare = new_ids[table.num_needed(end - table.num_tokens) :]
-            if spare:  # `take` evicted this sequence's snapshot, which then needs no copy
-                table.pool.release(spare)
-                new_ids = new_ids[: -len(spare)]
+        for table, copies, new_ids in zip(tables, self._copies, allocated_ids):
+            unused_ids = new_ids[table.num_needed(end - table.num_tokens) :]
+            if unused_ids:  # `take` evicted this sequence's snapshot, which then needs no copy
+                table.pool.release(unused_ids)
+                new_ids = new_ids[: -len(unused_ids)]
             copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy
-                # if the source itself waits for a copy, its content is still in that copy's source
+                # a source that itself awaits a copy has its content in that copy's source
                 copies[target] = copies.get(source, source)
         blocks.capacity = -(-end // self.node_size) * self.node_size
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
-        """Takes the block for one more token, so that a step can count it without `append`. Returns
-        `False` if no block is free, or a copy must be made first."""
+        """Allocates a slot for the next token, so that a step only has to count it. Returns `False`
+        if too few blocks are free, or if a block must be copied first."""
         tables = blocks.tables
         if tables[0].num_tokens < blocks.capacity:
             return True
@@ -197,41 +202,42 @@ class BlockManager:
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
-        """Makes tokens `ranges[i]` of each table of a group writable: copies shared blocks, and
-        counts tokens past the end as held. Returns whether the tables now hold other blocks.
-        Raises `OutOfBlocksError` with nothing changed; any other error requires a recount."""
+        """Makes the tokens in the half-open interval `ranges[i]` of each `tables[i]` of a group
+        writable: copies shared blocks at once, and extends tables that are too short. Returns
+        whether a table got new blocks. Raises `OutOfBlocksError` with nothing changed; any other
+        error requires a recount."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
             block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens)
         )
-        needed = sum(map(BlockTable.num_new_blocks, tables, counts))
-        for block_id, count in writers.items():
+        num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
+        for block_id, num_writers in writers.items():
             if pool.is_kept(block_id):
-                needed += count
+                num_needed += num_writers
             else:
                 # the last holder writes in place, unless the prefix cache keeps the block
-                needed += min(count, pool.refcount(block_id) - 1)
-        if needed:
-            self.groups[group].ensure_free(needed)
+                num_needed += min(num_writers, pool.refcount(block_id) - 1)
+        if num_needed:
+            self.groups[group].ensure_free(num_needed)
         if writers:
-            before = [list(table.block_ids) for table in tables]
+            old_ids = [list(table.block_ids) for table in tables]
             try:
                 rows = zip(tables, ranges)
                 copies = [copy for table, tokens in rows for copy in table.copy_on_write(*tokens)]
                 if copies:
                     self.groups[group].copy_blocks(copies)
             except BaseException:  # a table must not hold blocks without content
-                for table, block_ids in zip(tables, before):
+                for table, block_ids in zip(tables, old_ids):
                     table.block_ids = block_ids
                 raise
         for table, count in zip(tables, counts):
             table.append(count)
-        return needed > 0
+        return num_needed > 0
 
     def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
-        """Frees window blocks that no later query sees. Must not be called after tokens are
-        scheduled and before they are computed."""
+        """Frees window blocks that no later query sees, or none after the first `num_committed`
+        tokens. Must not be called between the scheduling of tokens and their computation."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
@@ -245,46 +251,46 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Takes `needs[i]` new blocks of each group, with refcount 1, preferably after those of
-        `tables[i]`. Returns `None` if too few are free. Takes none if it returns `None` or
-        raises."""
-        self.refusal = None
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably blocks that
+        follow those of `tables[i]`. Returns their ids by group; `None` if too few are free. If it
+        returns `None` or raises, nothing is allocated."""
+        self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
         ]
         if False in are_free:
             groups = zip(self.groups, needs)
-            total = sum(needed for group, needed in groups if group.spec.is_counted)
-            if total and total > self.num_free:
+            num_counted = sum(needed for group, needed in groups if group.spec.is_counted)
+            if num_counted and num_counted > self.num_free:
                 return None
-        taken_ids: list[list[int]] = []
+        allocated_ids: list[list[int]] = []
         try:
-            for number, (group, needed) in enumerate(zip(self.groups, needs)):
-                after = tables[number].block_ids if tables else ()
+            for index, (group, needed) in enumerate(zip(self.groups, needs)):
+                after = tables[index].block_ids if tables else ()
                 if not needed:
-                    taken_ids.append([])
-                elif are_free[number] and needed <= group.pool.num_free:
+                    allocated_ids.append([])
+                elif are_free[index] and needed <= group.pool.num_free:
                     # checked again: freeing blocks for another group may have shrunk this pool
-                    taken_ids.append(group.pool.allocate(needed, after))
+                    allocated_ids.append(group.pool.allocate(needed, after))
                 else:
-                    taken_ids.append(group.take(needed, after))
+                    allocated_ids.append(group.take(needed, after))
         except BaseException as error:
-            for group, block_ids in zip(self.groups, taken_ids):
+            for group, block_ids in zip(self.groups, allocated_ids):
                 group.pool.release(block_ids)
             if not isinstance(error, OutOfBlocksError):  # such as a `MemoryError`
                 raise
-            # a new error has no traceback, whose frames may keep tensors alive
-            self.refusal = OutOfBlocksError(str(error))
+            # a copy without the traceback, whose frames may keep tensors alive
+            self.take_error = OutOfBlocksError(str(error))
             return None
-        return taken_ids
+        return allocated_ids
 
     def _unregister_state(self, blocks: SequenceBlocks) -> bool:
-        """Drops the snapshot that the prefix cache keeps in the sequence's state slot, if no other
-        table holds the slot, so that the sequence can write to it. Returns whether there was
-        one."""
-        if self._states is None:
+        """Drops the snapshot that the prefix cache keeps in the sequence's state slot, so that the
+        sequence can write to the slot. Returns `False` if there is none, or if another table holds
+        the slot."""
+        if self._state_group is None:
             return False
-        table = blocks.tables[self._states]
+        table = blocks.tables[self._state_group]
         if not table.block_ids:
             return False
         slot = table.block_ids[0]
@@ -296,8 +302,8 @@ class BlockManager:
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on. Raises `ValueError` if the new end lies in
-        blocks that the window has freed."""
+        """Removes all tokens from `num_tokens` on. Raises `ValueError` if the new end lies in
+        blocks that left the window."""
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
@@ -305,20 +311,21 @@ class BlockManager:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
+        """Returns a second sequence with the same tokens; both share all blocks, copy-on-write."""
         if not blocks.tables:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
-        twin = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
-        twin.capacity = blocks.capacity = blocks.tables[0].num_tokens  # both now share the tail
-        self._sequences[twin] = None
-        return twin
+        child = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
+        child.capacity = blocks.capacity = blocks.tables[0].num_tokens  # both now share the tail
+        self._sequences[child] = None
+        return child
 
     def end(self, blocks: SequenceBlocks) -> None:
-        """Frees a finished sequence and records its length."""
+        """Frees a finished sequence and records its length for `block_size="auto"`."""
         if blocks.tables:
             length = blocks.tables[0].num_tokens
-            if length and self._sizes is not None:
-                self._sizes.note(length)
+            if length and self._length_recorder is not None:
+                self._length_recorder.note(length)
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
@@ -327,7 +334,7 @@ class BlockManager:
             if copies:
                 for block_id in table.block_ids:
                     if table.pool.refcount(block_id) == 1:
-                        # its next holder may write to it before the copy runs
+                        # the next holder may write to the block before the copy runs
                         copies.pop(block_id, None)
             table.free()
         blocks.capacity = blocks.num_registered = 0
@@ -342,8 +349,8 @@ class BlockManager:
                 copies.clear()
 
     def recover(self) -> None:
-        """Drops queued copies, the prefix cache and adapters, even if an exception left them half
-        changed. The caller must then recount the pools."""
+        """Drops queued copies, the prefix cache and the blocks of `holders`, even if an exception
+        left them half changed. The caller must then recount the pools."""
         self._copies = [{} for _ in self.groups]
         self.index.recover()
         for holder in list(self.holders):
@@ -358,9 +365,9 @@ class BlockManager:
         namespace: Hashable,
         min_tokens: int = 0,
     ) -> int:
-        """Attaches the longest cached prefix of `token_ids`, if it has at least `min_tokens`
-        tokens, to an empty sequence. A prefix is whole blocks without the last token, whose logits
-        are needed. Returns its number of tokens."""
+        """Attaches the longest cached prefix of `token_ids` to an empty sequence, if it has at
+        least `min_tokens` tokens. A prefix consists of whole blocks and excludes the last token,
+        whose logits are needed. Returns its number of tokens; 0 if none is attached."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.node_size
@@ -374,29 +381,30 @@ class BlockManager:
         epoch = min(node.epoch for node in path)
         self.num_hits += 1
         for group, table in enumerate(blocks.tables):
-            needed = self.index.needed(group, num_nodes)
-            block_ids = (path[n].block_ids[group] for n in needed)
-            held = [block_id for block_id in block_ids if block_id is not None]
+            needed = self.index.needed_nodes(group, num_nodes)
+            block_ids = (path[index].block_ids[group] for index in needed)
+            cached_ids = [block_id for block_id in block_ids if block_id is not None]
             if table.block_size == UNBOUNDED:
-                table.attach(held, 0, num_tokens)
+                table.attach(cached_ids, 0, num_tokens)
             else:
-                table.attach(held, needed.start * size // table.block_size)
+                table.attach(cached_ids, needed.start * size // table.block_size)
         blocks.node, blocks.num_registered, blocks.epoch = path[-1], num_nodes, epoch
         blocks.capacity = num_tokens
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
+        """Sets the tier that stores the blocks that the prefix cache evicts."""
         self.tier = tier
         self.index.offload_to(None if tier is None else self._offload)
 
     def _offload(self, group: int, block_id: int, digest: bytes) -> None:
-        """Gives a block that the prefix cache evicts to the tier."""
+        """Passes a block that the prefix cache is evicting to the tier."""
         assert self.tier is not None
         self.tier.keep(group, block_id, digest, self.epochs.are_verified)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
-        """Counts the registered blocks of a sequence that have more holders than the `num_rows`
-        rows of its request."""
+        """Returns how many registered blocks of a sequence have more holders than the `num_rows`
+        rows of its request; 0 if cached prefixes need snapshots of states."""
         if not self.prefix_caching or self.keeps_states:
             return 0
         num_tokens = blocks.num_registered * self.node_size
@@ -407,10 +415,10 @@ class BlockManager:
         return num_shared
 
     def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns the number of tokens that `match` would attach if every block had a state
-        snapshot at its end."""
+        """Returns how many tokens `match` would attach if the prefix cache had a snapshot of the
+        states after every block."""
         max_nodes = (len(token_ids) - 1) // self.node_size
-        path = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._states)
+        path = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
         return len(path) * self.node_size
 
     def register(
@@ -420,50 +428,51 @@ class BlockManager:
         num_tokens: int,
         namespace: Hashable,
     ) -> None:
-        """Registers the new full blocks below `num_tokens` in the prefix index. At one of the
-        sequence's stops it also registers the state there, which the step that begins now must
-        copy. Does nothing if no block has filled up. Registered blocks must be computed before
-        another sequence reads them."""
+        """Registers those blocks of the first `num_tokens` tokens that have become full in the
+        prefix index, and at one of the sequence's `stops` also its state slot, as a snapshot: the
+        step that begins now must copy it before the state changes. Registered blocks must be
+        computed before another sequence reads them."""
         size = self.node_size
-        # nodes up to where blocks of all groups are full
-        full = num_tokens // self.block_size * self.index.stride
+        # nodes up to the last token at which blocks of all groups end
+        num_nodes = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
-        if full <= blocks.num_registered or not is_cached:
+        if num_nodes <= blocks.num_registered or not is_cached:
             return
-        if blocks.epoch < self.epochs.first_valid:  # `is_outdated`
+        if blocks.epoch < self.epochs.first_valid:  # `Epochs.is_outdated`
             return
-        is_stop = num_tokens == full * size and num_tokens in blocks.stops
-        registers_state = self._states is not None and is_stop
-        has_only_states = len(self.groups) == (self._states is not None)
-        if not registers_state and has_only_states:
+        is_stop = num_tokens == num_nodes * size and num_tokens in blocks.stops
+        should_register_state = self._state_group is not None and is_stop
+        has_only_states = len(self.groups) == (self._state_group is not None)
+        if not should_register_state and has_only_states:
             return
         node = blocks.node
         first = blocks.num_registered
-        if node is None or node.parent is None:  # removed: a block on its path was evicted
+        if node is None or node.parent is None:  # the node left the index: a block was evicted
             node = self.index.root(namespace)
             first = 0
-        for number in range(first, full):
-            end = (number + 1) * size
+        for index in range(first, num_nodes):
+            end = (index + 1) * size
             tokens = tuple(token_ids[end - size : end])
-            held: list[int | None] = []
+            block_ids: list[int | None] = []
             for table in blocks.tables:
                 if end % table.block_size == 0:
-                    held.append(table.full_block(end // table.block_size - 1))
+                    block_ids.append(table.full_block(end // table.block_size - 1))
                 else:
-                    held.append(None)
-            is_last = number + 1 == full
-            if self._states is not None and registers_state and is_last:
-                (held[self._states],) = blocks.tables[self._states].block_ids
-            node = self.index.add(node, tokens, held, blocks.epoch)
-        blocks.node, blocks.num_registered = node, full
+                    block_ids.append(None)
+            is_last = index + 1 == num_nodes
+            if self._state_group is not None and should_register_state and is_last:
+                (block_ids[self._state_group],) = blocks.tables[self._state_group].block_ids
+            node = self.index.add(node, tokens, block_ids, blocks.epoch)
+        blocks.node, blocks.num_registered = node, num_nodes
 
     def forget_before_period(self) -> None:
-        """Drops all blocks registered before this period, since the model has changed. Sequences
-        from before it register no more blocks."""
-        self.index.forget_before(self.epochs.drop_before_period())
+        """Drops all blocks registered before the current period, since the model has changed.
+        Sequences that began before it register no more blocks."""
+        self.index.remove_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:
-        """Drops everything cached. Sequences keep their blocks but register no more of them."""
+        """Drops the prefix cache and the tier's unverified blocks. Sequences keep their blocks but
+        register no more of them."""
         self.epochs.drop()
         self.index.clear()
         if self.tier is not None:
@@ -473,8 +482,8 @@ class BlockManager:
         """Raises `AssertionError` unless tables, index and pools agree. Other managers may hold
         blocks of the same pools."""
         self.index.check_integrity()
-        for number, group in enumerate(self.groups):
-            block_ids = (table.block_ids for table in self.tables(number))
-            group.pool.check_integrity(block_ids, are_all=False)
+        for index, group in enumerate(self.groups):
+            tables = (table.block_ids for table in self.tables(index))
+            group.pool.check_integrity(tables, is_complete=False)
         for blocks in list(self._sequences):
             blocks.check_integrity()

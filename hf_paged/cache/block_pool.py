@@ -1,5 +1,5 @@
-"""Block pools and block tables: ids, reference counts, eviction and copy-on-write. They know no
-tensors, no requests and no policy."""
+"""Block pools and block tables: ids, reference counts, eviction and copy-on-write. Holds no tensors
+and knows neither requests nor scheduling policy."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from typing import TypeAlias
 
 from ..topics import Topic, TopicError
 
-Take: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
-"""Removes block ids from the free ones. Arguments: the free ids, the number of all blocks, how many
-to take, and the blocks of the table, the last of which the new ones should follow."""
+BlockSelector: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
+"""Selects free blocks, removes them from the dict of free ids, and returns them. Arguments: the
+free ids, the size of the pool in blocks, the number of blocks to select, and the block ids of the
+table that gets them, whose last block they should follow."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
-    """A request for more blocks than the budget has left. Nothing was allocated."""
+    """More blocks are needed than the limits of the pool, or free memory, allow. Nothing was
+    allocated."""
 
     topic = Topic.OUT_OF_BLOCKS
 
 
 class BlockPool:
     """Block ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block
-    tables), cached (held by none, but kept) or free. Cached blocks are evicted in LRU order
+    tables), cached (held by none, content kept) or free. Cached blocks are evicted in LRU order
     (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
-    def __init__(self, num_blocks: int = 0, take: Take | None = None) -> None:
-        """`take` chooses among free blocks; by default those that have been free the longest."""
+    def __init__(self, num_blocks: int = 0, take: BlockSelector | None = None) -> None:
+        """`take` selects free blocks; by default, those that have been free the longest."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # `on_evict` by block: of cached blocks, and of used ones that will be cached
+        # each kept block's `on_evict`: of cached blocks, and of used ones that `release` will cache
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
         self.take = take
-        self._wrong_write: str | None = None
-        self.needs_recount = False  # a table was collected while it held blocks
+        self._write_error: str | None = None
+        self.needs_recount = False  # a table was garbage-collected while it held blocks
         self.grow(num_blocks)
 
     @property
@@ -72,11 +74,12 @@ class BlockPool:
         ]
 
     def is_kept(self, block_id: int) -> bool:
+        """Whether the block is cached, or will be when it is released."""
         return block_id in self._kept
 
     @property
     def kept_ids(self) -> list[int]:
-        """Blocks whose content is kept, including used ones."""
+        """Ids of cached blocks, and of used ones that will be cached when released."""
         return list(self._kept)
 
     @property
@@ -85,6 +88,7 @@ class BlockPool:
         return not (self.num_shared or self._kept)
 
     def grow(self, num_blocks: int) -> None:
+        """Adds `num_blocks` free blocks."""
         first = len(self._refcounts)
         new_ids = range(first, first + num_blocks)
         self._refcounts.extend([0] * num_blocks)
@@ -99,9 +103,9 @@ class BlockPool:
         self.peak_used = self.num_used
 
     def allocate(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
-        """Takes `num_blocks` blocks with refcount 1; evicts cached ones if too few are free.
-        `after`: the blocks of their table, for `take`. Raises `OutOfBlocksError`, with none
-        taken or evicted."""
+        """Returns the ids of `num_blocks` newly used blocks, each with refcount 1; evicts cached
+        blocks if too few are free. `after`: the ids already in the table that gets them, for
+        `take`. Raises `OutOfBlocksError` with nothing changed."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
@@ -120,7 +124,8 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Adds a holder to each of these used or cached blocks."""
+        """Adds a holder to each of these used or cached blocks. Raises `ValueError` for a free
+        one."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -133,7 +138,7 @@ class BlockPool:
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Removes a holder from each block; blocks without holders become cached or free, in the
-        order given."""
+        order given. Raises `ValueError` for a block that has none."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -145,16 +150,20 @@ class BlockPool:
                 self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """Marks a used block to become cached, not free, when released; its eviction calls
-        `on_evict(block_id)`."""
+        """Makes a used block become cached, not free, when it is released; its eviction calls
+        `on_evict(block_id)`. Raises `ValueError` if it is not used, or kept already."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
 
     def drop_all(self, on_evict: Callable[[int], None]) -> None:
-        """Stops keeping all blocks with this `on_evict`. The caller must then `recount`."""
-        callbacks = self._kept.items()
-        self._kept = {block_id: other for block_id, other in callbacks if other is not on_evict}
+        """Stops keeping every block with this `on_evict`, without calling it. The caller must then
+        call `recount`."""
+        self._kept = {
+            block_id: callback
+            for block_id, callback in self._kept.items()
+            if callback is not on_evict
+        }
 
     def drop(self, block_id: int) -> None:
         """Stops keeping a block's content, without calling `on_evict`."""
@@ -170,75 +179,75 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees up to `num_blocks` cached blocks, least recently released first; returns how
-        many."""
-        before = len(self._cached)
-        target = max(0, before - num_blocks)
+        """Frees `num_blocks` cached blocks, or all if there are fewer, least recently released
+        first, and those that `on_evict` drops. Returns how many it freed."""
+        num_cached = len(self._cached)
+        target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
             block_id, _ = self._cached.popitem(last=False)
             on_evict = self._kept.pop(block_id)
             self._free[block_id] = None
             on_evict(block_id)
-        return before - len(self._cached)
+        return num_cached - len(self._cached)
 
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
-        """Recomputes all counts from `tables`, which are all that hold blocks, after an exception
-        that may have left the pool half changed."""
+        """Recomputes refcounts, free and cached blocks from `tables`, the block ids of every table,
+        after an exception that may have left the pool half changed."""
         self.needs_recount = False
         try:
-            held = Counter(block_id for table in tables for block_id in table)
-            self._refcounts = [held[block_id] for block_id in range(self.num_blocks)]
+            num_holders = Counter(block_id for table in tables for block_id in table)
+            self._refcounts = [num_holders[block_id] for block_id in range(self.num_blocks)]
             self.num_shared = sum(refcount > 1 for refcount in self._refcounts)
             unused = dict.fromkeys(
-                block_id for block_id in range(self.num_blocks) if not held[block_id]
+                block_id for block_id in range(self.num_blocks) if not num_holders[block_id]
             )
             self._free = OrderedDict.fromkeys(
                 block_id for block_id in unused if block_id not in self._kept
             )
-            order = [*self._cached, *self._kept]
+            lru_order = [*self._cached, *self._kept]
             self._cached = OrderedDict.fromkeys(
-                block_id for block_id in order if block_id in unused and block_id in self._kept
+                block_id for block_id in lru_order if block_id in unused and block_id in self._kept
             )
         except BaseException:
             self.needs_recount = True
             raise
 
-    def note_write(self, block_ids: Iterable[int]) -> None:
-        """Checks blocks before a write. Raises `AssertionError`, here and from later
-        `check_integrity` calls, if one is shared or kept."""
+    def check_writable(self, block_ids: Iterable[int]) -> None:
+        """Raises `AssertionError`, now and from every later `check_integrity`, if one of the blocks
+        that are about to be written is shared or kept."""
         if self.is_exclusive:
             return
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount != 1 or block_id in self._kept:
-                self._wrong_write = (
+                self._write_error = (
                     f"block {block_id} would be overwritten: refcount {refcount},"
                     f" kept: {block_id in self._kept}"
                 )
-                raise AssertionError(self._wrong_write)
+                raise AssertionError(self._write_error)
 
-    def check_integrity(self, tables: Iterable[Sequence[int]], are_all: bool = True) -> None:
+    def check_integrity(self, tables: Iterable[Sequence[int]], is_complete: bool = True) -> None:
         """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables`
-        agree. Unless `are_all`, other tables may also hold blocks."""
-        held = Counter(block_id for table in tables for block_id in table)
-        for block_id in {*held, *range(self.num_blocks)}:
+        agree. Unless `is_complete`, further tables may hold blocks."""
+        num_holders = Counter(block_id for table in tables for block_id in table)
+        for block_id in {*num_holders, *range(self.num_blocks)}:
             refcount = 0
             if 0 <= block_id < self.num_blocks:
                 refcount = self._refcounts[block_id]
-            num_tables = held[block_id]
-            if num_tables > refcount or (are_all and num_tables < refcount):
+            num_tables = num_holders[block_id]
+            if num_tables > refcount or (is_complete and num_tables < refcount):
                 raise AssertionError(
                     f"block {block_id}: refcount {refcount}, held by {num_tables} tables"
                 )
-        if self._wrong_write is not None:
-            raise AssertionError(self._wrong_write)
+        if self._write_error is not None:
+            raise AssertionError(self._write_error)
         unused = {block_id for block_id, count in enumerate(self._refcounts) if not count}
         kept_ids = self._kept.keys()
         num_shared = sum(refcount > 1 for refcount in self._refcounts)
         expected = (unused - kept_ids, unused & kept_ids, num_shared)
-        states = (set(self._free), set(self._cached), self.num_shared)
-        if states != expected:
-            raise AssertionError(f"(free, cached, number shared) is {states}, not {expected}")
+        actual = (set(self._free), set(self._cached), self.num_shared)
+        if actual != expected:
+            raise AssertionError(f"(free, cached, number shared) is {actual}, not {expected}")
 
 
 @dataclass(slots=True, eq=False)
@@ -265,7 +274,8 @@ class BlockTable:
         return num_blocks * self.block_size - self.num_tokens
 
     def num_new_blocks(self, num_tokens: int) -> int:
-        """Returns how many blocks `append(num_tokens)` adds to the table, without copy-on-write."""
+        """Returns how many blocks `append(num_tokens)` adds to the table; a copy-on-write replaces
+        one, and is not counted."""
         if num_tokens == 0:
             return 0
         length = self.num_tokens + num_tokens
@@ -284,32 +294,33 @@ class BlockTable:
             return block_id
         return None
 
-    def full_block(self, number: int) -> int | None:
-        """Returns the block that holds tokens `[number, number + 1) * block_size`; `None` if it has
-        been freed."""
-        if number < self.num_dropped:
+    def full_block(self, index: int) -> int | None:
+        """Returns the block of tokens `[index * block_size, (index + 1) * block_size)`; `None` if
+        it has been dropped."""
+        if index < self.num_dropped:
             return None
-        return self.block_ids[number - self.num_dropped]
+        return self.block_ids[index - self.num_dropped]
 
-    def shared_blocks(self, first: int, last: int) -> list[int]:
-        """Returns the existing blocks of tokens `[first, last)` that are shared or kept, and so
-        must not be written to."""
+    def shared_blocks(self, first: int, end: int) -> list[int]:
+        """Returns the blocks of tokens `[first, end)` that must not be written to, since they are
+        shared or kept."""
         pool = self.pool
         if pool.is_exclusive:
             return []
-        begin = first // self.block_size - self.num_dropped
-        end = -(-last // self.block_size) - self.num_dropped
+        first_index = first // self.block_size - self.num_dropped
+        end_index = -(-end // self.block_size) - self.num_dropped
         return [
             block_id
-            for block_id in self.block_ids[max(0, begin) : max(0, end)]
+            for block_id in self.block_ids[max(0, first_index) : max(0, end_index)]
             if pool.refcount(block_id) > 1 or pool.is_kept(block_id)
         ]
 
-    def copy_on_write(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Replaces the blocks in `shared_blocks`; returns the copies `(source, target)` that must
-        precede any write."""
+    def copy_on_write(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Replaces `shared_blocks(first, end)` with new blocks; returns the copies `(source,
+        target)` that must precede any write. Raises `OutOfBlocksError`, with earlier blocks
+        replaced."""
         copies = []
-        for source in self.shared_blocks(first, last):
+        for source in self.shared_blocks(first, end):
             (target,) = self.pool.allocate(1)
             self.pool.release([source])
             self.block_ids[self.block_ids.index(source)] = target
@@ -317,14 +328,15 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Returns the slots of tokens `[first, end)`, counted from the first token that the table
-        has not dropped."""
+        """Returns the slots, `block_id * block_size + offset`, of tokens `[first, end)`, counted
+        from the first token that the table has not dropped. Raises `ValueError` for tokens without
+        a slot."""
         size = self.block_size
         ids = self.block_ids
         num_slots = len(ids) * size
         if first < 0 or end > num_slots:
             raise ValueError(
-                f"tokens [{first}, {end}) of a table that holds {len(ids)} blocks of {size} tokens"
+                f"tokens [{first}, {end}) are not in the table's {len(ids)} blocks of {size} tokens"
             )
         if end - first == 1:
             base = ids[first // size] * size
@@ -332,16 +344,16 @@ class BlockTable:
         slots: list[int] = []
         first_block = first // size
         end_block = -(-end // size)
-        for block in range(first_block, end_block):
-            start = block * size
-            base = ids[block] * size
+        for index in range(first_block, end_block):
+            start = index * size
+            base = ids[index] * size
             first_slot = base + max(0, first - start)
             end_slot = base + min(size, end - start)
             slots += range(first_slot, end_slot)
         return slots
 
     def num_needed(self, num_tokens: int) -> int:
-        """Returns how many blocks `append(num_tokens)` takes, including copy-on-write."""
+        """Returns how many blocks `append(num_tokens)` allocates, including for copy-on-write."""
         num_new = self.num_new_blocks(num_tokens)
         needs_copy = num_tokens > 0 and self.shared_tail is not None
         return num_new + needs_copy
@@ -351,10 +363,10 @@ class BlockTable:
         num_tokens: int,
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
-        """Adds blocks for `num_tokens` more tokens and counts these as held. `new_ids`:
-        `num_needed(num_tokens)` allocated blocks; allocates them if `None`. Returns the copy
-        `(source_block, target_block)` that must precede any write, or `None`. Raises
-        `OutOfBlocksError`, with the table unchanged."""
+        """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed(num_tokens)`
+        allocated blocks; `None` allocates them. Returns the copy `(source, target)` of a block
+        that must precede any write, or `None`. Raises `OutOfBlocksError` with the table
+        unchanged."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
@@ -376,8 +388,9 @@ class BlockTable:
         num_dropped: int,
         num_tokens: int | None = None,
     ) -> None:
-        """Attaches computed blocks to an empty table, after `num_dropped` dropped ones. They are
-        full unless `num_tokens` is given."""
+        """Adds computed blocks, which other tables may share, to this empty table, after
+        `num_dropped` dropped ones. `num_tokens`: tokens up to the end of the last block; `None` if
+        it is full. Raises `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
                 f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"
@@ -391,13 +404,13 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Holds these blocks, which contain its tokens; the table held none before."""
+        """Adds the blocks that contain the table's tokens to a table that has no blocks."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 
     def skip(self, num_tokens: int) -> None:
-        """Starts an empty table at token `num_tokens`, rounded down to a block: earlier tokens are
-        never stored."""
+        """Starts an empty table at token `num_tokens`, rounded down to the start of a block:
+        earlier tokens are never stored."""
         self.attach([], num_tokens // self.block_size)
 
     def drop_before(self, token: int) -> None:
@@ -410,7 +423,7 @@ class BlockTable:
             self.num_dropped += count
 
     def check_truncate(self, num_tokens: int) -> None:
-        """Raises the errors of `truncate`."""
+        """Raises `ValueError` if `truncate(num_tokens)` would."""
         if num_tokens < min(self.first_token, self.num_tokens):
             raise ValueError(
                 f"cannot truncate to {num_tokens} tokens: the blocks of the first"
@@ -418,21 +431,21 @@ class BlockTable:
             )
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all tokens from `num_tokens` on and frees the blocks that held only those. Raises
-        `ValueError` if the new end is in dropped blocks."""
+        """Removes all tokens from `num_tokens` on, and frees the blocks that held no others. Raises
+        `ValueError` if the new end lies in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         self.check_truncate(num_tokens)
-        keep = -(-num_tokens // self.block_size) - self.num_dropped
+        num_blocks = -(-num_tokens // self.block_size) - self.num_dropped
         # tail first, so that it is evicted first: the head of a sequence is more likely to be
         # reused
-        self.pool.release(reversed(self.block_ids[keep:]))
-        del self.block_ids[keep:]
+        self.pool.release(reversed(self.block_ids[num_blocks:]))
+        del self.block_ids[num_blocks:]
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """Returns a second table over the same tokens, without blocks reserved for later
-        tokens."""
+        """Returns a table that shares the blocks of this table's tokens, but not those allocated
+        for later tokens."""
         num_blocks = -(-self.num_tokens // self.block_size)
         block_ids = self.block_ids[: num_blocks - self.num_dropped]
         self.pool.acquire(block_ids)

@@ -1,4 +1,4 @@
-"""A limit on the bytes of all pools of a process, and which idle pools it frees. Each `PagedMemory`
+"""Limits the bytes of all pools of a process together, and frees idle pools. Each `PagedMemory`
 reports its bytes itself."""
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from .. import forks
 from ..config import is_whole
 from ..threads import attempt
 
-WAIT_SECONDS = 0.1  # for the locks of an idle pool: reading its figures takes microseconds
+# to wait for a lock of an idle pool: other threads hold it for microseconds, to read its figures
+WAIT_SECONDS = 0.1
 
 PATIENCE = 10.0  # seconds for which a request waits for memory that other models use
 
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
-# Every `PagedMemory`; replaced, never changed in place, so that threads may read it while another
-# adds a memory.
+# All memories that the budget limits. Replaced, never changed in place, so that threads may read it
+# while another adds a memory.
 _pools: tuple[weakref.ref[Any], ...] = ()
 
 
 def budget(num_bytes: int | None) -> None:
     """Limits the total bytes of the blocks of all models and caches of this process, from now on. A
-    pool that needs more than is left first frees idle pools, least recently used first, then evicts
+    pool that needs more than remains first frees idle pools, least recently used first, then evicts
     its cached prefixes; a request that still does not fit waits, or raises [`OutOfBlocksError`].
     Pools that already exceed the limit stop growing, and shrink once they are idle. Host memory of
     swapped requests and of `prefix_tiers` does not count.
@@ -54,27 +55,27 @@ def limit(memory: Any = None) -> int | None:
 
 
 def join(memory: Any) -> None:
-    """Adds this `PagedMemory` to those that the budget limits."""
+    """Adds this `PagedMemory` to the pools that the budget limits."""
     global _pools
     with _lock:
-        living = [ref for ref in _pools if ref() is not None]
-        _pools = (*living, weakref.ref(memory))
+        live_refs = [ref for ref in _pools if ref() is not None]
+        _pools = (*live_refs, weakref.ref(memory))
 
 
 def share(memory: Any) -> int | None:
-    """Returns the most bytes that this pool may hold: the budget less the bytes of other pools in
-    use."""
+    """Returns the most bytes that this pool may hold: the budget less the bytes of all other pools
+    that are in use; `None` without a budget."""
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None
-    others = _others(memory)
-    return total - sum(pool.charged_bytes for pool in others if pool.is_used)
+    other_pools = _others(memory)
+    return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
 
 
 def charge(memory: Any, more: int = 0) -> bool:
-    """Charges this pool, whose lock is held, for its current bytes and `more`. Returns `False`,
-    with nothing charged, if that exceeds the budget even after every idle pool is freed."""
-    needed = memory.taken_bytes + more
+    """Charges this pool, whose lock the caller holds, for its current bytes plus `more`. Returns
+    `False`, with nothing charged, if they exceed the budget even after every idle pool is freed."""
+    needed = memory.occupied_bytes + more
     if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
         return True
@@ -85,13 +86,13 @@ def charge(memory: Any, more: int = 0) -> bool:
         return True
 
 
-def note(memory: Any) -> None:
-    """Charges this pool, whose lock is held, for its current bytes."""
-    memory.charged_bytes = memory.taken_bytes
+def update_charge(memory: Any) -> None:
+    """Charges this pool, whose lock the caller holds, for its current bytes."""
+    memory.charged_bytes = memory.occupied_bytes
 
 
-def left() -> int | None:
-    """Returns the bytes of the budget that no pool holds; `None` without a budget."""
+def num_uncharged_bytes() -> int | None:
+    """Returns the bytes of the budget that are charged to no pool; `None` without a budget."""
     total = _limit
     if total is None:
         return None
@@ -100,7 +101,7 @@ def left() -> int | None:
 
 
 def release_idle(memory: Any) -> None:
-    """Frees all idle pools before a pool allocates its full size at once on a device."""
+    """Frees all other idle pools, before this one allocates its full size on a device at once."""
     with _lock:
         if _limit is None:
             return
@@ -109,20 +110,20 @@ def release_idle(memory: Any) -> None:
 
 
 def enforce() -> None:
-    """Frees idle pools while all pools together exceed the budget."""
+    """Frees idle pools, least recently used first, while all pools together exceed the budget."""
     with _lock:
         _shrink(0, None)
 
 
 def _others(memory: Any) -> list[Any]:
-    """Returns all pools except `memory`, which may be a weak proxy."""
+    """Returns all live pools except `memory`, which may be a weak proxy."""
     lock = None if memory is None else memory.lock
     pools = (ref() for ref in _pools)
     return [pool for pool in pools if pool is not None and pool.lock is not lock]
 
 
 def _idle(pools: list[Any]) -> list[Any]:
-    """Returns the pools that could be freed, least recently used first."""
+    """Returns those of the pools that could be freed, least recently used first."""
     idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
     return sorted(idle, key=operator.attrgetter("last_used"))
 
@@ -131,18 +132,19 @@ def _shrink(needed: int, memory: Any) -> bool:
     """Frees idle pools until `needed` bytes fit in the budget beside the other pools; returns
     whether they do."""
     while (total := _limit) is not None:
-        others = _others(memory)
-        charged_bytes = sum(pool.charged_bytes for pool in others)
+        other_pools = _others(memory)
+        charged_bytes = sum(pool.charged_bytes for pool in other_pools)
         excess = needed + charged_bytes - total
         if excess <= 0:
             return True
-        if not any(_release(pool) for pool in _idle(others)):
+        if not any(_release(pool) for pool in _idle(other_pools)):
             return False
     return True
 
 
 def _release(memory: Any) -> bool:
-    # with a timeout: two pools that want each other's locks must not deadlock
+    """Frees an idle pool; returns whether it did."""
+    # with timeouts: threads that hold one pool's lock and wait for another's must not deadlock
     with attempt(memory.outer_lock or memory.lock, WAIT_SECONDS) as is_outer_held:
         if not is_outer_held:
             return False

@@ -1,5 +1,5 @@
-"""Tracks whether a sequence's blocks were computed with the current weights. It never reads a model
-(`model.weights` does) and drops no blocks."""
+"""Tracks whether the current weights computed a sequence's blocks. Never reads a model
+(`model.weights` does), and drops no blocks."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from .sequence_blocks import SequenceBlocks
 
 
 class Epochs:
-    """Counts epochs: the periods in which the model cannot change, also ended by drops of the whole
-    cache. A sequence has the epoch in which its first token was stored."""
+    """Counts epochs. A new one begins when user code may have changed the model, and when the whole
+    cache is dropped. A sequence belongs to the epoch in which its first token was stored."""
 
     def __init__(self) -> None:
         self.current = 0
-        self.first_valid = 0  # blocks of earlier epochs must not be registered
-        self._period = 0  # first epoch of the current period; 0: blocks of all epochs are verified
+        self.first_valid = 0  # sequences of earlier epochs must not register blocks
+        # first epoch of the current period; 0: blocks of all epochs are verified
+        self._period_start = 0
 
     def begin_period(self) -> None:
-        """Begins a period. User code may have changed the model since the last one, so that earlier
-        blocks need verification."""
+        """Begins a period in which no user code runs, so that the model cannot change. User code
+        may have changed it before: blocks of earlier epochs need verification."""
         self.current += 1
-        self._period = self.current
+        self._period_start = self.current
 
     @property
     def are_verified(self) -> bool:
-        return not self._period
+        """Whether the current model is known to have computed all registered blocks."""
+        return not self._period_start
 
     def verify(self) -> None:
-        """Marks all registered blocks as computed with the current model."""
-        self._period = 0
+        """Marks all registered blocks as computed by the current model."""
+        self._period_start = 0
 
     def needs_verification(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence holds registered blocks from before this period, in which `verify`
-        has not been called."""
-        return blocks.num_registered > 0 and blocks.epoch < self._period
+        """Whether the sequence holds registered blocks that were computed before this period and
+        have not been verified in it."""
+        return blocks.num_registered > 0 and blocks.epoch < self._period_start
 
     def is_outdated(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence stored tokens before the model changed, or before the whole cache
-        was dropped."""
+        """Whether the sequence began before the model changed or the whole cache was dropped."""
         return blocks.epoch < self.first_valid
 
     def drop_before_period(self) -> int:
-        """Drops earlier periods, since the model has changed: returns the first epoch whose blocks
-        stay."""
-        self.first_valid = max(self.first_valid, self._period)
-        return self._period
+        """Marks blocks from before this period as outdated, since the model has changed. Returns
+        the first epoch whose blocks stay valid."""
+        self.first_valid = max(self.first_valid, self._period_start)
+        return self._period_start
 
     def drop(self) -> None:
-        """Drops the blocks of all epochs so far."""
+        """Marks all blocks computed so far as outdated."""
         self.current += 1
         self.first_valid = self.current

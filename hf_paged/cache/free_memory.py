@@ -1,5 +1,5 @@
-"""Free memory of a device: how much there is, how much of it a call reserves, and which errors mean
-that it has run out. The limits of `PagedConfig` are in `cache.memory`."""
+"""Free memory of a device: its amount, the part of it that a call reserves, and the errors that
+mean that it ran out. The limits of `PagedConfig` are in `cache.memory`."""
 
 from __future__ import annotations
 
@@ -33,60 +33,61 @@ def commits_when_touched(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class Reservation:
-    """Expected memory use of a call or an engine, allocated at once instead of step by step:
-    `num_blocks[spec]` blocks per layer, within `share` of the memory that is free when the first
-    layer is allocated. Where allocation commits memory, at most `live[spec]` blocks, as many as
-    running sequences hold. Memory that one layer does not need is divided among the other layers,
-    of which `num_layers[spec]` have that spec."""
+    """Expected memory use of a call or an engine, allocated at once instead of step by step: per
+    layer, `num_blocks[spec]` blocks, within `share` of the memory that is free when the first layer
+    is allocated. On a device that commits memory when it is allocated, at most
+    `num_live_blocks[spec]`, the most that running sequences hold. `num_layers[spec]` layers have
+    that spec; memory that one layer does not need is divided among the others."""
 
     num_blocks: dict[GroupSpec, int]
-    live: dict[GroupSpec, int]
+    num_live_blocks: dict[GroupSpec, int]
     num_layers: dict[GroupSpec, int]
     share: float
-    _budget: int = field(default=-1, init=False)  # bytes; -1: unknown until the first layer
+    _max_bytes: int = field(default=-1, init=False)  # -1: unknown until the first layer
 
-    def limit(self, free: int) -> None:
-        """Sets the budget from `free` bytes of memory."""
-        self._budget = int(self.share * free)
+    def set_limit(self, free: int) -> None:
+        """Limits all layers together to `share` of `free` bytes."""
+        self._max_bytes = int(self.share * free)
 
-    def renew(self) -> None:
-        """Makes the next `num_layer_blocks` read the free memory again."""
-        self._budget = -1
+    def reset(self) -> None:
+        """Makes the next `num_layer_blocks` query the free memory again."""
+        self._max_bytes = -1
 
     def num_layer_blocks(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
-        """Returns the blocks to allocate for a layer with this spec, whose blocks take
-        `block_bytes`."""
-        if self._budget < 0:
+        """Returns how many blocks to allocate for a layer with this spec, each of `block_bytes`
+        bytes."""
+        if self._max_bytes < 0:
             try:
-                self.limit(free_bytes(device))
-            except ValueError:  # unknown free memory: allocate blocks as they are used
-                self.limit(0)
-            left = budget.left()
-            if left is not None and not commits_when_touched(device):
-                self._budget = min(self._budget, left)
-        most = self.num_blocks
+                self.set_limit(free_bytes(device))
+            except ValueError:  # free memory is unknown: allocate blocks as they are used
+                self.set_limit(0)
+            num_uncharged = budget.num_uncharged_bytes()
+            if num_uncharged is not None and not commits_when_touched(device):
+                self._max_bytes = min(self._max_bytes, num_uncharged)
+        max_blocks = self.num_blocks
         if not commits_when_touched(device):
-            live = self.live.items()
-            most = {other: min(most[other], count) for other, count in live}
-        left = self._budget // max(block_bytes, 1)
-        counts = self.num_layers.items()
-        others = sorted(most[other] for other, count in counts for _ in range(count))
-        for number, num_blocks in enumerate(others):
-            even = left // (len(others) - number)
-            if num_blocks > even:
-                return min(most[spec], even)
-            left -= num_blocks
-        return most[spec]
+            live_counts = self.num_live_blocks.items()
+            max_blocks = {key: min(max_blocks[key], count) for key, count in live_counts}
+        num_available = self._max_bytes // max(block_bytes, 1)
+        layer_counts = self.num_layers.items()
+        # smallest first: what one layer does not need of its even share goes to the larger ones
+        sizes = sorted(max_blocks[key] for key, count in layer_counts for _ in range(count))
+        for index, num_blocks in enumerate(sizes):
+            even_share = num_available // (len(sizes) - index)
+            if num_blocks > even_share:
+                return min(max_blocks[spec], even_share)
+            num_available -= num_blocks
+        return max_blocks[spec]
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes of free memory on `device`, including the reserve of torch's allocator; on
-    the CPU at most the addresses that the process may still map (`ulimit -v`). Raises `ValueError`
-    for a device whose free memory torch does not report."""
+    """Returns the bytes of free memory on `device`, including unused memory that torch's allocator
+    holds; on the CPU, at most the addresses that the process may still map (`ulimit -v`). Raises
+    `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
-        most = torch.mps.recommended_max_memory()
+        total = torch.mps.recommended_max_memory()
         allocated = torch.mps.driver_allocated_memory()
-        return max(0, most - allocated)
+        return max(0, total - allocated)
     if device.type != "cpu":
         module: Any = getattr(torch, device.type, None)
         if not hasattr(module, "mem_get_info"):
@@ -94,11 +95,11 @@ def free_bytes(device: torch.device) -> int:
                 f"torch does not report the free memory of {device}: set `num_blocks` instead of"
                 " `memory_fraction`"
             )
-        # memory of freed tensors, which the allocator reuses or returns before the device runs out
+        # memory of freed tensors, which the allocator reuses, or returns before the device runs out
         reserved = module.memory_reserved(device)
-        reserve = reserved - module.memory_allocated(device)
+        unused = reserved - module.memory_allocated(device)
         free = int(module.mem_get_info(device)[0])
-        return free + max(0, reserve)
+        return free + max(0, unused)
     free = int(psutil.virtual_memory().available)
     limit = address_limit()
     if limit is None:
@@ -109,19 +110,19 @@ def free_bytes(device: torch.device) -> int:
 
 def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:
     """Returns how many bytes of blocks fit in free memory, given the bytes of one block on each
-    device: the device that fills up first is the limit."""
+    device: the first device to fill up sets the limit."""
     total = sum(block_bytes.values())
-    of_devices = []
-    for device, count in block_bytes.items():
-        device_bytes = free_bytes(device)
-        if count:
-            device_bytes = device_bytes * total // count
-        of_devices.append(device_bytes)
-    return min(of_devices) if of_devices else free_bytes(torch.device("cpu"))
+    limits = []
+    for device, device_block_bytes in block_bytes.items():
+        limit = free_bytes(device)
+        if device_block_bytes:
+            limit = limit * total // device_block_bytes
+        limits.append(limit)
+    return min(limits) if limits else free_bytes(torch.device("cpu"))
 
 
 def address_limit() -> int | None:
-    """Returns the bytes of addresses that the process may map (`ulimit -v`); `None` without a
+    """Returns how many bytes of addresses the process may map (`ulimit -v`); `None` without a
     limit."""
     if resource is None:
         return None
@@ -130,8 +131,8 @@ def address_limit() -> int | None:
 
 
 def reserve_addresses(size: int, protection: int) -> mmap.mmap:
-    """Reserves host addresses on Linux, without memory until they are written to. Raises
-    `MemoryError`."""
+    """Maps `size` bytes of host addresses on Linux, which take memory only once they are written
+    to. Raises `MemoryError`."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     try:
         return mmap.mmap(-1, size, flags, protection)
@@ -139,24 +140,24 @@ def reserve_addresses(size: int, protection: int) -> mmap.mmap:
         raise mapping_error(size, error.errno) from error
 
 
-def mapping_error(size: int, number: int | None) -> MemoryError:
-    error = os.strerror(number or 0)
+def mapping_error(size: int, error_number: int | None) -> MemoryError:
+    reason = os.strerror(error_number or 0)
     return MemoryError(
-        f"{size:,} bytes of addresses cannot be mapped: {error} (ulimit -v, vm.max_map_count)"
+        f"{size:,} bytes of addresses cannot be mapped: {reason} (ulimit -v, vm.max_map_count)"
     )
 
 
 def reserved_tensor(size: int) -> torch.Tensor:
-    """Returns `(size,)` bytes of host memory on Linux, committed when written to. They never make
-    `fork` fail: Linux charges ordinary reservations to the child, too, and refuses more than the
-    machine has. Raises `MemoryError`."""
+    """Returns a `(size,)` uint8 tensor in host memory on Linux, which is committed when written to.
+    Such tensors never make `fork` fail: Linux charges ordinary allocations to the child, too, and
+    refuses more than the machine has. Raises `MemoryError`."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def trim() -> None:
-    """Returns freed host memory that the C library still caches to the system. (It unmaps large
-    tensors when they are freed, but keeps the memory of small ones.)"""
+    """Returns freed host memory that the C library still holds to the system. (The library unmaps
+    large tensors when they are freed, but keeps the memory of small ones.)"""
     malloc_trim = _malloc_trim()
     if malloc_trim is not None:
         malloc_trim(0)
@@ -171,8 +172,8 @@ def _malloc_trim() -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or its cause, means that an allocation failed: torch has no single type for
-    that."""
+    """Whether `error`, or its cause, means that an allocation failed. Torch has no single error
+    type for that."""
     cause = error.__cause__
     if cause is not None and is_out_of_memory(cause):
         return True
@@ -181,9 +182,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     message = str(error)
-    return any(words in message for words in _OUT_OF_MEMORY)
+    return any(phrase in message for phrase in _OUT_OF_MEMORY)
 
 
-# messages of the CPU allocators (Linux and macOS, Windows) and of devices that raise a plain
-# RuntimeError
+# parts of the messages of CPU allocators (Linux and macOS, Windows) and of devices that raise a
+# plain RuntimeError
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

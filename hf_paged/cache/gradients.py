@@ -1,5 +1,5 @@
-"""Keys and values with an autograd graph, beside their copies in blocks, which cannot have one.
-`cache.layers` decides when to keep them."""
+"""Keys and values with an autograd graph, beside their copies in blocks, which have none.
+`cache.layers` decides when they are kept."""
 
 from __future__ import annotations
 
@@ -17,38 +17,41 @@ from .reading import read_rows
 
 
 class GraphStates(NamedTuple):
-    """A layer's latest keys and values `(batch, heads, n, dim)` with their autograd graph."""
+    """A layer's latest keys and values, each `(batch, heads, n, dim)`, with their autograd
+    graph."""
 
     keys: Tensor
     values: Tensor
-    versions: tuple[int, ...]  # a write in place changes them
+    versions: tuple[int, ...]  # of both tensors; a write in place increases them
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> GraphStates:
         return cls(keys, values, _versions(keys, values))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
+        """Returns the results of `function` on keys and on values."""
         keys = function(self.keys)
         values = function(self.values)
         return GraphStates.of(keys, values)
 
     def last(self, num_tokens: int) -> GraphStates:
+        """Returns the states of the last `num_tokens` tokens, or all if there are fewer."""
         surplus = self.keys.shape[2] - num_tokens
         if surplus <= 0:
             return self
         return self.map(lambda states: states[:, :, surplus:])
 
     def check(self) -> None:
-        """Raises `RuntimeError` if they were written to in place, which the blocks do not
-        reflect."""
+        """Raises `RuntimeError` if the tensors were written to in place, since the blocks did not
+        change with them."""
         if _versions(self.keys, self.values) != self.versions:
             raise RuntimeError(READ_ONLY)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphStates:
-        return self  # never written to
+        return self  # shared, since its tensors are never written to
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle contains the blocks' keys and values, and no graph
+        return type(None), ()  # a pickle has the keys and values of blocks, without a graph
 
 
 def extend(
@@ -58,28 +61,29 @@ def extend(
     key_states: Tensor,
     value_states: Tensor,
 ) -> GraphStates:
-    """Appends new K/V, rounded as the blocks store them."""
+    """Returns the states of `past`, none if `None`, followed by the step's new K/V `(batch, heads,
+    n, dim)`, rounded as `blocks` store them."""
     query_len = key_states.shape[2]
-    new = [key_states, value_states]
+    new_states = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
         stored = []
         for tensor, dtype in blocks.pair:
             visible = read_rows(step, blocks, tensor, dtype)
             stored.append(visible[:, :, -query_len:])
-        pairs = zip(stored, new)
-        new = [rounded + (states - states.detach()) for rounded, states in pairs]
+        pairs = zip(stored, new_states)
+        new_states = [rounded + (states - states.detach()) for rounded, states in pairs]
     if past is not None:
-        pairs = zip(past[:2], new)
-        new = [torch.cat(pair, dim=2) for pair in pairs]
-    all_keys, all_values = new
+        pairs = zip(past[:2], new_states)
+        new_states = [torch.cat(pair, dim=2) for pair in pairs]
+    all_keys, all_values = new_states
     return GraphStates.of(all_keys, all_values)
 
 
 def visible_states(
     states: GraphStates, step: StepMetadata, blocks: KVBlocks
 ) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of `step.columns`: the last ones are `states`, the earlier ones
-    have no graph."""
+    """Returns the keys and values of `step.columns`, each `(batch, heads, len(columns), dim)`: the
+    last ones from `states`, the earlier ones from `blocks` and without a graph."""
     assert step.columns is not None
     num_visible = len(step.columns)
     keys, values, _ = states.last(num_visible)

@@ -14,7 +14,7 @@ class GroupSpec:
     """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a
     subclass, with other storage or other tokens to keep, forms a separate group."""
 
-    kind: str = "self"  # name of the cache, of a model with several; or "cross"
+    kind: str = "self"  # name of its cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
 
@@ -24,9 +24,9 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """Returns the most counted blocks that tokens `[first, end)` take at once if they are
-        appended at most `chunk` at a time, beside the `num_held` blocks of earlier tokens. `first`
-        is the start of a block."""
+        """Returns the most counted blocks that tokens `[first, end)` hold at once, beside the
+        `num_held` blocks of earlier tokens, if at most `chunk` of them are appended at a time.
+        `first` must be the first token of a block."""
         end_block = -(-end // block_size)
         span = end_block - first // block_size
         if self.window is not None:  # the oldest visible token may be the last of its block
@@ -35,8 +35,8 @@ class GroupSpec:
         return max(0, span)
 
     def first_visible(self, length: int) -> int:
-        """Returns the first position that the query after `length` positions sees, as transformers
-        counts."""
+        """Returns the first position that the query after `length` positions sees, in a window as
+        transformers defines it."""
         if self.window is None:
             return 0
         return max(0, length - self.window + 1)
@@ -49,7 +49,7 @@ class GroupSpec:
 
     @property
     def label(self) -> tuple[str, int | None]:
-        """The group's name in reports."""
+        """The kind and the window, which identify the group in reports."""
         return self.kind, self.window
 
 
@@ -58,9 +58,9 @@ FULL_ATTENTION = GroupSpec()
 
 @dataclass(frozen=True)
 class StateSpec(GroupSpec):
-    """States of linear attention and convolutions: one slot per sequence, a block for any number of
-    tokens. A snapshot is a state that the prefix cache keeps, in a slot that no sequence writes
-    to."""
+    """States of linear attention and convolutions: each sequence has one slot, which is a block for
+    any number of tokens. A snapshot is a state that the prefix cache keeps, in a slot that no
+    sequence writes to."""
 
     kind: str = "states"
     is_empty: bool = False  # the model has no states: the slot only identifies the sequence
@@ -77,13 +77,14 @@ class StateSpec(GroupSpec):
 
     @property
     def prefix_window(self) -> int | None:
-        """2, for the snapshot after the previous token; 1, for no block, if the model has no
-        states."""
+        """2, so that the snapshot after the previous token is visible; 1, so that none is, if the
+        model has no states."""
         return 1 if self.is_empty else 2
 
 
 def group_label(key: Hashable) -> str:
-    """A layer group's label, from its window, or from the kind of its cache and its window."""
+    """Returns the name of a layer group for messages. `key`: a window, of a cache without a name,
+    or the `GroupSpec.label`."""
     kind, window = key if isinstance(key, tuple) else ("self", key)
     if kind == "cross":
         return "cross attention"

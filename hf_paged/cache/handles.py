@@ -1,5 +1,5 @@
-"""Lazy tensors that represent a layer's cached keys or values and gather them only when code reads
-the numbers. Attention reads their blocks in place and is implemented elsewhere."""
+"""Lazy tensors that stand for a layer's cached keys or values and gather them only when code reads
+their values. Attention, which reads the blocks in place, is implemented elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..step import KeysReadError, NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
 
-Deferred = TypeVar("Deferred", bound="DeferredTensor")
+DeferredT = TypeVar("DeferredT", bound="DeferredTensor")
 
 READ_ONLY = (
     "keys and values of a paged cache cannot be written to in place, since other rows and prefixes"
@@ -27,24 +27,26 @@ READ_ONLY = (
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory: torch operations receive an ordinary tensor (`read`) instead."""
+    """A tensor without memory: torch operations on it get the ordinary tensor that `read`
+    returns."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dense(self) -> Tensor:
-        raise TypeError(f"a {type(self).__name__} has no numbers")
+        """Returns the ordinary tensor that this one stands for."""
+        raise TypeError(f"a {type(self).__name__} has no values to read")
 
     def read(self) -> Tensor:
-        """Returns `dense()` for code outside hf_paged."""
+        """Returns `dense()`, for code outside hf_paged."""
         return self.dense()
 
     def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation on this tensor that needs no numbers, else
+        """Returns the result of an operation that does not read values of this tensor, else
         `NotImplemented`."""
         return NotImplemented
 
     def refuse_write(self) -> None:
-        """Raises an error if a write in place would have no effect."""
+        """Raises an error if a write in place to this tensor would be lost."""
 
     @classmethod
     def __torch_dispatch__(
@@ -68,11 +70,11 @@ class LazyTensor(Tensor):
 
 
 class ReadOnlyTensor(LazyTensor):
-    """Cached keys or values, or a view of them: writes in place raise `RuntimeError`, since they
-    would change a copy."""
+    """Cached keys or values, or a view of them. Writes in place raise `RuntimeError`, since they
+    would change only a copy."""
 
-    keeps_views = True  # whether views are also read-only
-    # replacements of torch functions that take such tensors
+    has_read_only_views = True
+    # replacements by torch function, for calls with such tensors
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -88,14 +90,14 @@ class ReadOnlyTensor(LazyTensor):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         base = args[0] if args else None
-        if not isinstance(base, ReadOnlyTensor) or not base.keeps_views:
+        if not isinstance(base, ReadOnlyTensor) or not base.has_read_only_views:
             return result
-        memory = base.dense()
+        dense = base.dense()
         with torch.inference_mode(base.is_inference()):
-            # torch makes the result a view of `base`
+            # as for `base`, since torch makes the result a view of it
             return tree_map_only(
                 Tensor,
-                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, memory) else x,
+                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, dense) else x,
                 result,
             )
 
@@ -138,13 +140,13 @@ class ReadOnlyTensor(LazyTensor):
 
 
 class ViewTensor(ReadOnlyTensor):
-    """A view of the keys or values that a layer shows."""
+    """A view of the keys or values of a layer."""
 
     view_of_dense: Tensor
 
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
-        tensor = _without_memory(
+        tensor = _make_without_memory(
             cls,
             view.shape,
             strides=view.stride(),
@@ -186,11 +188,12 @@ class PagedTensor(ReadOnlyTensor):
         is_value: bool,
         fresh: Tensor | None = None,
         reader: Any = None,
-        keeps_views: bool = False,
+        has_read_only_views: bool = False,
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
-        or rows are packed. `reader.gathers` is set when code other than our attention function
-        reads the values. `keeps_views`: whether views are also read-only."""
+        or rows are packed. `reader.should_gather` is set to `True` when code other than our
+        attention function reads the values. `has_read_only_views`: whether views are read-only,
+        too."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape = fresh.shape
@@ -202,17 +205,17 @@ class PagedTensor(ReadOnlyTensor):
             length = len(step.columns)
             dim = blocks.shape[3]
             shape = torch.Size((step.num_rows, heads, length, dim))
-            # torch computes views from these strides, so they must match those of `dense()`
+            # torch computes views with these strides, so they must equal those of `dense()`
             strides = (heads * length * dim, length * dim, dim, 1)
             dtype = layer.dtypes[is_value]
         device = blocks.device
-        handle = _without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
+        handle = _make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
         handle.step = step
         handle.layer = layer
         handle.blocks = blocks
         handle.fresh = fresh
         handle.reader = reader
-        handle.keeps_views = keeps_views
+        handle.has_read_only_views = has_read_only_views
         handle._dense = None
         return handle
 
@@ -227,21 +230,25 @@ class PagedTensor(ReadOnlyTensor):
             if self.fresh is not None:
                 self._dense = self.fresh
             elif self.step.lengths is not None:
-                raise KeysReadError("its code reads keys or values, whose number only a device has")
+                raise KeysReadError(
+                    "its code reads keys or values, whose lengths only the device has"
+                )
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy before the blocks change, unless `dense` has done so. Takes no lock."""
+        """Gathers a copy, unless `dense` has already done so, before the blocks change. Takes no
+        lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
-            with torch.inference_mode(False):  # any thread's mode, if it collects a cache
+            # whatever the mode of this thread, which may be collecting a cache
+            with torch.inference_mode(False):
                 self._dense = gather(self.step, self.blocks, self.dtype)
 
     def read(self) -> Tensor:
         if self.reader is not None:
-            self.reader.gathers = True
+            self.reader.should_gather = True
         return self.dense()
 
     def refuse_write(self) -> None:
@@ -258,9 +265,9 @@ class PagedTensor(ReadOnlyTensor):
         kwargs: Any = None,
     ) -> Any:
         handles = [
-            x
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, PagedTensor) and x.layer.rows is not None
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, PagedTensor) and leaf.layer.rows is not None
         ]
         if handles and func in _READS_STRIDES:
             for handle in handles:
@@ -277,7 +284,7 @@ class PagedTensor(ReadOnlyTensor):
 
     def make_contiguous(self) -> bool:
         """Makes this layer return contiguous tensors from now on, for model code that relies on
-        strides. Returns whether they were not contiguous before."""
+        strides. Returns `False` if they already were contiguous."""
         if self.read().is_contiguous():
             return False
         contiguous = self.dense().contiguous()
@@ -288,22 +295,22 @@ class PagedTensor(ReadOnlyTensor):
 
 
 class Handles:
-    """Weak references to the living handles of a cache. The memory also holds this object, since
-    Python clears weak references within a collected cycle before it calls finalizers."""
+    """Weak references to the live handles of a cache. The memory also holds this object, since
+    Python clears the weak references to a garbage cycle before it calls the cycle's finalizers."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
 
     def add(self, handle: PagedTensor) -> None:
         if len(self._refs) > 64:
-            living = [ref for ref in self._refs if ref() is not None]
-            self._refs[:] = living
+            live_refs = [ref for ref in self._refs if ref() is not None]
+            self._refs[:] = live_refs
         self._refs.append(weakref.ref(handle))
 
     def gather(self) -> None:
-        """Gathers a copy for each handle and forgets all handles. Continues after an error and
+        """Gathers a copy for each live handle and forgets all handles. Continues after an error;
         raises the first one at the end."""
-        failure: Exception | None = None
+        first_error: Exception | None = None
         for ref in self._refs:
             try:
                 handle = ref()
@@ -312,10 +319,10 @@ class Handles:
             except Exception as error:  # out of memory
                 if is_interrupt(error):
                     raise
-                failure = failure or error
+                first_error = first_error or error
         self._refs.clear()
-        if failure is not None:
-            raise failure
+        if first_error is not None:
+            raise first_error
 
     def clear(self) -> None:
         self._refs.clear()
@@ -326,12 +333,12 @@ class DeferredTensor(LazyTensor):
     `functions` are deferred until then; any other read raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-    # shape and dtype, for our code: torch's attributes are slower
+    # shape and dtype, for our own code: torch's attributes are slower
     sizes: tuple[int, ...]
     kind: torch.dtype
     arguments: dict[str, Any]  # of the constructor
 
-    def replace(self: Deferred, **changes: Any) -> Deferred:
+    def replace(self: DeferredT, **changes: Any) -> DeferredT:
         """Returns the same data with some constructor arguments changed."""
         arguments: dict[str, Any] = {**self.arguments, **changes}
         return type(self)(**arguments)
@@ -360,9 +367,9 @@ class DeferredTensor(LazyTensor):
 
 
 class RowTensor(DeferredTensor):
-    """Keys or values of a packed step as a model's own attention code expects them, where each
-    query sees those of its row: `(1, heads, key_len, dim)`, possibly without the first axis or with
-    the last two transposed."""
+    """Keys or values of a packed step in the shape that a model's own attention code expects, where
+    each query sees those of its row: `(1, heads, key_len, dim)`, possibly without the first axis or
+    with the last two transposed."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -382,7 +389,7 @@ class RowTensor(DeferredTensor):
         _, heads, _, dim = blocks.shape
         axes = (dim, step.key_len) if is_transposed else (step.key_len, dim)
         shape = (1, heads, *axes)[4 - ndim :]
-        handle = _without_memory(cls, shape, dtype=dtype, device=blocks.device)
+        handle = _make_without_memory(cls, shape, dtype=dtype, device=blocks.device)
         handle.step = step
         handle.layer = layer
         handle.blocks = blocks
@@ -400,13 +407,13 @@ class RowTensor(DeferredTensor):
         return handle
 
 
-# Functions whose stride arguments assume a contiguous tensor.
+# Operations whose stride arguments assume a contiguous tensor.
 _READS_STRIDES = {
     torch.ops.aten.as_strided.default,
     torch.ops.aten._reshape_alias.default,
 }
 
-# Functions that torch does not dispatch: they access a tensor's memory, which a handle lacks.
+# Functions that torch does not dispatch, since they access a tensor's memory: a handle has none.
 _MEMORY_READERS = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -425,7 +432,7 @@ _ARRAYS = {Tensor.__array__, Tensor.numpy}
 
 _GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
-# Functions that write, and that torch does not dispatch, or splits into several.
+# Functions that write, and that torch does not dispatch, or only as several operations.
 _WRITERS = {
     Tensor.__setitem__,
     Tensor.apply_,
@@ -433,29 +440,29 @@ _WRITERS = {
     Tensor.data.__set__,
 }
 
-# Functions with a mutable argument that write no values.
-_HARMLESS = {
+# Operations with a mutable argument that change no values.
+_CHANGE_NO_VALUES = {
     torch.ops.aten.detach_.default,
     torch.ops.aten.record_stream.default,
 }
 
 
-def _without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Makes a tensor of a subclass. Native code that reads its address
-    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error, where torch would return 0."""
+def _make_without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Returns a tensor of a subclass, without memory. Native code that asks for its address
+    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error instead of torch's 0."""
     tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yields the tensors that an operation writes to, by its schema."""
-    for number, argument in enumerate(func._schema.arguments):
+    """Yields the tensors that an operation writes to, according to its schema."""
+    for index, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         if alias is None or not alias.is_write:
             continue
-        if number < len(args):
-            value = args[number]
+        if index < len(args):
+            value = args[index]
         else:
             value = kwargs.get(argument.name)
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
@@ -463,7 +470,7 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Calls `refuse_write` of the lazy tensors that a function writes to."""
-    if func in _HARMLESS:
+    if func in _CHANGE_NO_VALUES:
         return
     for tensor in written_tensors(func, args, kwargs):
         if isinstance(tensor, LazyTensor):

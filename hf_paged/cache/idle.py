@@ -1,5 +1,5 @@
-"""Frees idle pools after `idle_release_seconds`, in one thread for all pools. How a pool is freed
-is up to `PagedMemory.release`."""
+"""Frees idle pools after `idle_release_seconds`, in one thread for all pools. `PagedMemory.release`
+frees a pool."""
 
 from __future__ import annotations
 
@@ -18,50 +18,51 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # seconds before the next try to free a pool that a caller's cache still uses
-_MAX_WAIT = 3600.0  # seconds: below every system's limit
+MIN_WAIT = 1.0  # seconds between attempts to free a pool that a caller's cache still uses
+_MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system supports
 
 # Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
 # signal may leave the lock acquired.
 _lock = forks.rlock()
 _condition = threading.Condition(_lock)
-# when to free each pool, by `time.monotonic`
+# the `time.monotonic` at which to free each pool
 _deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()
-_is_running = False  # whether the thread runs or is starting; it runs while there are deadlines
+_is_running = False  # whether the thread exists, or is starting; it runs while there are deadlines
 
 
 def begin_use(memory: PagedMemory) -> None:
-    """Marks the pool as used by a call, or by an engine with unfinished requests."""
+    """Marks the pool as in use by a call, or by an engine with unfinished requests."""
     memory.last_used = time.monotonic()
     with _lock:
         _deadlines.pop(memory, None)
 
 
 def end_use(memory: PagedMemory) -> None:
-    """Marks the end of a call, or of an engine's last request: unless it is used again, the pool is
-    freed after `idle_release_seconds`, with 0 at once. A caller's cache that holds blocks keeps the
-    whole pool alive."""
+    """Marks the end of a call, or of an engine's last request. Unless the pool is used again, it is
+    freed after `idle_release_seconds`; 0 frees it at once. A caller's cache that holds blocks keeps
+    the whole pool."""
     seconds = memory.config.idle_release_seconds
-    # pools of several processes must be freed in step, and their clocks differ
-    is_in_step = memory.processes is not None and not memory.processes.leads
-    if seconds is None or (seconds == 0 and memory.release()) or is_in_step:
+    # the leader frees the pools of several processes, whose clocks differ
+    is_follower = memory.processes is not None and not memory.processes.leads
+    if seconds is None or (seconds == 0 and memory.release()) or is_follower:
         begin_use(memory)
     else:
-        _watch(memory, seconds or MIN_WAIT)
+        _schedule(memory, seconds or MIN_WAIT)
     budget.enforce()
 
 
-def _watch(memory: PagedMemory, seconds: float) -> None:
+def _schedule(memory: PagedMemory, seconds: float) -> None:
+    """Schedules the release of a pool after `seconds`; starts the thread unless it runs."""
     global _is_running
     with _lock:
-        first = min(_deadlines.values(), default=float("inf"))
+        earliest = min(_deadlines.values(), default=float("inf"))
         _deadlines[memory] = deadline = time.monotonic() + seconds
         was_running, _is_running = _is_running, True
-        if deadline < first:  # else the thread wakes early enough
+        if deadline < earliest:  # else the thread wakes early enough
             _condition.notify_all()
     if was_running:
         return
-    thread = make(_serve, "hf_paged idle pools", on_error=_die)
+    thread = make(_free_due_pools, "hf_paged idle pools", on_error=_note_thread_end)
     try:
         begin(thread)
     finally:
@@ -70,11 +71,12 @@ def _watch(memory: PagedMemory, seconds: float) -> None:
                 _is_running = False
 
 
-def _serve() -> None:
+def _free_due_pools() -> None:
+    """Frees pools at their deadlines; returns once there are none. Runs in the thread."""
     global _is_running
     while True:
         with _lock:
-            due = _take_due()
+            due = _pop_due()
             if not due and not _deadlines:
                 _is_running = False
                 _condition.notify_all()
@@ -89,8 +91,8 @@ def _serve() -> None:
                 logger.warning(Topic.MEMORY("an idle pool could not be released"), exc_info=True)
 
 
-def _die(error: BaseException) -> None:
-    """Called in the thread when an error ends it: the next `end_use` starts another."""
+def _note_thread_end(error: BaseException) -> None:
+    """Called in the thread when an error ends it. The next `end_use` starts another thread."""
     global _is_running
     with _lock:
         _is_running = False
@@ -98,8 +100,9 @@ def _die(error: BaseException) -> None:
     logger.warning(Topic.MEMORY("the thread that frees idle pools ended"), exc_info=error)
 
 
-def _take_due() -> list[weakref.ref[PagedMemory]]:
-    """Removes and returns weak references to pools past their deadline."""
+def _pop_due() -> list[weakref.ref[PagedMemory]]:
+    """Removes the pools past their deadline from `_deadlines`, and returns weak references to
+    them."""
     now = time.monotonic()
     due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
     for memory in due:
@@ -108,29 +111,30 @@ def _take_due() -> list[weakref.ref[PagedMemory]]:
 
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:
+    """Frees a pool or, if it is in use, schedules the next attempt."""
     memory = ref()
     if memory is None:
         return
     with attempt(memory.outer_lock or memory.lock) as is_held:
-        # else an engine is about to use the memory
+        # if the lock is not free, an engine is about to use the memory
         if is_held and memory.release():
             return
     seconds = memory.config.idle_release_seconds
     with _lock:
         if seconds is not None and memory not in _deadlines:
-            _watch(memory, max(seconds, MIN_WAIT))
+            _schedule(memory, max(seconds, MIN_WAIT))
 
 
 def _stop() -> None:
-    """Stops the thread, so that it frees no memory during interpreter shutdown."""
+    """Stops the thread before interpreter shutdown, during which it must not free memory."""
     with _lock:
         _deadlines.clear()
         _condition.notify_all()
         _condition.wait_for(lambda: not _is_running, timeout=5)
 
 
-def _forget() -> None:
-    """Resets the state in a child process, which has no such thread yet."""
+def _reset_in_child() -> None:
+    """Resets the state in a child process, which has no such thread."""
     global _lock, _condition, _is_running
     _lock = forks.rlock()
     _is_running = False
@@ -140,4 +144,4 @@ def _forget() -> None:
 
 atexit.register(_stop)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -1,5 +1,5 @@
-"""The keys and values of one layer in blocks: their tensors and layout, and writes and copies of
-them. It decides neither how many blocks there are nor which tokens they hold."""
+"""The keys and values of one layer in blocks: their tensors and layout, writes and copies. Callers
+decide how many blocks there are, and which tokens they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each larger allocation separately
+MIN_RESERVED_BYTES = 32 << 20  # from here on, the C library, too, maps each allocation
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
@@ -28,7 +28,7 @@ KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 @dataclass(eq=False)
 class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` are views of
-    `data`, for K/V of `dtypes`, which may be stored in another dtype.
+    `data`. `dtypes` are those of the model's K/V, which blocks may store in another dtype.
     If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
     block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With quantization, `data`
@@ -41,7 +41,7 @@ class KVBlocks:
     values: Tensor
     dtypes: tuple[torch.dtype, torch.dtype] = ()  # type: ignore[assignment]
     rows: MappedRows | None = field(default=None, repr=False)
-    """The rows as contiguous tensors, if the storage maps them."""
+    """The mapping of rows to contiguous addresses, if the storage has one."""
 
     def __post_init__(self) -> None:
         is_quantized = quantized.is_quantized(self.keys)
@@ -50,13 +50,13 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side with one common scale
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `store_signature` of the last stored K/V, which fit these blocks
+        # `store_signature` of the last stored K/V: such K/V fit these blocks
         self.store_signature: StoreSignature | None = None
-        # the prepared C++ kernel call on these blocks, reused by calls with the same tensor layouts
+        # the prepared call of the C++ kernel, reused while tensors have the same layouts
         self.attention: cpp_attention.Attention | None = None
         self._store: Store | None = None
         self._latents: KVBlocks | None = None
-        # attributes, not properties: each growth of a pool sums them over all layers
+        # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
         self.block_bytes = 0
         for tensor in self.data:
@@ -78,8 +78,8 @@ class KVBlocks:
 
     @property
     def is_exact(self) -> bool:
-        """Whether blocks can represent every value of K/V of `dtypes`: they are neither quantized
-        nor of a narrower dtype."""
+        """Whether blocks represent every value of K/V of `dtypes`: they are neither quantized nor
+        of a narrower dtype."""
         if self.quantized_dtype is not None:
             return False
         for stored, dtype in self.pair:
@@ -89,7 +89,7 @@ class KVBlocks:
 
     @property
     def tiles(self) -> tuple[Tensor, ...]:
-        """`data` as `(num_blocks, heads, block_size, dim)`."""
+        """`data` as tensors `(num_blocks, heads, block_size, dim)`; if quantized, of codes."""
         *_, codes = self.form
         return _tiles(self.data, codes)
 
@@ -100,8 +100,9 @@ class KVBlocks:
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes K/V to `slots` (`choose_store`). Reuses the chosen function while `signature`
-        (`store_signature`) stays equal, since choosing takes longer than a small store."""
+        """Writes K/V to `slots`, as `choose_store` describes. Reuses the chosen function while
+        `signature` (`store_signature`) stays equal, since choosing takes longer than a small
+        store."""
         blocks = self
         if self.rows is not None:
             self.rows.preserve_views()
@@ -110,27 +111,28 @@ class KVBlocks:
             keys = torch.cat((keys, values), dim=3)
             values = keys
         if signature != self.store_signature or self._store is None:
-            chosen = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self._store, self.store_signature = chosen, signature
+            store = choose_store(keys, values, blocks.keys, blocks.values, slots)
+            self._store, self.store_signature = store, signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these blocks can store such K/V without conversion."""
+        """Whether these blocks store such K/V, `(batch, heads, n, dim)`, without conversion."""
         if self.dtypes != (keys.dtype, values.dtype):
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
     def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns keys and values without rows and tokens, with the heads, dims and dtypes of the
+        """Returns keys and values `(0, heads, 0, dim)`, with the heads, dims and dtypes of the
         stored ones."""
         return _empty_states(self.formats, device)
 
     def select(self, block_ids: list[int]) -> KVBlocks:
-        """Returns copies of some blocks."""
+        """Returns a copy of these blocks."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
     def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
-        """Writes all of `blocks`, of the same heads and dims on any device, to `block_ids`."""
+        """Writes all of `blocks`, which have the same heads and dims and may be on any device, to
+        `block_ids`."""
         if self.rows is not None:
             self.rows.preserve_views()
         if self.quantized_dtype is not None:
@@ -143,7 +145,8 @@ class KVBlocks:
 
     @property
     def latents(self) -> KVBlocks:
-        """Keys and values, stored side by side, as one tensor used both as keys and as values."""
+        """For keys and values stored side by side: the same blocks as one tensor, which serves both
+        as keys and as values."""
         if self._latents is None:
             (tile,) = self.tiles
             self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
@@ -151,7 +154,8 @@ class KVBlocks:
 
     @property
     def plain_token_bytes(self) -> int:
-        """Bytes of a token in the model's dtypes, in which transformers' own cache stores it."""
+        """Bytes of a token's keys and values in the model's dtypes, as in transformers' own
+        cache."""
         return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.formats)
 
     @classmethod
@@ -170,29 +174,30 @@ class KVBlocks:
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
         if kv_dtype is None:
-            stored = list(_attended(*dtypes))
+            stored_dtypes = list(_attention_dtypes(*dtypes))
         else:
-            stored = [quantized.DTYPES[kv_dtype]] * 2
-        key_dtype, value_dtype = stored
+            stored_dtypes = [quantized.DTYPES[kv_dtype]] * 2
+        key_dtype, value_dtype = stored_dtypes
         are_alike = (heads, key_dtype) == (value_heads, value_dtype)
+        # heads and dim of each tensor
         if are_alike and key_dim == value_dim:
-            widths = [(2 * heads, key_dim)]
+            sizes = [(2 * heads, key_dim)]
         elif are_alike and (kv_dtype is None or heads == 1):
-            widths = [(heads, key_dim + value_dim)]
+            sizes = [(heads, key_dim + value_dim)]
         else:
-            widths = [(heads, key_dim), (value_heads, value_dim)]
+            sizes = [(heads, key_dim), (value_heads, value_dim)]
         codes = None
         shapes: list[tuple[int, ...]] = []
-        for count, dim in widths:
+        for num_heads, dim in sizes:
             if kv_dtype is None:
-                shapes.append((num_blocks, count, block_size, dim))
+                shapes.append((num_blocks, num_heads, block_size, dim))
             else:
                 quantized.check_sizes(block_size, dim)
-                shapes.append((num_blocks, count, quantized.tile_bytes(block_size, dim)))
+                shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
         if kv_dtype is not None:
             codes = (block_size, key_dtype)
-            stored = [torch.uint8] * 2
-        tensors = zip(shapes, stored)
+            stored_dtypes = [torch.uint8] * 2
+        tensors = zip(shapes, stored_dtypes)
         data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
         return cls.view(data, heads, key_dim, dtypes, codes)
 
@@ -205,21 +210,22 @@ class KVBlocks:
         dtypes: tuple[torch.dtype, torch.dtype],
         codes: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
-        """Makes blocks whose keys, of `heads` and `key_dim`, and values are views of `data`. For
-        quantized blocks, `codes` is the block size and the dtype of the codes."""
+        """Returns blocks whose keys, of `heads` and `key_dim`, and values are views of `data`.
+        `codes`: the block size and the dtype of the codes of quantized blocks."""
         tiles = _tiles(data, codes)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
-        (both,) = tiles
-        if both.shape[1] == 2 * heads:
-            keys = both[:, :heads]
-            values = both[:, heads:]
+        (joined,) = tiles
+        if joined.shape[1] == 2 * heads:
+            keys = joined[:, :heads]
+            values = joined[:, heads:]
         else:
-            keys = both[..., :key_dim]
-            values = both[..., key_dim:]
+            keys = joined[..., :key_dim]
+            values = joined[..., key_dim:]
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
+        """Returns blocks of this `form` in other tensors."""
         return self.view(tuple(data), *self.form)
 
     @property
@@ -235,6 +241,7 @@ class KVBlocks:
         return KVBlocks.view, (self.data, *self.form)
 
     def grown(self, num_blocks: int) -> KVBlocks:
+        """Returns a copy with `num_blocks` blocks, of which the new ones are uninitialised."""
         tensors = [
             _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
             for tensor in self.data
@@ -245,20 +252,20 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """The format in which a layer stores each token."""
+    """The formats in which a layer stores the keys and values of a token."""
 
     spec: GroupSpec
-    layer: int
+    layer_index: int
     keys: KVFormat
     values: KVFormat
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
-        """Empty keys and values of the layer, on the meta device."""
+        """Keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
         return _empty_states((self.keys, self.values), torch.device("meta"))
 
 
-def _attended(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Returns the dtypes in which attention reads K and V. Under autocast, rotated keys stay in
     float32 beside values in half precision, and attention rounds both to half precision."""
     is_half = values in (torch.bfloat16, torch.float16)
@@ -291,6 +298,7 @@ def _empty_states(formats: Iterable[KVFormat], device: torch.device) -> tuple[Te
 
 
 def sizes_of(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
+    """Returns the heads, dim and device of keys and of values."""
     return [
         (keys.shape[1], keys.shape[3], keys.device),
         (values.shape[1], values.shape[3], values.device),

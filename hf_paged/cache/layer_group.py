@@ -1,5 +1,5 @@
-"""The block tables of one layer group of a cache, advanced once per step for all of its layers. It
-leaves operations on rows of all groups to `cache.rows`."""
+"""The block tables of one layer group of a cache, advanced once per step for all of its layers.
+Leaves operations on the rows of all groups to `cache.rows`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class LayerGroup:
     """The block tables of one layer group, one per row. The first layer to update in a step
-    advances them for all."""
+    advances them for all layers."""
 
     def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.num_layers = 0
@@ -32,18 +32,18 @@ class LayerGroup:
     def _attach(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.rows = rows
         self.spec = spec
-        self.number = rows.specs.index(spec)
+        self.index = rows.specs.index(spec)
         self.memory = rows.memory
         self.blocks = rows.memory.group(spec)
         rows.groups[spec] = self
-        # the step of the current packed forward, during which the cache holds no rows
+        # step of the current packed forward, during which the cache holds no rows
         self.packed: StepMetadata | None = None
         self.forget_steps()
 
     def clear(self) -> None:
         self.length = 0  # logical positions, including padding
         self.paddings: tuple[int, ...] = ()  # leading positions of each row that are not stored
-        # paddings of the first step, and its length
+        # paddings and length of the first step, if known in advance
         self.expected_paddings: tuple[tuple[int, ...], int] | None = None
         self.forget_steps()
 
@@ -55,10 +55,10 @@ class LayerGroup:
 
     @property
     def tables(self) -> list[BlockTable]:
-        return [sequence.tables[self.number] for sequence in self.rows.sequences]
+        return [sequence.tables[self.index] for sequence in self.rows.sequences]
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle and `copy.deepcopy`: the rows include tables and memory."""
+        """State for pickle and `copy.deepcopy`. The rows include tables and memory."""
         names = (
             "length",
             "paddings",
@@ -76,9 +76,9 @@ class LayerGroup:
         self._attach(rows, spec)
         self.__dict__.update(state)
 
-    def num_begun(self, context_len: int) -> int | None:
-        """Counts the tables with blocks that begin in a step after `context_len` positions; `None`
-        if any has content already."""
+    def num_new_tables(self, context_len: int) -> int | None:
+        """Returns how many tables with blocks begin in a step after `context_len` positions; `None`
+        if one of them has content already."""
         step = self.packed
         if step is None:
             if context_len:
@@ -99,8 +99,8 @@ class LayerGroup:
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row
         and returns the step on `device`. Raises `OutOfBlocksError` with nothing allocated,
-        `ValueError` if the batch size differs, `NotPackable` if sizes do not match the packed
-        step."""
+        `ValueError` if the batch size differs from the rows, `NotPackable` if the sizes differ from
+        the packed step's."""
         if self.packed is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed.num_tokens):
@@ -123,7 +123,7 @@ class LayerGroup:
             sequences = self.rows.sequences
             if not sequences:
                 sequences = [self.rows.manager.new() for _ in range(batch_size)]
-            # one statement, since `undo_first` recognises a step that has begun by its paddings
+            # one statement, since `undo_first` takes the step as begun if there are paddings
             self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
         step = self._step
@@ -137,9 +137,9 @@ class LayerGroup:
         tables = self.tables
         rows = zip(tables, self.paddings)
         have_slots = (padding + table.num_tokens >= length for table, padding in rows)
-        continues = self.rows.is_borrowed and context_len == self.length
-        if continues and all(have_slots):
-            # the tables' owner has allocated blocks and copied shared ones
+        follows_last_step = self.rows.is_borrowed and context_len == self.length
+        if follows_last_step and all(have_slots):
+            # the owner of the tables has allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
         else:
             self._make_writable(tables, context_len, length)
@@ -149,9 +149,9 @@ class LayerGroup:
 
     @guarded
     def undo_first(self, length: int) -> None:
-        """Undoes a first step of `length` positions that failed: empties the tables, and drops the
-        rows if all other groups are empty, too. Then other rows may begin, or the same step again,
-        with the same paddings. Leaves borrowed rows to their owner."""
+        """Undoes a failed first step of `length` positions: empties the tables, and drops the rows
+        if all other groups are empty, too. Other rows may then begin, or the same step may be
+        retried with the same paddings. Leaves borrowed rows to their owner."""
         if self.rows.is_borrowed or not self.paddings:
             return
         with self.memory.changing():
@@ -173,24 +173,24 @@ class LayerGroup:
         context_len: int,
         length: int,
     ) -> None:
-        """Makes tokens `[context_len, length)` writable. Some exist already if this layer holds
-        fewer than another of the group. The owner of borrowed tables has allocated blocks, except
-        for tokens that a model adds."""
+        """Makes logical positions `[context_len, length)` writable. Another layer of the group may
+        have stored some of them already. Of borrowed tables, the owner has allocated blocks for all
+        tokens except those that the model's own code adds."""
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
         self._check_extend(context_len, length)
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
-        self.blocks.pool.note_write(
+        self.blocks.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
             for block_id in table.shared_blocks(*tokens)
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
-        """Raises `ValueError` if another layer of the group is ahead and this one cannot catch
-        up."""
+        """Raises `ValueError` if another layer of the group holds more positions and this one
+        cannot catch up."""
         if context_len >= self.length:
             return
         if context_len == 0 and any(self.paddings):
@@ -208,21 +208,22 @@ class LayerGroup:
         context_len: int,
         length: int,
     ) -> None:
+        """Frees blocks outside the window and makes tokens `ranges[i]` of each table writable."""
         window = self.spec.window
-        grows = length > self.length and not self.record_past
-        if grows and window is not None:
+        is_longer = length > self.length and not self.record_past
+        if is_longer and window is not None:
             is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
             first_visible = self.spec.first_visible(length)
             self._drop_outside_window(tables, context_len)
             if is_first_prefill and length >= window:
-                # a first prefill attends only to its new K/V: tokens that will be outside the
-                # window are not stored
+                # a first prefill attends only to its new K/V, so it stores none that will be
+                # outside the window
                 for table, padding in zip(tables, self.paddings):
                     table.skip(max(0, first_visible - padding))
         tables_and_ranges = zip(tables, ranges)
         if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
             self.rows.gather_handles()
-        if self.rows.manager.extend(self.number, tables, ranges) or self.rows.is_borrowed:
+        if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None
         self.length = max(self.length, length)
         self.memory.note_peak()
@@ -239,7 +240,7 @@ class LayerGroup:
 
     @property
     def _freed_before(self) -> int:
-        """The largest logical position before which a row has freed its blocks."""
+        """The largest logical position before which some row has freed its blocks."""
         freed_before = (
             padding + table.first_token
             for table, padding in zip(self.tables, self.paddings)
@@ -248,13 +249,14 @@ class LayerGroup:
         return max(freed_before, default=0)
 
     def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
+        """Frees the blocks that no query after `length` positions sees."""
         for table, padding in zip(tables, self.paddings):
             first_visible = self.spec.first_visible(length)
-            oldest = max(0, first_visible - padding)
-            first_block = oldest // table.block_size
+            first_token = max(0, first_visible - padding)
+            first_block = first_token // table.block_size
             if first_block > table.num_dropped and table.block_ids:
                 self.rows.gather_handles()
-                table.drop_before(oldest)
+                table.drop_before(first_token)
                 self._block_tables = None
 
     def _make_step(
@@ -266,11 +268,11 @@ class LayerGroup:
         tables = self.tables
         size = self.blocks.block_size
         if self._block_tables is None:
-            lengths = (len(table.block_ids) for table in tables)
-            width = max(lengths, default=0)
+            num_blocks = (len(table.block_ids) for table in tables)
+            width = max(num_blocks, default=0)
             rows = [table.block_ids + [0] * (width - len(table.block_ids)) for table in tables]
-            ids = array("i", itertools.chain.from_iterable(rows))
-            self._block_tables = _tensor(ids, torch.int32, len(tables), width)
+            block_ids = array("i", itertools.chain.from_iterable(rows))
+            self._block_tables = _tensor(block_ids, torch.int32, len(tables), width)
         seq_lens = []
         origins = []
         slots = array("q")
@@ -283,9 +285,9 @@ class LayerGroup:
                 slots.extend([-1] * num_unstored + table.slots(start, end))
             seq_lens.append(end)
             origins.append(origin)
-        first = self.spec.first_visible(length - query_len)
-        if self.record_past and not query_len:  # outside a step: all tokens still stored
-            first = min(first, self._freed_before)
+        first_column = self.spec.first_visible(length - query_len)
+        if self.record_past and not query_len:  # without queries: all tokens that are still stored
+            first_column = min(first_column, self._freed_before)
         block_tables = self._block_tables.to(device)
         slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
         return StepMetadata.rectangle(
@@ -295,7 +297,7 @@ class LayerGroup:
             query_len=query_len,
             window=self.spec.window,
             slots=slot_tensor.to(device),
-            columns=range(first, length),
+            columns=range(first_column, length),
             origins=tuple(origins),
             counters=self.rows.counters,
         )
@@ -321,7 +323,7 @@ class LayerGroup:
             table.check_truncate(max(0, length - padding))
 
     def crop(self, length: int) -> None:
-        """Forgets logical positions from `length` on, then tokens outside the window."""
+        """Removes logical positions from `length` on, then frees blocks outside the window."""
         tables = self.tables
         paddings: tuple[int, ...] = ()
         if length:
@@ -335,7 +337,7 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """Makes a tensor from an array's buffer, three times as fast as from a list."""
+    """Returns a tensor over an array's buffer, three times as fast to make as one from a list."""
     if values:
         tensor = torch.frombuffer(values, dtype=dtype)
     else:

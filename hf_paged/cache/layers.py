@@ -1,5 +1,5 @@
-"""`transformers` cache layers with keys and values in blocks: subclasses of the stock layers that
-they replace. Their block tables belong to `cache.layer_group`."""
+"""`transformers` cache layers whose keys and values are in blocks: subclasses of the stock layers
+that they replace. Their block tables belong to `cache.layer_group`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .waits import Shortage
 # Up to 5.17, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
-# Layers that hold nothing, such as those that read another layer's K/V; older versions of
+# Layers that store nothing, such as those that read another layer's K/V. Older versions of
 # transformers lack the class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
@@ -36,17 +36,17 @@ class PagedLayer(cache_utils.DynamicLayer):
     `update`, `keys` and `values` return [`PagedTensor`] handles. During a packed step
     (`PagedCache.begin`) the layer holds no rows. Keys and values computed with gradients are also
     kept as tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows
-    without gradients, or `PagedCache.detach`."""
+    runs without gradients, or until `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
         self.group = group
         self.index = index
         self.num_positions = 0
-        # set once the model's own code reads values in a decode: from then on decodes gather in
+        # whether the model's own code has read values in a decode: from then on, decodes gather in
         # `update`
-        self.gathers = False
-        # of the last packed step
+        self.should_gather = False
+        # handles returned in the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
         self._packed_signature: StoreSignature | None = None
         self.graph_states: GraphStates | None = None
@@ -67,7 +67,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         stored with gradients earlier; raises `RuntimeError`, with nothing stored, for K/V that a
         function transform traces (`torch.func`, forward-mode differentiation)."""
         if torch.compiler.is_dynamo_compiling():
-            # checked here, since the wrapper of `torch.compiler.disable` slows every call
+            # checked here, because the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)
         return self._update(key_states, value_states)
 
@@ -81,7 +81,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if needs_grad:
             keys = key_states.detach()
             values = value_states.detach()
-        # the owner of borrowed rows computes without gradients
+        # borrowed rows are computed by their owner, without gradients
         has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed
         context_len = self.num_positions
         signature = store_signature(keys, values)
@@ -92,15 +92,15 @@ class PagedLayer(cache_utils.DynamicLayer):
             return self._extend_graph(step, blocks, key_states, value_states)
         self.graph_states = None
         if step.key_len is not None:
-            shown_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
-            shown_values = RowTensor(step, blocks, blocks.values, values.dtype)
-            return shown_keys, shown_values
+            row_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
+            row_values = RowTensor(step, blocks, blocks.values, values.dtype)
+            return row_keys, row_values
         if context_len == 0:
-            return self._show_new(step, blocks, signature, keys, values)
-        return self._show_cached(step, blocks, is_decode=keys.shape[2] == 1)
+            return self._new_handles(step, blocks, signature, keys, values)
+        return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raises the errors of `update` for K/V that no blocks can hold."""
+        """Raises the errors of `update` for K/V that blocks cannot hold."""
         key_shape = key_states.shape
         value_shape = value_states.shape
         have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
@@ -111,7 +111,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 f" {tuple(value_shape)}: both need (batch, heads, tokens, dim), with one batch size"
                 " and one number of tokens"
             )
-        self._check_turn()
+        self._check_current()
         if is_transformed(key_states) or is_transformed(value_states):
             raise RuntimeError(
                 f"layer {self.index} got keys or values of a function transform (`torch.func`,"
@@ -124,8 +124,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         values: Tensor,
         signature: StoreSignature,
     ) -> tuple[StepMetadata, KVBlocks]:
-        """Stores new K/V in blocks, after waiting for blocks that other threads hold if too few
-        are free. Returns the step and the blocks that it reads."""
+        """Stores new K/V in blocks; if too few are free, first waits for blocks that calls of other
+        threads hold. Returns the step and the blocks that it reads."""
         group = self.group
         context_len = self.num_positions
         batch_size = keys.shape[0]
@@ -138,13 +138,13 @@ class PagedLayer(cache_utils.DynamicLayer):
                 with group.memory.lock:
                     layer = group.blocks.storage.layers.get(self.index)
                     if layer is None or layer.store_signature != signature:
-                        num_begun = group.num_begun(context_len)
+                        num_new_tables = group.num_new_tables(context_len)
                         group.blocks.layer(
                             self.index,
                             keys,
                             values,
                             group.num_layers,
-                            num_begun,
+                            num_new_tables,
                         )
                     step = group.advance(batch_size, context_len, query_len, device)
                     step = step.on(device)
@@ -164,7 +164,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 if group.rows.is_borrowed or not shortage.wait():
                     raise
 
-    def _show_new(
+    def _new_handles(
         self,
         step: StepMetadata,
         blocks: KVBlocks,
@@ -172,7 +172,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to the first K/V of a layer. Packed steps reuse their handles."""
+        """Returns handles to the new K/V of a layer's first tokens, or of a packed step. Packed
+        steps reuse their handles."""
         handles = self.packed_handles
         is_packed = step.columns is None
         if is_packed and handles is not None and self._packed_signature == signature:
@@ -189,15 +190,15 @@ class PagedLayer(cache_utils.DynamicLayer):
             self.packed_handles, self._packed_signature = handles, signature
         return handles
 
-    def _show_cached(
+    def _cached_handles(
         self,
         step: StepMetadata,
         blocks: KVBlocks,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to all visible K/V, or dense tensors if the model's own code reads
-        values."""
-        if self.gathers and is_decode:
+        """Returns handles to all visible K/V, or dense tensors in a decode once the model's own
+        code has read values."""
+        if self.should_gather and is_decode:
             key_dtype, value_dtype = blocks.dtypes
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
             dense_values = read_rows(step, blocks, blocks.values, value_dtype)
@@ -212,7 +213,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     @property
     def _is_in_graph(self) -> bool:
-        """Whether gradients, if enabled, reach cached keys and values."""
+        """Whether gradients are enabled and reach cached keys and values."""
         return self.graph_states is not None and torch.is_grad_enabled()
 
     def _extend_graph(
@@ -222,7 +223,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         key_states: Tensor,
         value_states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`; returns all K/V that are visible to the step."""
+        """Appends new K/V to `graph_states`; returns all K/V that the step sees."""
         states = gradients.extend(self.graph_states, step, blocks, key_states, value_states)
         # a first forward attends to the K/V that it computed
         is_first = self.num_positions == key_states.shape[2]
@@ -237,8 +238,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         return visible
 
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Selects from `graph_states`, or drops them while gradients are disabled, as operations on
-        `DynamicLayer` do."""
+        """Applies a selection to `graph_states`, or drops them while gradients are disabled, as
+        operations on `DynamicLayer` do."""
         states = self.graph_states
         if states is None:
             return
@@ -252,9 +253,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _cached(is_value: bool) -> property:
+    def _visible_states(is_value: bool) -> property:
         def get(self: PagedLayer) -> Tensor | None:
-            self._check_turn()
+            self._check_current()
             layers = self.group.blocks.storage.layers
             if not self.num_positions or self.index not in layers:
                 return None
@@ -267,9 +268,9 @@ class PagedLayer(cache_utils.DynamicLayer):
                 visible = gradients.visible_states(self.graph_states, step, blocks)
                 return visible[is_value]
             rows = self.group.rows
-            # the engine, which lends its rows to a cache, only reads
-            keeps_views = not rows.is_borrowed
-            handle = PagedTensor(step, blocks, is_value, keeps_views=keeps_views)
+            # an engine, whose rows the cache borrows, only reads
+            has_read_only_views = not rows.is_borrowed
+            handle = PagedTensor(step, blocks, is_value, has_read_only_views=has_read_only_views)
             return rows.track(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
@@ -282,15 +283,15 @@ class PagedLayer(cache_utils.DynamicLayer):
         return property(
             get,
             refuse,
-            doc="All visible ones, `(batch, heads, length, dim)`; `None` while the layer is empty.",
+            doc="Visible tokens, `(batch, heads, length, dim)`; `None` while the layer is empty.",
         )
 
-    keys = _cached(False)
-    values = _cached(True)
+    keys = _visible_states(False)
+    values = _visible_states(True)
 
     def plain_bytes(self, num_rows: int, length: int) -> int:
-        """Returns the bytes of keys and values that the stock layer holds for rows of `length`
-        positions."""
+        """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
+        of `length` positions."""
         blocks = self.group.blocks.storage.layers.get(self.index)
         if blocks is None:
             return 0
@@ -306,17 +307,17 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self.num_positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number and the first position of the keys that the next `query_length`
-        queries get."""
+        """Returns the number of keys that the next `query_length` queries get, and the position of
+        the first one."""
         packed = self.group.packed
         if packed is not None and packed.key_len is not None:
             return packed.key_len, 0
         first = self.group.spec.first_visible(self.num_positions)
         return self.num_positions + query_length - first, first
 
-    def _once(self, operation: Callable[..., None], *args: Any) -> None:
-        """Runs an operation on all rows if this layer is the first to request it. An operation that
-        raises is not counted."""
+    def _run_once(self, operation: Callable[..., None], *args: Any) -> None:
+        """Runs an operation on all rows, unless another layer has already requested it. An
+        operation that raises is not counted."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         if self.graph_states is not None:
@@ -327,7 +328,9 @@ class PagedLayer(cache_utils.DynamicLayer):
             rows.num_operations += 1
         self.num_operations += 1
 
-    def _check_turn(self) -> None:
+    def _check_current(self) -> None:
+        """Raises `RuntimeError` if this layer missed an operation on rows, or if tensors of
+        `graph_states` were written to in place."""
         if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
                 f"layer {self.index} missed an operation on rows or lengths that other layers with"
@@ -337,29 +340,29 @@ class PagedLayer(cache_utils.DynamicLayer):
             self.graph_states.check()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes row `i` a copy of row `beam_idx[i]` by permuting block tables. Raises `IndexError`,
-        with nothing changed."""
+        """Makes row `i` a copy of row `beam_idx[i]`, `(n,)` int32 or int64, by permuting block
+        tables. Raises `IndexError` with nothing changed."""
         beam_idx = _as_tensor(beam_idx)
         is_vector = beam_idx.dim() == 1
         is_integer = beam_idx.dtype in (torch.int32, torch.int64)
         if beam_idx.numel() and not (is_vector and is_integer):
             raise IndexError(
-                f"row numbers must be a vector of int32 or int64, not {beam_idx.dtype} of shape"
+                f"row indices must be a vector of int32 or int64, not {beam_idx.dtype} of shape"
                 f" {tuple(beam_idx.shape)}"
             )
-        rows = beam_idx.tolist()
-        self._once(self.group.rows.select, rows)
-        self._select_in_graph(lambda states: states[rows])
+        indices = beam_idx.tolist()
+        self._run_once(self.group.rows.select, indices)
+        self._select_in_graph(lambda states: states[indices])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
         num_rows = len(self.group.rows.sequences)
-        self.reorder_cache(row_numbers(indices, num_rows))
+        self.reorder_cache(row_indices(indices, num_rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
         num_rows = len(self.group.rows.sequences)
-        self.reorder_cache(repeated(num_rows, repeats))
+        self.reorder_cache(repeated_rows(num_rows, repeats))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
@@ -379,8 +382,8 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         removed = min(self.num_positions, -count)
-        # another layer may hold more: the next update overwrites its excess tokens
-        self._once(self.group.rows.crop, removed)
+        # another layer of the group may hold more: the next update overwrites its excess tokens
+        self._run_once(self.group.rows.crop, removed)
         self.num_positions -= removed
         if removed:
             self._select_in_graph(lambda states: states[:, :, : max(0, states.shape[2] - removed)])
@@ -390,7 +393,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.num_positions = 0
         self.is_initialized = False
         self.graph_states = None
-        self._once(self.group.rows.free)
+        self._run_once(self.group.rows.free)
 
 
 class PagedSlidingWindowLayer(PagedLayer, cache_utils.DynamicSlidingWindowLayer):
@@ -462,15 +465,16 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns `rows` as a tensor, created on the CPU, since the default device may be `meta`."""
+    """Returns `rows` as a tensor, on the CPU unless it is one already, since the default device may
+    be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
 
 
-def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
-    """Returns the row numbers for `indices`: positions, or a boolean mask of `num_rows`. Raises
-    `IndexError`."""
+def row_indices(indices: Tensor, num_rows: int) -> Tensor:
+    """Returns the row indices `(n,)` of `indices`, which are such indices or a boolean mask
+    `(num_rows,)`. Raises `IndexError` for a mask of another shape."""
     indices = _as_tensor(indices)
     if indices.dtype != torch.bool:
         return indices
@@ -482,12 +486,14 @@ def row_numbers(indices: Tensor, num_rows: int) -> Tensor:
     return indices.nonzero().squeeze(-1)
 
 
-def repeated(num_rows: int, repeats: int) -> Tensor:
-    """Returns the numbers of all rows, each `repeats` times."""
+def repeated_rows(num_rows: int, repeats: int) -> Tensor:
+    """Returns the indices of all rows, each `repeats` times, `(num_rows * repeats,)` int64."""
     return torch.arange(num_rows, device="cpu").repeat_interleave(repeats)
 
 
 def num_state_rows(layer: Any) -> int:
+    """Returns how many rows a layer with linear-attention states holds; 0 before its first
+    update."""
     conv_states = layer.conv_states.values()
     recurrent_states = layer.recurrent_states.values()
     for state in [*conv_states, *recurrent_states]:

@@ -24,9 +24,9 @@ from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
-from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_UNSERVED, BlockSizes
+from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
-from .group_memory import GroupMemory, over_budget
+from .group_memory import GroupMemory, over_limit_error
 from .groups import GroupSpec
 from .handles import Handles
 from .kv_blocks import LayerKV
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TAKEN_BYTES = operator.attrgetter("taken_bytes")
+_OCCUPIED_BYTES = operator.attrgetter("occupied_bytes")
 
 
 class PagedMemory:
-    """Pools, storages and the budget of one model or one standalone cache. `lock` guards
+    """The pools, the storages and the limits of one model or one standalone cache. `lock` guards
     allocation, growth and writes. Readers need no lock: growing a tensor leaves the old one
     unchanged."""
 
@@ -58,13 +58,14 @@ class PagedMemory:
         processes: Processes | None = None,
         outer_lock: Any = None,
     ) -> None:
-        """`is_bounded`: whether `hf_paged.budget` counts it; `False` for short checks of a model.
-        `sizes`: block sizes with `block_size` `"auto"`; without it all blocks have the default
-        size. `keeps_cached`: without a limit, keep up to `CACHED_RATIO` cached blocks for each
-        block of the peak use and grow beside them. `make_storage` makes the storage of layer groups
-        with keys and values, by default that of the config. `processes`: those that hold other
-        heads of the same blocks and compute the loops' forwards together. `outer_lock`: an engine's
-        lock, acquired before `lock`, also in finalizers of its streams."""
+        """`is_bounded`: whether `hf_paged.budget` limits it; `False` for short checks of a model.
+        `sizes`: the block sizes under `block_size="auto"`; by default, all blocks have the default
+        size. `keeps_cached`: without a limit, keep up to `CACHED_RATIO` cached blocks per block of
+        the peak use, and grow instead of evicting them. `make_storage`: makes the storage of a
+        layer group with keys and values; by default, the storage that the config selects.
+        `processes`: the processes that compute each step together, each with some heads of every
+        block. `outer_lock`: an engine's lock, acquired before `lock`, also in finalizers of its
+        streams."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
@@ -76,49 +77,52 @@ class PagedMemory:
         self.lock = forks.rlock()
         self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
-        self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the groups of a model
+        self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the specs of a model
         # fingerprint of the weights that computed cached blocks (`weights.WeightsGuard`)
         self.fingerprint: Hashable = None
-        # by a model's specs; recorded steps contain block addresses
+        # recorders of steps, which contain block addresses, by the specs of a model
         self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
-        self._released_peak_bytes = 0  # of layers freed since the last reset
-        self.num_copied = self.peak_blocks = 0  # copied by copy-on-write since the last reset
+        # peak of layers freed, and of calls ended, since the last reset
+        self._released_peak_bytes = 0
+        # since the last reset: blocks copied by copy-on-write, and most blocks in use at once
+        self.num_copied = self.peak_blocks = 0
         self._peak_used: dict[GroupSpec, int] = {}
         self.waste = 0.0
-        self._calls = weakref.WeakSet[Any]()  # `generate` calls that run
+        self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
-        # most blocks in use at once since `begin_call`, in all and by group
+        # most blocks in use at once since `begin_call`, in total and by group
         self._call_blocks = 0
         self._call_used = dict[GroupSpec, int]()
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
-        self.handles: dict[int, Handles] = {}  # of each cache, by the id of its rows
+        self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
         self._abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
-        # steps of all calls, counted in each layer group: shows waiting calls that others progress
+        # steps of all calls, each counted once per layer group: waiting calls see that others
+        # progress
         self.num_steps = 0
         self.last_used = time.monotonic()  # when a call or an engine last used it
         if is_bounded:
             budget.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedMemory:
-        return self  # blocks are shared by refcount; a copied cache forks its tables
+        return self  # shared: a copied cache forks its tables, and refcounts count both
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # each layer group pickles the blocks it holds
+        # the rows of a cache pickle the content of their blocks
         return PagedMemory, (self.config, True, self.sizes, False, self.make_storage)
 
     def block_size_of(self, spec: GroupSpec) -> int:
-        """Returns the tokens per block of a group that does not hold states."""
+        """Returns the tokens per block of a group of keys and values."""
         if self.sizes is not None:
             return self.sizes.of(spec)
         return int(self.config.block_size)
 
     @property
     def block_size(self) -> int:
-        """The largest block size of the groups, except those of states."""
+        """The largest block size, in tokens, of groups of keys and values."""
         if self.sizes is None:
             return int(self.config.block_size)
         groups = list(self.groups.values())
@@ -126,19 +130,20 @@ class PagedMemory:
         return max(sizes, default=DEFAULT_BLOCK_SIZE)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns the sizes for a new memory, if the lengths recorded so far call for others.
+        """Returns the block sizes for a new memory, if the recorded lengths suggest others. Returns
         `None` while a table holds a block, or while cached prefixes are worth keeping: one has been
-        hit, or few sequences have ended so far. May be called without the lock."""
+        reused, or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
-        has_served = any(manager.num_hits for manager in list(self.managers.values()))
-        may_serve = has_served or self.sizes.num_ended < MIN_UNSERVED
+        has_hits = any(manager.num_hits for manager in list(self.managers.values()))
+        may_hit = has_hits or self.sizes.num_ended < MIN_ENDED_WITHOUT_HIT
         groups = list(self.groups.values())
-        if may_serve and any(group.pool.num_cached for group in groups):
+        if may_hit and any(group.pool.num_cached for group in groups):
             return None
-        return self.sizes.renewed()
+        return self.sizes.rechoose()
 
     def group(self, spec: GroupSpec) -> GroupMemory:
+        """Returns the layer group of a spec, created on first use."""
         with self.lock:
             if spec not in self.groups:
                 self.groups[spec] = GroupMemory(self, spec)
@@ -155,17 +160,17 @@ class PagedMemory:
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
         """Frees the rows of a garbage-collected cache without waiting: now or, if a thread holds
-        the lock, when blocks are next taken or counted."""
+        the lock, when blocks are next allocated or counted."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
         self._abandoned.append((manager, rows, handles))
-        if not self.lock._is_owned():  # type: ignore[attr-defined]  # else its holder is in the middle of a change
+        if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this thread may be in the middle of a change
             self.free_abandoned()
 
     @restoring
     def changing(self) -> Iterator[None]:
         """Wraps a change of tables: holds the lock, and recovers after an exception that may have
-        split the change. Validate arguments before it."""
+        left the change half done. Validate arguments before it."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -178,10 +183,10 @@ class PagedMemory:
                 raise
 
     def recover(self) -> None:
-        """Makes all pools agree with the tables of living sequences after an exception that may
-        have split a change, and drops everything cached. Drops queued copies, too, so that their
-        sequences must be recomputed. If it raises, the next change or count of blocks begins with
-        it."""
+        """Makes all pools agree with the tables of live sequences after an exception that may have
+        left a change half done, and drops everything cached. Drops queued copies, too, so their
+        sequences must be recomputed. If it raises, the next change or count of blocks calls it
+        again."""
         with self.lock:
             self.is_recovery_due = True
             for manager in self.managers.values():
@@ -191,8 +196,8 @@ class PagedMemory:
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
-        """Frees the rows of garbage-collected caches, unless another thread holds the lock, and
-        the blocks of sequences that an exception dropped, unless this thread does."""
+        """Frees the rows of garbage-collected caches, unless another thread holds the lock; and the
+        blocks of sequences that an exception dropped, unless this thread holds it."""
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:
@@ -210,7 +215,7 @@ class PagedMemory:
                 manager, rows, handles = self._abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
-                        # this may run in any thread, under the modes of its code
+                        # this thread may be running other code, under torch modes of that code
                         handles.gather()
                 except Exception as error:
                     if is_interrupt(error):
@@ -230,7 +235,7 @@ class PagedMemory:
 
     @property
     def num_used(self) -> int:
-        """Blocks that a table holds, over all counted groups."""
+        """Blocks that tables hold, over all counted groups."""
         self.free_abandoned()
         num_used = 0
         for group in self.groups.values():
@@ -246,40 +251,40 @@ class PagedMemory:
         return any(group.pool.num_used for group in groups)
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes that are no longer free."""
-        return sum(map(_TAKEN_BYTES, self.groups.values()))
+    def occupied_bytes(self) -> int:
+        """Bytes of memory that the groups occupy."""
+        return sum(map(_OCCUPIED_BYTES, self.groups.values()))
 
     @property
     def num_cached(self) -> int:
-        """Cached blocks, which no table holds, over all groups."""
+        """Cached blocks over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
     def num_available(self, groups: Sequence[GroupMemory], if_unused: bool = False) -> int:
-        """Returns how many blocks these groups can still take, including cached ones; with
-        `if_unused`, how many they could take if no table of this or another pool held a block.
-        `sys.maxsize` without a limit. Under a limit in bytes, counts blocks of the smallest
+        """Returns how many blocks these groups can still allocate, including cached ones;
+        `sys.maxsize` without a limit. With `if_unused`, how many they could allocate if no table of
+        this or another pool held a block. Under a limit in bytes, counts blocks of the smallest
         size."""
         limit = sys.maxsize
         if self.config.num_blocks is not None:
             num_used = 0 if if_unused else self.num_used
             limit = self.config.num_blocks - num_used
         block_bytes = _least_block_bytes(groups)
-        total = self._most_bytes(if_unused) if block_bytes else None
-        if total is None:
+        max_bytes = self._max_bytes(if_unused) if block_bytes else None
+        if max_bytes is None:
             return limit
-        # may exceed a budget that was lowered
+        # blocks that pools have already count, even if a lowered budget no longer allows them
         if if_unused:
-            held = sum(group.pool.num_blocks for group in groups)
+            num_existing = sum(group.pool.num_blocks for group in groups)
         else:
-            held = sum(group.pool.num_available for group in groups)
+            num_existing = sum(group.pool.num_available for group in groups)
             all_groups = self.groups.values()
-            total -= sum(group.pool.num_used * group.block_bytes for group in all_groups)
-        return min(limit, max(held, total // block_bytes))
+            max_bytes -= sum(group.pool.num_used * group.block_bytes for group in all_groups)
+        return min(limit, max(num_existing, max_bytes // block_bytes))
 
     @property
     def num_held_by_others(self) -> int:
-        """Blocks that `hf_paged.budget` would allow on top if no other pool were in use."""
+        """Additional blocks that `hf_paged.budget` would allow if no other pool were in use."""
         total = budget.limit(self)
         block_bytes = _least_block_bytes(self.groups.values())
         if total is None or not block_bytes:
@@ -289,27 +294,27 @@ class PagedMemory:
 
     def evict_to_fit(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, until `needed` more used blocks fit in
-        `num_blocks`."""
+        `num_blocks`. Raises `OutOfBlocksError` if used blocks leave no space for them."""
         total = self.config.num_blocks
-        used = self.num_used
+        num_used = self.num_used
         if total is None or not first.spec.is_counted:
             return
-        free = total - used
+        free = total - num_used
         if needed > free:
-            raise over_budget(needed, self.block_size, free, total, "`num_blocks`")
-        excess = used + self.num_cached + needed - total
+            raise over_limit_error(needed, self.block_size, free, total, "`num_blocks`")
+        excess = num_used + self.num_cached + needed - total
         for group in (first, *self.groups.values()):
             if excess <= 0:
                 return
             excess -= group.pool.evict(excess)
 
-    def _most_bytes(self, if_unused: bool = False) -> int | None:
-        """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; with `if_unused`,
-        those that they would allow if no other pool were in use. `None` without either."""
+    def _max_bytes(self, if_unused: bool = False) -> int | None:
+        """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
+        either. With `if_unused`, those that they would allow if no other pool were in use."""
         if if_unused:
-            most = budget.limit(self)
+            budget_bytes = budget.limit(self)
         else:
-            most = budget.share(self)
+            budget_bytes = budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._limit_bytes is None:
             limit_bytes = self.fraction_bytes()
@@ -317,60 +322,60 @@ class PagedMemory:
                 limit_bytes = self.processes.minimum(limit_bytes)
             self._limit_bytes = limit_bytes
         if self._limit_bytes is None:
-            return most
-        if most is None:
+            return budget_bytes
+        if budget_bytes is None:
             return self._limit_bytes
-        return min(most, self._limit_bytes)
+        return min(budget_bytes, self._limit_bytes)
 
     def growth_limit(self, group: GroupMemory) -> int:
-        """Returns how many blocks `memory_fraction` and `hf_paged.budget` let `group` add."""
+        """Returns how many blocks `memory_fraction` and `hf_paged.budget` allow `group` to add."""
         block_bytes = group.block_bytes
         if not block_bytes:
             return sys.maxsize
-        total = self._most_bytes()
-        if total is None:
+        max_bytes = self._max_bytes()
+        if max_bytes is None:
             return sys.maxsize
-        left = (total - self.taken_bytes) // block_bytes
+        num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
         if group.storage.is_elastic:
-            return left
+            return num_allowed
         num_spare_rows = group.storage.num_rows - group.pool.num_blocks
-        return max(0, left) + max(0, num_spare_rows)
+        return max(0, num_allowed) + max(0, num_spare_rows)
 
     def fraction_bytes(self) -> int:
-        """Returns the bytes that `memory_fraction` allows, including bytes already taken."""
-        held = Counter[torch.device]()  # bytes of a block over the device's layers
+        """Returns the bytes that `memory_fraction` allows, including those already occupied."""
+        block_bytes = Counter[torch.device]()  # bytes of a block over the device's layers
         for group in self.groups.values():
             for layer in group.storage.layers.values():
-                held[layer.keys.device] += layer.block_bytes
+                block_bytes[layer.keys.device] += layer.block_bytes
         fraction = self.config.memory_fraction or 1
-        return int(fraction * (free_bytes_of_all(held) + self.taken_bytes))
+        return int(fraction * (free_bytes_of_all(block_bytes) + self.occupied_bytes))
 
-    def release_unused(self, other_than: GroupMemory | None = None) -> bool:
-        """Under a limit in bytes, frees the memory of groups, other than this one, in which no
-        table holds a block. Returns whether there were any."""
+    def release_unused(self, excluded: GroupMemory | None = None) -> bool:
+        """Under a limit in bytes, frees the memory of all groups except this one in which no table
+        holds a block. Returns whether there were any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        others = [group for group in self.groups.values() if group is not other_than]
-        unused = [group for group in others if not group.pool.num_used and group.taken_bytes]
+        groups = [group for group in self.groups.values() if group is not excluded]
+        unused = [group for group in groups if not group.pool.num_used and group.occupied_bytes]
         if not unused:
             return False
         self._released_peak_bytes = self.peak_bytes
         for group in unused:
             group.release()
-        self._forget_graphs()
-        budget.note(self)
+        self._clear_recorders()
+        budget.update_charge(self)
         return True
 
-    def _forget_graphs(self) -> None:
+    def _clear_recorders(self) -> None:
         for recorder in self.recorders.values():
             recorder.clear()
 
     def drop_recorders(self) -> None:
-        """Drops the recorders after the last step: a cache that a caller still holds needs none."""
+        """Drops the recorders after the last step: a caller's cache needs none."""
         self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
-        """Starts to track the peak of used blocks during a `generate` call."""
+        """Begins to track the peak of used blocks during a `generate` call."""
         self.free_abandoned()
         with self.lock:
             self._calls.add(call)
@@ -379,50 +384,50 @@ class PagedMemory:
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
         """Records the bytes of blocks at the call's peak, and the bytes that a plain cache would
-        hold (`None`: the call failed), unless another call overlapped it and used blocks, too."""
+        hold (`None`: the call failed), unless another call overlapped it."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)
             if plain_bytes is None or not is_lone:
                 return
-            used = ((self.groups[spec], count) for spec, count in self._call_used.items())
+            counts = ((self.groups[spec], count) for spec, count in self._call_used.items())
             self.call_bytes = sum(
-                count * group.block_bytes for group, count in used if not group.holds_states
+                count * group.block_bytes for group, count in counts if not group.holds_states
             )
             self.plain_bytes = plain_bytes
-            # fewer blocks may take more bytes, if groups differ
+            # the peak in bytes may be at fewer blocks, if those of groups differ in size
             self._released_peak_bytes = max(self._released_peak_bytes, self.call_bytes)
 
     def note_peak(self) -> None:
         """Counts a step, and updates the peaks if more blocks are in use than ever before."""
         self.num_steps += 1
-        used = self.num_used
-        if used > self._call_blocks:
-            self._call_blocks = used
+        num_used = self.num_used
+        if num_used > self._call_blocks:
+            self._call_blocks = num_used
             self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        if used < self.peak_blocks or not used:
+        if num_used < self.peak_blocks or not num_used:
             return
-        self.peak_blocks = used
-        self._peak_used = {key: group.pool.num_used for key, group in self.groups.items()}
+        self.peak_blocks = num_used
+        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
         self.waste = share_of_unused_slots(self.groups.values())
 
     def release(self) -> bool:
-        """Frees all memory (on devices: to PyTorch's allocator), cached blocks and graphs, unless a
-        table holds a block; returns whether it did. May be called at any time from any thread,
-        since running sequences hold blocks. The next write allocates the layers again."""
+        """Frees all memory (on a device: to PyTorch's allocator), cached blocks and recorded steps,
+        unless a table holds a block; returns whether it did. May be called at any time from any
+        thread, since running sequences hold blocks. The next write allocates the layers again."""
         with self.lock:
             if self.is_used:
                 return False
             self._released_peak_bytes, self._limit_bytes = self.peak_bytes, None
             for group in self.groups.values():
                 group.release()
-            self._forget_graphs()
-            budget.note(self)
+            self._clear_recorders()
+            budget.update_charge(self)
         trim()
         return True
 
     def evict_cached(self) -> None:
-        """Evicts all cached blocks to the tiers; does nothing without tiers."""
+        """Evicts all cached blocks to the tiers. Does nothing without tiers."""
         with self.lock:
             if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
@@ -431,11 +436,12 @@ class PagedMemory:
     @property
     def peak_bytes(self) -> int:
         """Bytes of the blocks in use at the peak."""
-        used = self._peak_used.items()
-        of_layers = sum(count * self.groups[spec].storage.block_bytes for spec, count in used)
-        return max(of_layers, self._released_peak_bytes)
+        counts = self._peak_used.items()
+        layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
+        return max(layer_bytes, self._released_peak_bytes)
 
     def reset_peak(self) -> None:
+        """Restarts the peaks and counts of `stats` from the current use."""
         self._released_peak_bytes = 0
         self.peak_blocks = self.num_copied = 0
         self.waste = 0.0
@@ -449,8 +455,8 @@ class PagedMemory:
             return stats_of(self)
 
     def block_map(self) -> dict[Hashable, list[int]]:
-        """Returns, by layer group, how many tables hold each block: 0 for a free block, -1 for a
-        cached one."""
+        """Returns, by the label of each layer group, how many tables hold each block: 0 for a free
+        block, -1 for a cached one."""
         with self.lock:
             groups = self.groups.items()
             return {spec.label: group.pool.states() for spec, group in groups}
@@ -464,7 +470,7 @@ class PagedMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless every pool agrees with the living tables."""
+        """Raises `AssertionError` unless every pool agrees with the tables of live sequences."""
         self.free_abandoned()
         with self.lock:
             for group in self.groups.values():
@@ -478,7 +484,7 @@ class PagedMemory:
 
 
 def _least_block_bytes(groups: Iterable[GroupMemory]) -> int:
-    """Returns the bytes of the smallest block; 0 while unknown."""
+    """Returns the bytes of the groups' smallest block; 0 while unknown."""
     sizes = (group.block_bytes for group in groups if group.block_bytes)
     return min(sizes, default=0)
 

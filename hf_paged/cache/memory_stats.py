@@ -1,4 +1,4 @@
-"""`MemoryStats`: the figures of a memory, as text and as a table. `cache.memory` tracks the
+"""`MemoryStats`: the statistics of a memory, as text and as a table. `cache.memory` tracks the
 peaks."""
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class MemoryStats:
     Memory statistics. "Peak" is since the memory was created or since the last reset.
 
     Args:
-        block_size (`int`): Tokens per block; with `"auto"` of the largest.
+        block_size (`int`): Tokens per block; with `"auto"`, the largest.
         block_sizes (`dict`): With `"auto"`, the `block_size` of each layer group by its name, and
-            the `reason` of the choice (`cache.block_sizes.Choice`).
+            the `reason` for it (`cache.block_sizes.Choice`).
         kv_dtype (`str`, *optional*): The dtype of stored keys and values (`PagedConfig.kv_dtype`).
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
         used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
         call_bytes (`int`): The most bytes of keys and values in use at once during the last
             `generate` call that no other call on the model overlapped; states of linear attention
             are not counted.
-        plain_bytes (`int`): Bytes of keys and values that plain's `DynamicCache` would hold at the
-            end of that call: every row as long as the longest, with padding, and one copy for each
-            sample or beam.
-        held_bytes (`int`): Bytes of all blocks that have been in use and not been released since.
+        plain_bytes (`int`): Bytes of keys and values that the `DynamicCache` of plain transformers
+            would hold at the end of that call: every row as long as the longest, with padding, and
+            one copy for each sample or beam.
+        held_bytes (`int`): Bytes of all blocks of the pool: used, cached and free.
         waste (`float`): Share of the allocated slots that were unused at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for the prefix cache until evicted.
@@ -43,8 +43,8 @@ class MemoryStats:
         budget_bytes (`int`, *optional*): Limit of `hf_paged.budget` on all pools of the process
             together.
         tier_host_bytes (`int`): Bytes of evicted prefix blocks in host memory.
-        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers` that this
-            process knows of.
+        tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers`, as far as this
+            process knows.
         tier_kept_blocks, tier_restored_blocks (`int`): Blocks copied to the tiers, and restored
             from them.
     """
@@ -79,7 +79,7 @@ class MemoryStats:
 
 
 def stats_of(memory: PagedMemory) -> MemoryStats:
-    """Returns the current figures of a memory whose lock is held."""
+    """Returns the current statistics of a memory, whose lock the caller holds."""
     groups = memory.groups.values()
     managers = memory.managers.values()
     tiers = [manager.tier.counts() for manager in managers if manager.tier is not None]
@@ -93,7 +93,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
         peak_bytes=memory.peak_bytes,
         call_bytes=memory.call_bytes,
         plain_bytes=memory.plain_bytes,
-        held_bytes=sum(group.held_bytes for group in groups),
+        held_bytes=sum(group.pool_bytes for group in groups),
         waste=memory.waste,
         copied_blocks=memory.num_copied,
         cached_blocks=memory.num_cached,
@@ -108,19 +108,20 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
 
 
 def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
-    """Returns the share of the slots of used blocks that hold no token, except those of states."""
-    slots = unused = 0
+    """Returns the share of the slots of used blocks that hold no token; groups of states do not
+    count."""
+    num_slots = num_unused = 0
     for group in groups:
         if group.holds_states:
             continue
-        tails = {
+        unused_by_tail = {
             table.block_ids[-1]: table.num_unused_slots
             for table in group.live_tables()
             if table.block_ids
         }
-        slots += group.pool.num_used * group.block_size
-        unused += sum(tails.values())
-    return unused / slots if slots else 0.0
+        num_slots += group.pool.num_used * group.block_size
+        num_unused += sum(unused_by_tail.values())
+    return num_unused / num_slots if num_slots else 0.0
 
 
 def _choices(memory: PagedMemory) -> dict[str, Choice]:

@@ -1,5 +1,5 @@
-"""`PagedCache`: a `transformers.Cache` over a paged block pool. It contains no kernels, and leaves
-what `update` stores to `cache.layers`."""
+"""`PagedCache`: a `transformers.Cache` over a paged block pool. Contains no kernels; `cache.layers`
+implements `update`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, repeated, row_numbers
+from .layers import PagedLayer, num_state_rows, repeated_rows, row_indices
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
@@ -27,11 +27,11 @@ from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
-# Attributes of a layer that belong to its cache and are not copied to another cache.
-_PER_CACHE = {"graph_states", "group", "index", "num_operations", "packed_handles"}
+# Attributes of a layer that `continue_from` does not copy, since they belong to its cache.
+_NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
-SHARE = 0.5  # share of free memory that may be reserved without `memory_fraction`
+DEFAULT_SHARE = 0.5  # share of free memory that may be reserved without `memory_fraction`
 
 
 class _WeaklyBound:
@@ -62,9 +62,9 @@ class PagedCache(DynamicCache):
             first update.
         paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this
             cache.
-        memory ([`PagedMemory`], *optional*): A memory to share with other caches; creates a new one
-            if left out.
-        kind (`str`): Names this cache's groups in the memory.
+        memory ([`PagedMemory`], *optional*): A memory to share with other caches; by default, a new
+            one.
+        kind (`str`): The name of this cache's groups in the memory.
         offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded.
             Accepted for models that rebuild a cache.
 
@@ -78,7 +78,7 @@ class PagedCache(DynamicCache):
 
     _positions: torch.Tensor | None = None  # of the tokens in the current packed forward
     cross: PagedCache | None = None
-    """For a model with an encoder: the cache of its cross attention."""
+    """The cache of the cross attention, of a model with an encoder."""
 
     def __init__(
         self,
@@ -128,21 +128,23 @@ class PagedCache(DynamicCache):
         cache: DynamicCache,
         memory: PagedMemory,
         kind: str = "self",
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
     ) -> PagedCache:
-        """Makes a paged cache with the layers of an empty `DynamicCache`. With `borrows`, which are
-        counters of reads, it borrows the tables passed to `take` and owns none."""
+        """Returns a paged cache with the layers of an empty `DynamicCache`. With `owner_counters`,
+        the read counters of the owner of its rows, it borrows the tables passed to `take` and owns
+        none."""
         paged = cls.__new__(cls)
-        paged._setup(memory, kind, cache, borrows)
+        paged._setup(memory, kind, cache, owner_counters)
         return paged
 
     def empty_twin(
         self,
         memory: PagedMemory,
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
         kind: str | None = None,
     ) -> PagedCache:
-        """Makes an empty cache on `memory` with the same layers; `borrows` as in `from_empty`."""
+        """Returns an empty cache on `memory` with the same layers; `owner_counters` as in
+        `from_empty`."""
         layers = []
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
@@ -151,10 +153,10 @@ class PagedCache(DynamicCache):
         stock = DynamicCache()
         stock.layers = layers
         stock.layer_class_to_replicate = self.layer_class_to_replicate
-        twin = PagedCache.from_empty(stock, memory, kind or self.kind, borrows)
+        twin = PagedCache.from_empty(stock, memory, kind or self.kind, owner_counters)
         cross = self.cross
         if cross is not None:
-            cross = cross.empty_twin(memory, borrows)
+            cross = cross.empty_twin(memory, owner_counters)
         twin.cross = cross
         return twin
 
@@ -164,33 +166,35 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """Copies into this empty cache everything but blocks from `other`, a cache with the same
-        layers. Both share the tensors, which must not be written to before an operation on rows."""
+        """Copies everything except blocks from `other`, a cache with the same layers, into this
+        empty cache. Both share tensors, which must not be written to before an operation on rows
+        replaces them."""
         while len(self.layers) < len(other.layers):
-            self.layers.append(self._next_layer())
-        for mine, its in zip(self.layers, other.layers):
-            for name, value in vars(its).items():
-                if name not in _PER_CACHE:
+            self.layers.append(self._make_next_layer())
+        for layer, other_layer in zip(self.layers, other.layers):
+            for name, value in vars(other_layer).items():
+                if name not in _NOT_COPIED:
                     if isinstance(value, (dict, list)):
                         value = copy.copy(value)
-                    vars(mine)[name] = value
+                    vars(layer)[name] = value
 
     def _setup(
         self,
         memory: PagedMemory,
         kind: str,
         cache: DynamicCache,
-        borrows: ReadCounters | None = None,
+        owner_counters: ReadCounters | None = None,
     ) -> None:
         self.memory, self.kind = memory, kind
-        self.counters = ReadCounters() if borrows is None else borrows
-        grows = cache.layer_class_to_replicate is not None
+        self.counters = ReadCounters() if owner_counters is None else owner_counters
+        can_grow = cache.layer_class_to_replicate is not None
         specs = [spec_of(layer, kind) for layer in cache.layers]
-        if grows:
+        if can_grow:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
             distinct_specs = dict.fromkeys(filter(None, specs))
-        self.rows = CacheRows(memory, distinct_specs, self.counters, borrows is not None)
+        is_borrowed = owner_counters is not None
+        self.rows = CacheRows(memory, distinct_specs, self.counters, is_borrowed)
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
         for index, (layer, spec) in enumerate(zip(cache.layers, specs)):
@@ -201,21 +205,21 @@ class PagedCache(DynamicCache):
 
     @property
     def layer_class_to_replicate(self) -> Any:
-        """Creates the next layer of a cache without a configuration; else `None`."""
-        return self._next_layer if self._grows else None
+        """A function that makes the next layer of a cache without a configuration; else `None`."""
+        return self._make_next_layer if self._can_grow else None
 
     @layer_class_to_replicate.setter
     def layer_class_to_replicate(self, value: Any) -> None:
-        self._grows = value is not None
+        self._can_grow = value is not None
 
-    def _next_layer(self) -> PagedLayer:
+    def _make_next_layer(self) -> PagedLayer:
         group = next(iter(self.groups.values()))
         return PagedLayer(group, len(self.layers))
 
     @property
     def is_compileable(self) -> bool:
-        """`False`, since block tables are on the host. (Otherwise transformers would compile a
-        cache that has only Mamba states.)"""
+        """`False`, since block tables are on the host: otherwise transformers would compile a cache
+        that has only Mamba states."""
         return False
 
     @property
@@ -224,25 +228,26 @@ class PagedCache(DynamicCache):
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
-        """Sets the left padding of each row, which is not stored, for a first prefill of `length`
-        positions."""
+        """Sets the number of leading padding positions of each row, which are not stored, for a
+        first prefill of `length` positions."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory for up to `num_blocks` blocks of the largest size per layer, as many
-        tokens in layers with smaller blocks, and `num_sequences` sequences at a time, instead of
-        growing it step by step."""
+        """Reserves memory at once, instead of step by step: per layer, for `num_blocks` blocks of
+        the largest size, or as many tokens in smaller blocks, and for `num_sequences` sequences at
+        a time."""
         config = self.memory.config
         num_tokens = num_blocks * self.memory.block_size
-        reservation = Reservation({}, {}, {}, config.memory_fraction or SHARE)
+        reservation = Reservation({}, {}, {}, config.memory_fraction or DEFAULT_SHARE)
         for spec, group in self.groups.items():
             size = group.blocks.block_size
-            of_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
-            of_step = config.max_num_batched_tokens // size
+            blocks_per_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
+            blocks_per_step = config.max_num_batched_tokens // size
+            num_live_blocks = num_sequences * blocks_per_sequence + blocks_per_step
             reservation.num_blocks[spec] = -(-num_tokens // size)
-            reservation.live[spec] = num_sequences * of_sequence + of_step
+            reservation.num_live_blocks[spec] = num_live_blocks
             reservation.num_layers[spec] = max(1, group.num_layers)  # without a configuration: one
         with self.memory.lock:
             for group in self.groups.values():
@@ -258,7 +263,7 @@ class PagedCache(DynamicCache):
     ) -> None:
         """Takes over these rows or, if the cache borrows, borrows them for a step. `paddings`:
         leading positions of each row that are not in its tables. `length`: logical positions of
-        every row, including padding; `None` leaves the lengths of layers and groups unchanged."""
+        every row, including padding; `None` keeps the lengths of layers and groups."""
         with self.memory.lock:
             if not self.rows.is_borrowed:
                 self.rows.free()
@@ -269,7 +274,7 @@ class PagedCache(DynamicCache):
                 group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
-                # stale handles would be gathered by a deep copy
+                # dropped, since a deep copy would gather stale handles
                 layer.num_positions, layer.packed_handles = length, None
                 layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
@@ -277,8 +282,8 @@ class PagedCache(DynamicCache):
                     layer.lazy_initialization(blocks.keys, blocks.values)
 
     def note_step(self, length: int) -> None:
-        """After a replay: notes that it stored the tokens of every row up to `length` positions,
-        padding included."""
+        """Records that a replay stored the tokens of every row up to `length` positions, including
+        padding."""
         for group in self.groups.values():
             group.length = length
             group.forget_steps()
@@ -291,22 +296,22 @@ class PagedCache(DynamicCache):
         steps: Sequence[StepMetadata | None],
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Starts a packed forward: `[1, sum(query_len)]` tokens of many sequences at `positions`,
-        of the same shape, with one step per group of `groups`; steps of `None` end it. Meanwhile
+        """Starts a packed forward of `[1, sum(query_len)]` tokens of many sequences, at `positions`
+        of the same shape, with one step per group of `groups`; a step of `None` ends it. Meanwhile
         the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
             for layer in self.layers:
-                # handles are reused: release their tensors now, since blocks may be replaced
+                # handles are reused: they release their tensors now, since blocks may be replaced
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns the number of logical positions so far, including padding. In a packed forward,
-        a layer that passes its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ...
-        into the tokens' positions."""
+        """Returns the number of logical positions so far, including padding. In a packed forward, a
+        layer that passes its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into
+        the positions of the tokens."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]
@@ -314,20 +319,20 @@ class PagedCache(DynamicCache):
         return positions - offsets
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Returns the offset that turns 0, 1, 2, ... into the positions of the queries under a
-        mask."""
+        """Returns the offset, or in a packed forward the offsets `(sum(query_len),)`, that turn 0,
+        1, 2, ... into the positions of the queries in a mask."""
         if self._positions is None:  # a model may override `get_seq_length`
             return super().get_query_offset(layer_idx)
-        shows_rows = any(
+        has_row_keys = any(
             group.packed is not None and group.packed.key_len for group in self.groups.values()
         )
-        if shows_rows:
+        if has_row_keys:
             return self.get_seq_length(layer_idx)
         return super().get_seq_length(layer_idx)
 
     @property
     def _num_rows(self) -> int:
-        """Rows of the cache; if it has only states, those of the states."""
+        """Number of rows; of a cache with states alone, that of the states."""
         num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
@@ -337,14 +342,14 @@ class PagedCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
         copied."""
-        self.reorder_cache(repeated(self._num_rows, repeats))
+        self.reorder_cache(repeated_rows(self._num_rows, repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (positions or a boolean mask), in that order."""
-        self.reorder_cache(row_numbers(indices, self._num_rows))
+        self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
-        """Frees every block; the cache is then empty and can be reused."""
+        """Frees all blocks and empties the cache, which can then be reused."""
         super().reset()
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
@@ -357,11 +362,11 @@ class PagedCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.graph_states = None
-            # such as states of linear attention and keys of indexers
+            # states of linear attention, keys of indexers and the like
             tensors = {
-                name: x
-                for name, x in vars(layer).items()
-                if isinstance(x, (dict, list, torch.Tensor))
+                name: value
+                for name, value in vars(layer).items()
+                if isinstance(value, (dict, list, torch.Tensor))
             }
             vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
 
@@ -370,9 +375,9 @@ class PagedCache(DynamicCache):
         self.reset()
 
     def discard(self) -> None:
-        """Frees the cache after a failure, without gathering handles that a traceback may still
+        """Frees the cache after a failure. Does not gather handles, which a traceback may still
         hold."""
-        self.rows.free(gathers=False)
+        self.rows.free(should_gather=False)
         self.reset()
 
     def stats(self) -> MemoryStats:
@@ -381,7 +386,7 @@ class PagedCache(DynamicCache):
 
     def plain_bytes(self, num_rows: int | None = None, length: int | None = None) -> int:
         """Returns the bytes of keys and values that a `DynamicCache` holds for `num_rows` rows of
-        `length` positions, padding included; by default for the rows and positions of this
+        `length` positions, including padding; by default, for the rows and positions of this
         cache."""
         if num_rows is None:
             num_rows = len(self.rows.sequences)

@@ -1,5 +1,5 @@
-"""The prefix index: a tree of token blocks, in which full blocks are found by their tokens. It
-holds no tensors and leaves eviction to the pools."""
+"""The prefix index: a tree that finds full blocks by their tokens. Holds no tensors and leaves
+eviction to the pools."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 
-MARSHAL_VERSION = 2  # its bytes depend only on values; later versions' also on reference counts
+MARSHAL_VERSION = 2  # its bytes depend only on values, those of later ones on refcounts, too
 Offload = Callable[[int, int, bytes], None]
-"""Called with the group, id and digest of an evicted block."""
+"""Called with the layer group, id and digest of an evicted block."""
 
 
 class Link(NamedTuple):
-    """One block of tokens on a path, whether or not the pool has it."""
+    """The tokens of one node on a path, and the node itself, if it exists."""
 
     tokens: tuple[Hashable, ...]
     # hash of these tokens, all earlier ones and the namespace; the same in every process
@@ -52,36 +52,37 @@ class Node:
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
     RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A lookup compares tokens, never
-    only hashes. Of several blocks with the same content only the first is registered. A node that
-    loses its block in a full-attention group is removed with its subtree; in a window group blocks
+    only hashes. Of several blocks with the same content, only the first is registered. A node that
+    loses its block in a full-attention group is removed with its subtree; in a window group, blocks
     may be missing. A group of states is a window group that needs only the last block: the snapshot
-    after its tokens. A node has `block_size` tokens, the smallest block size. A block of
+    after its tokens. A node has `node_size` tokens, the smallest block size. A block of
     `ratios[group]` times that size belongs to the last of its nodes."""
 
     def __init__(
         self,
         pools: Sequence[BlockPool],
         windows: Sequence[int | None],
-        block_size: int,
+        node_size: int,
         ratios: Sequence[int] | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.node_size = node_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        # nodes between positions where blocks of all groups end
+        # nodes between positions at which blocks of all groups end
         self.stride = max(self._ratios, default=1)
         self._pools = list(pools)
         self._windows = list(windows)
         self._roots: dict[Hashable, Node] = {}
         self._registered: list[dict[int, Node]] = [{} for _ in pools]
         groups = range(len(self._pools))
-        self._on_evict = [functools.partial(self._evicted, group) for group in groups]
-        # (group, block id) registered since `begin_step`; `None` between steps
-        self._step: dict[tuple[int, int], None] | None = None
+        self._on_evict = [functools.partial(self._handle_eviction, group) for group in groups]
+        # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
+        # `None` between steps
+        self._step_blocks: dict[tuple[int, int], None] | None = None
         self._offload: Offload | None = None
 
     def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function that gets the group, id and digest of each evicted block, while the
-        block still has its content."""
+        """Sets the function that is called for each evicted block, while the block still has its
+        content."""
         self._offload = offload
 
     def root(self, namespace: Hashable) -> Node:
@@ -90,15 +91,15 @@ class PrefixIndex:
             self._roots[namespace] = Node(None, (), len(self._pools), namespace)
         return self._roots[namespace]
 
-    def needed(self, group: int, num_nodes: int) -> range:
-        """Returns which of `num_nodes` nodes have blocks of the group that are visible to a query
-        right after them."""
+    def needed_nodes(self, group: int, num_nodes: int) -> range:
+        """Returns the indices, out of `num_nodes` nodes, of those whose blocks in the group are
+        visible to the query right after the last one."""
         window = self._windows[group]
         ratio = self._ratios[group]
-        visible = 0
+        first_visible = 0
         if window is not None:
-            visible = max(0, num_nodes * self.block_size - window + 1)
-        first_block = visible // (self.block_size * ratio)
+            first_visible = max(0, num_nodes * self.node_size - window + 1)
+        first_block = first_visible // (self.node_size * ratio)
         first_node = (first_block + 1) * ratio - 1
         return range(first_node, num_nodes, ratio)
 
@@ -110,18 +111,18 @@ class PrefixIndex:
         tier_has: Callable[[int, bytes], bool] | None = None,
         ignored_group: int | None = None,
     ) -> list[Link]:
-        """Returns the longest path of at most `max_nodes` nodes along `token_ids` after which a
-        sequence can start, ignoring the blocks that it needs in group `ignored_group`. With
-        `tier_has(group, digest)`, the path if the pools also had the tier's blocks."""
+        """Returns the longest path along `token_ids`, of at most `max_nodes` nodes, after which a
+        sequence can start: all blocks that its next query sees exist, except perhaps in group
+        `ignored_group`. With `tier_has(group, digest)`, blocks in the tier count as existing."""
         node = self._roots.get(namespace)
         digest = namespace_digest(namespace)
         links: list[Link] = []
-        usable = 0
-        # consecutive existing blocks of each group, up to this node
+        num_usable = 0
+        # consecutive existing blocks of each group that end at the last link
         num_present = [0] * len(self._pools)
         while len(links) < max_nodes:
-            first = len(links) * self.block_size
-            tokens = tuple(token_ids[first : first + self.block_size])
+            first = len(links) * self.node_size
+            tokens = tuple(token_ids[first : first + self.node_size])
             if node is not None:
                 node = node.children.get(tokens)
             if tier_has is not None:
@@ -130,7 +131,7 @@ class PrefixIndex:
                 break
             links.append(Link(tokens, digest, node))
             num_links = len(links)
-            incomplete = []
+            incomplete_groups = []
             for group, ratio in enumerate(self._ratios):
                 if num_links % ratio:
                     continue  # no block of the group ends here
@@ -141,16 +142,16 @@ class PrefixIndex:
                     num_present[group] += 1
                 else:
                     num_present[group] = 0
-                if len(self.needed(group, num_links)) > num_present[group]:
-                    incomplete.append(group)
-            if not incomplete and num_links % self.stride == 0:
-                usable = num_links
-            elif any(self._windows[group] is None for group in incomplete):
+                if len(self.needed_nodes(group, num_links)) > num_present[group]:
+                    incomplete_groups.append(group)
+            if not incomplete_groups and num_links % self.stride == 0:
+                num_usable = num_links
+            elif any(self._windows[group] is None for group in incomplete_groups):
                 break
-        return links[:usable]
+        return links[:num_usable]
 
     def digest(self, node: Node) -> bytes:
-        """Returns `Link.digest` of a node; empty if its tokens have no hash that is the same in
+        """Returns `Link.digest` of a node; `b""` if its tokens have no hash that is the same in
         every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
@@ -185,52 +186,52 @@ class PrefixIndex:
             registered[block_id] = node
             node.block_ids[group] = block_id
             node.epoch = min(node.epoch, epoch)
-            if self._step is not None:
-                self._step[group, block_id] = None
+            if self._step_blocks is not None:
+                self._step_blocks[group, block_id] = None
         return node
 
     def begin_step(self) -> None:
-        """Starts to record registrations, for `undo_step`."""
-        self._step = {}
+        """Begins to record which blocks are registered, for `undo_step`."""
+        self._step_blocks = {}
 
     def end_step(self) -> None:
         """Marks the blocks registered since `begin_step` as computed."""
-        self._step = None
+        self._step_blocks = None
 
     def undo_step(self) -> None:
-        """Removes the blocks registered since `begin_step`: they were never computed."""
-        for group, block_id in self._step or ():
+        """Removes the blocks registered since `begin_step`, which were never computed."""
+        for group, block_id in self._step_blocks or ():
             if block_id in self._registered[group]:
                 self._pools[group].drop(block_id)
                 self._unregister(group, block_id)
-        self._step = {}
+        self._step_blocks = {}
 
     def clear(self) -> None:
         """Removes all nodes."""
         for root in self._roots.values():
-            self._forget(root)
+            self._remove(root)
         self._roots.clear()
 
     def recover(self) -> None:
-        """Removes everything, even if an exception left it half changed. The caller must then
+        """Removes all nodes, even if an exception left them half changed. The caller must then
         recount the pools."""
-        self._roots, self._registered, self._step = {}, [{} for _ in self._pools], None
+        self._roots, self._registered, self._step_blocks = {}, [{} for _ in self._pools], None
         for pool, on_evict in zip(self._pools, self._on_evict):
             pool.drop_all(on_evict)
 
-    def forget_before(self, epoch: int) -> None:
-        """Removes every node of an earlier epoch with its subtree."""
+    def remove_before(self, epoch: int) -> None:
+        """Removes every node of an earlier epoch, with its subtree."""
         pending = list(self._roots.values())
         while pending:
             parent = pending.pop()
             for child in list(parent.children.values()):
                 if child.epoch < epoch:
-                    self._forget(child)
+                    self._remove(child)
                 else:
                     pending.append(child)
 
-    def _evicted(self, group: int, block_id: int) -> None:
-        """Handles the eviction of a block, which still has its content."""
+    def _handle_eviction(self, group: int, block_id: int) -> None:
+        """Handles the eviction of a block, whose content is still intact."""
         try:
             if self._offload is not None:
                 self._offload_subtree(self._registered[group][block_id], group, self._offload)
@@ -238,8 +239,8 @@ class PrefixIndex:
             self._unregister(group, block_id)
 
     def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
-        """Offloads the blocks that are removed with this one: in full attention the whole
-        subtree."""
+        """Offloads the blocks that are removed together with the node's block of this group: in
+        full attention, those of the whole subtree."""
         is_subtree = self._windows[group] is None
         groups: Sequence[int] = (group,)
         if is_subtree:
@@ -249,26 +250,25 @@ class PrefixIndex:
             removed = pending.pop()
             digest = self.digest(removed)
             if digest:
-                for number in groups:
-                    block_id = removed.block_ids[number]
+                for group in groups:
+                    block_id = removed.block_ids[group]
                     if block_id is None:
                         continue
-                    is_computed = self._step is None or (number, block_id) not in self._step
-                    if is_computed:
-                        offload(number, block_id, digest)
+                    if self._step_blocks is None or (group, block_id) not in self._step_blocks:
+                        offload(group, block_id, digest)
             if is_subtree:
                 pending.extend(removed.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
-        """Removes a block that the pool no longer keeps from its node."""
+        """Removes a block that the pool has stopped keeping from its node."""
         node = self._registered[group].pop(block_id)
         node.block_ids[group] = None
         if self._windows[group] is None:
-            self._forget(node)
+            self._remove(node)
         else:
-            self._forget_empty(node)
+            self._remove_empty(node)
 
-    def _forget(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         """Removes a node with its subtree, and ancestors that become empty."""
         parent = node.parent
         assert parent is not None
@@ -285,9 +285,10 @@ class PrefixIndex:
                     self._pools[group].drop(block_id)
             removed.block_ids = [None] * len(self._pools)
         if parent is not node:
-            self._forget_empty(parent)
+            self._remove_empty(parent)
 
-    def _forget_empty(self, node: Node) -> None:
+    def _remove_empty(self, node: Node) -> None:
+        """Removes a node without children and blocks, and ancestors that become empty."""
         while node.parent is not None and node.parent is not node and not node.children:
             if any(block_id is not None for block_id in node.block_ids):
                 return
@@ -295,7 +296,7 @@ class PrefixIndex:
             del parent.children[node.tokens]
             node = parent
         if node.parent is node and not node.children:
-            # otherwise namespaces of past tenants would accumulate
+            # otherwise the roots of unused namespaces would accumulate
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
@@ -307,7 +308,7 @@ class PrefixIndex:
             node, depth = pending.pop()
             for tokens, child in node.children.items():
                 is_linked = child.parent is node and child.tokens == tokens
-                if not is_linked or len(tokens) != self.block_size:
+                if not is_linked or len(tokens) != self.node_size:
                     raise AssertionError(
                         f"node {child.tokens} is not the child that its parent lists"
                     )
@@ -327,9 +328,9 @@ class PrefixIndex:
                     f"group {group}: registered {sorted(self._registered[group])}, nodes"
                     f" {sorted(nodes[group])}"
                 )
-            lost = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
-            if lost:
-                raise AssertionError(f"group {group}: blocks {lost} are registered but not kept")
+            not_kept = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
+            if not_kept:
+                raise AssertionError(f"group {group}: {not_kept} are registered, but not kept")
 
 
 def namespace_digest(namespace: Hashable) -> bytes:

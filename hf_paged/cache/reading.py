@@ -1,4 +1,4 @@
-"""Reads a layer's keys or values from blocks as one dense tensor: a view of virtual storage, or
+"""Reads a layer's keys or values from blocks as one dense tensor: as a view of virtual storage, or
 gathered."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .kv_blocks import KVBlocks
 
 
 class Units(NamedTuple):
-    """Tiles or tokens of some blocks, addressed as rows of a matrix that is a view of a layer's
-    blocks."""
+    """Tiles or tokens of some blocks, as rows of a matrix that views a layer's blocks."""
 
-    indices: Tensor  # of the rows, head-major
+    indices: Tensor  # of matrix rows, ordered by sequence, head and token
     shape: tuple[int, int]  # of the matrix
     stride: tuple[int, int]
 
     def read(self, blocks: Tensor, out: Tensor | None = None) -> Tensor:
-        """Gathers the rows."""
+        """Gathers the matrix rows `indices` of `blocks`, `(len(indices), width)`, into `out` if
+        given."""
         matrix = blocks.as_strided(self.shape, self.stride)
         return torch.index_select(matrix, 0, self.indices, out=out)
 
@@ -41,32 +41,35 @@ class BlockLayout(NamedTuple):
         return cls(blocks.shape, blocks.stride(), blocks.element_size())
 
     def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
-        """Returns the units of some heads: of the blocks `tables` `[rows, n]`, as tiles if the
-        strides allow (not if keys and values are interleaved), else as tokens; or, with
-        `positions` `[rows, n]`, the tokens there of rows with these block tables."""
+        """Returns the units of the heads `heads`. Without `positions`: of the blocks `tables`
+        `(rows, n)`, as tiles if the strides allow it, else (keys and values are interleaved) as
+        tokens. With `positions` `(rows, n)`: of the tokens at these positions of rows with these
+        block tables."""
         _, _, size, dim = self.shape
-        block, head, token, _ = self.stride
-        if positions is None and token == dim:
-            distance = math.gcd(size * dim, block, head)
-            width = distance
+        block_stride, head_stride, token_stride, _ = self.stride
+        if positions is None and token_stride == dim:
+            row_stride = math.gcd(size * dim, block_stride, head_stride)
+            width = row_stride
         else:
-            distance = math.gcd(token, block, head)
+            row_stride = math.gcd(token_stride, block_stride, head_stride)
             width = dim
-        # units from the start of a head
+        # offsets of units from the start of a head, in matrix rows
         if positions is None:
-            spacing = token * width // dim
-            inner = torch.arange(size * dim // width, device=tables.device)
-            inner = inner * (spacing // distance)
+            unit_stride = token_stride * width // dim
+            offsets = torch.arange(size * dim // width, device=tables.device)
+            offsets = offsets * (unit_stride // row_stride)
         else:
-            inner = positions % size * (token // distance)
-            inner = inner[:, None, :, None]
+            offsets = positions % size * (token_stride // row_stride)
+            offsets = offsets[:, None, :, None]
             tables = tables.gather(1, positions // size)
-        first = torch.arange(heads.start, heads.stop, device=tables.device)
-        first = first[:, None, None] * (head // distance)
-        indices = tables[:, None, :, None] * (block // distance) + first + inner
+        head_starts = torch.arange(heads.start, heads.stop, device=tables.device)
+        head_starts = head_starts[:, None, None] * (head_stride // row_stride)
+        block_starts = tables[:, None, :, None] * (block_stride // row_stride)
+        indices = block_starts + head_starts + offsets
         axes = zip(self.shape, self.stride)
-        last = sum((length - 1) * stride for length, stride in axes) + 1 - width
-        return Units(indices.flatten(), (last // distance + 1, width), (distance, 1))
+        last_start = sum((length - 1) * stride for length, stride in axes) + 1 - width
+        num_matrix_rows = last_start // row_stride + 1
+        return Units(indices.flatten(), (num_matrix_rows, width), (row_stride, 1))
 
 
 def read_rows(
@@ -75,8 +78,8 @@ def read_rows(
     blocks: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns a layer's keys or values: a view if virtual storage maps the rows contiguously, else
-    `gather`."""
+    """Returns a layer's keys or values `(batch, heads, len(columns), dim)`: a view if virtual
+    storage maps the rows contiguously, else `gather`."""
     view = None
     if layer.rows is not None:
         view = layer.rows.strided_view(step, blocks is layer.values)
@@ -87,7 +90,7 @@ def read_rows(
 
 
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gathers all `step.columns` of every row into one contiguous tensor `(batch, heads,
+    """Gathers the `step.columns` of every row into one contiguous tensor `(batch, heads,
     len(columns), dim)`, with zeros for padding. `blocks`: keys or values of one layer,
     `(num_blocks, heads, block_size, dim)`."""
     assert step.columns is not None
@@ -108,24 +111,24 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         pieces.append(units.read(plane).view(*shape, -1))
     dense = quantized.join(pieces, blocks, dtype)
     if step.has_padding:
-        hidden = step.plan(_positions, device) < 0
-        dense.masked_fill_(hidden[:, None, :, None], 0)
+        is_padding = step.plan(_positions, device) < 0
+        dense.masked_fill_(is_padding[:, None, :, None], 0)
     return dense
 
 
 def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Units:
-    """Returns the units of all `step.columns`, equal for all layers with one layout. Padding gets
-    those of an arbitrary token."""
+    """Returns the units of all `step.columns`, which are the same for all layers with one layout.
+    Padding gets the units of an arbitrary token."""
     tables = step.block_tables.to(device, torch.long)
-    if not tables.shape[1]:  # only padding
+    if not tables.shape[1]:  # all columns are padding
         tables = tables.new_zeros(step.num_rows, 1)
     positions = step.plan(_positions, device).clamp(min=0)
     return layout.units(tables, slice(0, layout.shape[1]), positions)
 
 
 def _positions(step: StepMetadata, device: torch.device) -> Tensor:
-    """Returns the position of each column in its row's blocks, `(rows, len(columns))`; negative for
-    padding."""
+    """Returns the position of each column in the blocks of its row, `(rows, len(columns))`;
+    negative for padding."""
     assert step.columns is not None
     columns = torch.arange(step.columns.start, step.columns.stop, device=device)
     origins = torch.tensor(step.origins, device=device)

@@ -1,5 +1,5 @@
 """The rows of a cache, owned or borrowed: select, crop, free, copy and pickle. Leaves keys and
-values to `kv_blocks.py`, and a layer's part in these operations to `layers.py`."""
+values to `cache.kv_blocks`, and what a layer does in these operations to `cache.layers`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
 class CacheRows:
     """The sequences of a batch, one per row, each with one block table per layer group. Borrowed
     sequences belong to the caller of `PagedCache.take`, who selects and frees them. Every layer of
-    a cache requests and counts each operation on rows; the first request runs it for all layers,
-    and adds to `num_operations`."""
+    a cache requests each operation on rows, and counts it; the first request runs it for all layers
+    and increments `num_operations`."""
 
     def __init__(
         self,
@@ -65,24 +65,24 @@ class CacheRows:
         return num_used <= num_held
 
     def track(self, handle: PagedTensor) -> PagedTensor:
-        """Returns `handle`, which from now on is gathered before its blocks change or are freed."""
+        """Returns `handle`, after registering it to be gathered before its blocks change or are
+        freed."""
         self._handles.add(handle)
         return handle
 
     def gather_handles(self) -> None:
-        """Gathers all tracked handles that are still alive, since their blocks are about to
-        change."""
+        """Gathers all tracked handles that are still alive. Call it before their blocks change."""
         self._handles.gather()
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` a copy of the former row `indices[i]`, counted from the end if negative, by
-        permuting and forking tables; no keys or values are copied. Does nothing to borrowed rows:
-        their owner selects them. Raises `IndexError` with nothing changed."""
-        former = self.sequences
-        if self.is_borrowed or not former:
+        permuting and forking tables; no keys or values are copied. Does nothing to borrowed rows,
+        which their owner selects. Raises `IndexError` with nothing changed."""
+        old_rows = self.sequences
+        if self.is_borrowed or not old_rows:
             return
-        num_rows = len(former)
+        num_rows = len(old_rows)
         all_rows = range(num_rows)
         if list(indices) == list(all_rows):
             return
@@ -96,10 +96,10 @@ class CacheRows:
             sources = [all_rows[index] for index in indices]
             # a row that keeps its index keeps its blocks
             self.sequences = [
-                former[source] if source == row else self.manager.fork(former[source])
+                old_rows[source] if source == row else self.manager.fork(old_rows[source])
                 for row, source in enumerate(sources)
             ]
-            for row, sequence in enumerate(former):
+            for row, sequence in enumerate(old_rows):
                 if row >= len(sources) or sources[row] != row:
                     self.manager.free(sequence)
             for group in self.groups.values():
@@ -110,9 +110,9 @@ class CacheRows:
 
     @guarded
     def crop(self, num_removed: int) -> None:
-        """Removes the last `num_removed` logical positions from every table, borrowed ones
-        included, then blocks that lie outside the windows. Raises `ValueError`, with nothing
-        changed, if a window has already freed the block at the new end."""
+        """Removes the last `num_removed` logical positions from every table, including borrowed
+        ones, then blocks that lie outside the windows. Raises `ValueError`, with nothing changed,
+        if the block at the new end has left a window and been freed."""
         groups = list(self.groups.values())
         lengths = [max(0, group.length - num_removed) for group in groups]
         for group, length in zip(groups, lengths):
@@ -123,13 +123,13 @@ class CacheRows:
                 group.crop(length)
 
     @guarded
-    def free(self, gathers: bool = True) -> None:
+    def free(self, should_gather: bool = True) -> None:
         """Drops all rows, and frees their blocks unless they are borrowed. First gathers the
-        handles that are still alive or, without `gathers`, forgets them: they must not be read
-        any more. If gathering raises, the rows are dropped all the same."""
+        handles that are still alive; without `should_gather`, forgets them, and they must not be
+        read any more. If gathering raises, the rows are dropped all the same."""
         with self.memory.changing():
             try:
-                if gathers:
+                if should_gather:
                     self.gather_handles()
             finally:
                 if not self.is_borrowed:
@@ -145,27 +145,27 @@ class CacheRows:
         """Returns rows over the same blocks: forks or, if borrowed, the same sequences. Deep copies
         of the groups then attach themselves to these rows."""
         counters = copy.deepcopy(self.counters, memo)
-        twin = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
-        memo[id(self)] = twin
-        twin.num_operations = self.num_operations
+        copied_rows = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
+        memo[id(self)] = copied_rows
+        copied_rows.num_operations = self.num_operations
         with self.memory.changing():
             if self.is_borrowed:
-                twin.sequences = list(self.sequences)
+                copied_rows.sequences = list(self.sequences)
             else:
-                twin.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
+                copied_rows.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
         for group in self.groups.values():
-            # layers that have not yet written this step must copy the blocks, which are now shared
+            # layers that have not yet written in this step must first copy the blocks, now shared
             group.forget_steps()
-        return twin
+        return copied_rows
 
-    _ARGUMENTS = ("memory", "specs", "counters", "is_borrowed")  # of `__init__`
+    _INIT_ARGUMENTS = ("memory", "specs", "counters", "is_borrowed")
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle. `groups` has for each layer group its tables, as (block numbers, blocks
-        dropped, tokens) by row, and copies of their blocks, as `KVBlocks` by layer. Blocks are
-        numbered from 0 in each group, as the copies are."""
-        state = {name: getattr(self, name) for name in self._ARGUMENTS}
+        """State for pickle. Its `groups` has, for each layer group, the tables as `(block numbers,
+        blocks dropped, tokens)` by row, and copies of their blocks as `KVBlocks` by layer. Blocks
+        are numbered from 0 in each group, in the order of the copies."""
+        state = {name: getattr(self, name) for name in self._INIT_ARGUMENTS}
         state["num_operations"] = self.num_operations
         state["groups"] = []
         with self.memory.changing():
@@ -185,7 +185,7 @@ class CacheRows:
 
     @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
-        arguments = {name: state[name] for name in self._ARGUMENTS}
+        arguments = {name: state[name] for name in self._INIT_ARGUMENTS}
         self.__init__(**arguments)  # type: ignore[misc]
         self.num_operations = state["num_operations"]
         with self.memory.changing():
@@ -194,14 +194,15 @@ class CacheRows:
             ):
                 if not self.sequences:
                     self.sequences = [self.manager.new() for _ in rows]
-                last = max((number for numbers, _, _ in rows for number in numbers), default=-1)
-                new_ids = group.take(last + 1)
+                numbers = (number for row_numbers, _, _ in rows for number in row_numbers)
+                last_number = max(numbers, default=-1)
+                new_ids = group.take(last_number + 1)
                 host = HostBlocks()
                 for index, content in contents.items():
                     host[index] = HostLayer(content, content.keys.device)
                 put_back(group, host, dict(enumerate(new_ids)))
-                for sequence, (numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
+                for sequence, (row_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
                     table = sequence.tables[group_index]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([new_ids[number] for number in numbers])
-                group.pool.release(new_ids)  # `take` held each once; now the tables hold them
+                    table.hold([new_ids[number] for number in row_numbers])
+                group.pool.release(new_ids)  # the tables hold them now

@@ -1,5 +1,5 @@
-"""The blocks of one sequence in all layer groups. `block_manager.BlockManager` chooses, takes and
-frees them."""
+"""The blocks of one sequence in all layer groups. `block_manager.BlockManager` allocates, shares
+and frees them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SequenceBlocks(_WithWeakRefs):
     tables: tuple[BlockTable, ...] = ()
     epoch: int = 0  # the manager's epoch when the first token was stored
     node: Node | None = None  # node of the last registered block in the prefix index
-    num_registered: int = 0  # blocks offered to the prefix index
-    # tokens for which the tables have writable blocks: below it a decode step only counts
+    num_registered: int = 0  # nodes of the prefix index up to and including `node`
+    # tokens for which the tables have writable slots: up to it, a decode step only counts
     capacity: int = 0
-    # token counts at which a step ends, so that `register` can keep the state there
+    # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        # an exception dropped the sequence before its blocks were freed, or during construction
+        # it still has blocks if an exception dropped it; no tables, if during construction
         for table in getattr(self, "tables", ()):
             table.pool.needs_recount |= bool(table.block_ids)
 
@@ -41,7 +41,7 @@ class SequenceBlocks(_WithWeakRefs):
         if self.capacity and len(lengths) != 1:  # tables of a cache's row may differ
             raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
         for table in self.tables:
-            # a whole block is unused if `reserve_next` took it
+            # at most the slots of one block, which `reserve_next` allocates ahead
             num_unused = table.num_unused_slots
             if table.block_ids and not 0 <= num_unused <= table.block_size:
                 raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")

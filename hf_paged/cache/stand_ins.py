@@ -1,5 +1,4 @@
-"""Chooses the paged layer that replaces a stock layer of transformers, and the layer group that it
-joins."""
+"""Chooses the paged layer that replaces a stock layer of transformers, and its layer group."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ _STAND_INS: dict[type, type[PagedLayer]] = {
 
 
 def spec_of(layer: Any, kind: str) -> GroupSpec | None:
-    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if it has no
-    paged class."""
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if no paged
+    layer replaces the stock layer."""
     if isinstance(layer, PagedLayer):
         return dataclasses.replace(layer.group.spec, kind=kind)
     if type(layer) not in _STAND_INS:
@@ -32,9 +31,9 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 
 
 def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """Returns the paged layer that replaces an empty stock layer, number `index` of a cache, in the
-    group of `spec_of`. Without a group (Mamba states, a model's own compressed layers) returns the
-    stock layer."""
+    """Returns the paged layer that replaces `layer`, the empty stock layer `index` of a cache, in
+    the group of its spec (`spec_of`). Without a group (Mamba states, a model's own compressed
+    layers), returns the stock layer."""
     if group is None:
         return layer
     stock = type(layer)

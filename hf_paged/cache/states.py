@@ -1,5 +1,5 @@
-"""Storage for states of linear attention and convolutions: one slot per sequence, for any number of
-tokens. It decides neither which states are kept nor which sequence has which slot."""
+"""Stores states of linear attention and convolutions: one slot per sequence, for any number of
+tokens. Callers decide which states are kept, and which sequence has which slot."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .block_pool import BlockPool
 
 
 class _StateLayer:
-    """Attributes of a layer of states, as `gather_states` sets them."""
+    """A layer of states; `gather_states` sets its attributes."""
 
 
 class StateRows:
-    """Copies of the states of some rows, which forwards do not change."""
+    """Copies of the states of some rows, which forwards never change. `parts` and `device` as in
+    `gather_states`."""
 
     def __init__(
         self,
@@ -30,16 +31,17 @@ class StateRows:
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
-        """Makes a copy of each row `row` the state of slot `block_ids[row]`, on the original
-        device."""
+        """Copies each row `row` of `block_ids` back to its original device, as the state of slot
+        `block_ids[row]`. Ignores `index` and `num_layers`, which `HostLayer.put_back` needs."""
         rows = StateRows([(self.state_layers, list(block_ids))])
         group.storage.keep(block_ids.values(), rows)
 
 
 class StateStorage:
-    """The storage of a group of states: maps each slot, a block id of `pool`, to the row and holder
-    of its state. A copied slot refers to the same row until one of the two is computed again. The
-    runner keeps the steps in `holders` alive; the storage itself keeps `StateRows` alive."""
+    """The storage of a group of states: maps each slot, a block id of `pool`, to the holder of its
+    state and the row there. A holder has `state_layers`: it is a step of the runner, which keeps it
+    alive, or [`StateRows`], which this storage keeps alive. A copied slot refers to the same row
+    until the state of one of the two slots is computed again."""
 
     nbytes = num_rows = growth_step = 0
     is_elastic = True
@@ -47,12 +49,13 @@ class StateStorage:
 
     def __init__(self, pool: BlockPool) -> None:
         self.block_bytes = 0
-        self.layers: dict[int, Any] = {}  # always empty
+        self.layers: dict[int, Any] = {}  # always empty: states are not in blocks
         self.pool = pool
+        # by slot: a function that returns the holder, or `None` if it is gone; and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Does nothing: the holders own the memory."""
+        """Does nothing, since the holders own the memory."""
 
     def make(self, *_: Any) -> Any:
         """Raises `TypeError`: states have no layers of blocks."""
@@ -61,43 +64,43 @@ class StateStorage:
     reserve = outline = promote = make
 
     def clear(self) -> None:
-        """Forgets all states. Call it only while no slot is used or kept."""
+        """Forgets all states. No slot may be used or kept."""
         self._rows = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the state of slot `source` to slot `target`, for each pair, reading all sources
         before writing."""
-        copied = []
+        new_rows = []
         for source, target in copies:
             if source in self._rows:
-                copied.append((target, self._rows[source]))
-        self._rows.update(copied)
+                new_rows.append((target, self._rows[source]))
+        self._rows.update(new_rows)
 
     def put(self, slots: Iterable[int], holder: Any, row_bytes: int) -> None:
-        """Makes row `i` of `holder.state_layers` (see `gather_states`) the state of `slots[i]`.
-        `row_bytes`: bytes of one row over all layers."""
+        """Makes row `i` of `holder.state_layers` the state of `slots[i]`. `row_bytes`: bytes of one
+        row over all layers."""
         ref = weakref.ref(holder)
         self._rows.update((slot, (ref, row)) for row, slot in enumerate(slots))
         self.block_bytes = row_bytes
 
     def keep(self, slots: Iterable[int], rows: StateRows) -> None:
-        """Makes row `i` of these copies the state of `slots[i]`, and keeps them alive."""
+        """Makes row `i` of `rows` the state of `slots[i]`, and keeps `rows` alive."""
         self._rows.update((slot, (lambda: rows, row)) for row, slot in enumerate(slots))
 
     def find(self, slot: int) -> tuple[Any, int]:
-        """Returns the holder and the row of a slot's state. Raises `KeyError` if it has none."""
-        get, row = self._rows[slot]
-        holder = get()
+        """Returns the holder of a slot's state, and the row there. Raises `KeyError` if the slot
+        has no state."""
+        get_holder, row = self._rows[slot]
+        holder = get_holder()
         if holder is None:
             raise KeyError(slot)
         return holder, row
 
     def holders(self) -> dict[Any, set[int]]:
-        """Returns the slots by the holder of their state; drops slots that are neither used nor
-        kept."""
+        """Returns the slots of each holder. Forgets slots that are neither used nor kept."""
         slots_by_holder: dict[Any, set[int]] = {}
-        for slot, (get, _) in list(self._rows.items()):
-            holder = get()
+        for slot, (get_holder, _) in list(self._rows.items()):
+            holder = get_holder()
             if holder is None or not (self.pool.refcount(slot) or self.pool.is_kept(slot)):
                 del self._rows[slot]
             else:
@@ -106,7 +109,7 @@ class StateStorage:
 
     def copy_snapshots(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Evicts states whose step is no longer alive from the prefix cache."""
+        Drops from the prefix cache those whose holder is gone."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)
@@ -118,8 +121,8 @@ class StateStorage:
                     self.keep([slot], StateRows([part]))
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
-        """Copies the states of these slots (at least one) to host memory. Raises `KeyError` if a
-        slot has none."""
+        """Returns copies of the states of these slots (at least one) in host memory. Raises
+        `KeyError` if a slot has none."""
         parts = []
         for slot in slots:
             holder, row = self.find(slot)
@@ -134,6 +137,7 @@ def state_layers(cache: Any) -> list[Any]:
 
 
 def num_state_bytes(layers: Sequence[Any]) -> int:
+    """Returns the bytes of the states of these layers, over all rows."""
     num_bytes = 0
     for layer in layers:
         for states in _states_of(layer):
@@ -143,7 +147,7 @@ def num_state_bytes(layers: Sequence[Any]) -> int:
 
 
 _STATES = ("conv_states", "recurrent_states")
-_DICTS = (
+_STATE_ATTRIBUTES = (
     "is_conv_states_initialized",
     "is_recurrent_states_initialized",
     "has_previous_state",
@@ -152,32 +156,32 @@ _DICTS = (
 
 
 def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
-    """Returns the states `(rows, ...)` of these layers, in order."""
+    """Returns the state tensors `(rows, ...)` of these layers, in order."""
     states = (states for layer in layers for states in _states_of(layer))
-    return [state for by_number in states for state in by_number.values() if state is not None]
+    return [state for tensors in states for state in tensors.values() if state is not None]
 
 
 def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
-    """Makes these the states of the layers, in the order of `state_tensors`."""
-    new = iter(tensors)
+    """Replaces the state tensors of the layers, in the order of `state_tensors`."""
+    new_states = iter(tensors)
     for layer in layers:
         for states in _states_of(layer):
-            for number, state in states.items():
+            for state_index, state in states.items():
                 if state is not None:
-                    states[number] = next(new)
+                    states[state_index] = next(new_states)
 
 
 def _states_of(layer: Any) -> list[dict[int, Tensor | None]]:
     return [getattr(layer, name) for name in _STATES]
 
 
-def copy_state_attributes(layer: Any, like: Any) -> None:
-    """Gives a layer the states of `like` and all else that belongs to them, in dicts of its own,
-    which refer to the same tensors."""
-    for name in (*_STATES, *_DICTS):
-        setattr(layer, name, dict(getattr(like, name)))
+def copy_state_attributes(layer: Any, source: Any) -> None:
+    """Copies the states of `source`, with the attributes that describe them, to `layer`, in new
+    dicts with the same tensors."""
+    for name in (*_STATES, *_STATE_ATTRIBUTES):
+        setattr(layer, name, dict(getattr(source, name)))
     for name in ("number_of_states", "record_past", "dtype", "device"):
-        setattr(layer, name, getattr(like, name))
+        setattr(layer, name, getattr(source, name))
 
 
 def gather_states(
@@ -186,28 +190,30 @@ def gather_states(
     device: torch.device | None = None,
 ) -> None:
     """Fills empty `layers`, of transformers' linear-attention classes, with rows of other layers of
-    the same model: `parts` are pairs of layers and row numbers, in order. The states go to
-    `device`, by default that of the layers."""
+    the same model. `parts`: pairs of the layers and of the row indices to copy, in order. The
+    states go to `device`, by default that of the source layers."""
     for index, layer in enumerate(layers):
-        sources = [(held[index], rows) for held, rows in parts]
-        like, _ = sources[0]
-        target = like.device if device is None else device
-        for name in _DICTS:
-            flags = getattr(like, name)
-            setattr(layer, name, dict(flags))
-        layer.dtype = like.dtype
-        layer.device = like.device
+        sources = [(part_layers[index], rows) for part_layers, rows in parts]
+        first_source, _ = sources[0]
+        target = first_source.device if device is None else device
+        for name in _STATE_ATTRIBUTES:
+            attributes = getattr(first_source, name)
+            setattr(layer, name, dict(attributes))
+        layer.dtype = first_source.dtype
+        layer.device = first_source.device
         for name in _STATES:
             states: dict[int, Tensor | None] = {}
-            for number, state in getattr(like, name).items():
-                states[number] = None
+            for state_index, state in getattr(first_source, name).items():
+                states[state_index] = None
                 if state is not None:
-                    stored = [(getattr(source, name)[number], rows) for source, rows in sources]
-                    states[number] = _rows(stored).to(target)
+                    tensors = [
+                        (getattr(source, name)[state_index], rows) for source, rows in sources
+                    ]
+                    states[state_index] = _concatenate_rows(tensors).to(target)
             setattr(layer, name, states)
 
 
-def _rows(parts: list[tuple[Tensor, list[int]]]) -> Tensor:
+def _concatenate_rows(parts: list[tuple[Tensor, list[int]]]) -> Tensor:
     selected = []
     for state, rows in parts:
         index = torch.tensor(rows, device=state.device)

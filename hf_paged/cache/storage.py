@@ -1,5 +1,5 @@
-"""The memory behind the blocks of one layer group: when layers are allocated, how they grow, and
-which storage a config selects. Pools choose the blocks."""
+"""The memory behind the blocks of one layer group: when layers are allocated and grow, and which
+storage a config selects. Pools choose the blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config import PagedConfig
 from ..interrupts import is_interrupt
 from ..seams import Storage
 from .block_pool import BlockPool
-from .copies import BlockCopies
+from .copies import BlockCopier
 from .free_memory import Reservation
 from .groups import FULL_ATTENTION, GroupSpec
 from .kv_blocks import KVBlocks, sizes_of
@@ -47,10 +47,11 @@ class BlockStorage:
         self.kv_dtype = kv_dtype
         self.layers: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
-        self._copies = BlockCopies()
+        self._copier = BlockCopier()
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
         return sum(map(_BLOCK_BYTES, self.layers.values()))
 
     @property
@@ -71,12 +72,12 @@ class BlockStorage:
         return sum(tensor.nbytes for tensor in tensors)
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Sets the sizes of layers allocated or grown from now on. With `drops`, allowed only while
-        no block is used or cached, drops smaller layers if this reserves more blocks than
-        before."""
-        before, self._reservation = self._reservation, reservation
+        """Sets the sizes of layers that are allocated or grown from now on. With `drops`, allowed
+        only while no block is used or cached, drops layers that are smaller, if this reserves more
+        blocks than before."""
+        old, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
-        if drops and (before is None or before.num_blocks.get(self.spec, 0) < num_blocks):
+        if drops and (old is None or old.num_blocks.get(self.spec, 0) < num_blocks):
             self.layers = {
                 index: layer
                 for index, layer in self.layers.items()
@@ -84,6 +85,7 @@ class BlockStorage:
             }
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
+        """Returns how many blocks of `block_bytes` are reserved for a layer."""
         reservation = self._reservation
         if reservation is None:
             return 0
@@ -93,25 +95,25 @@ class BlockStorage:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
         layer = self.layers[index]
-        held_sizes = sizes_of(layer.keys, layer.values)
-        for held, new in zip(held_sizes, sizes_of(keys, values)):
-            if held != new:
+        stored_sizes = sizes_of(layer.keys, layer.values)
+        for stored, new in zip(stored_sizes, sizes_of(keys, values)):
+            if stored != new:
                 raise ValueError(
-                    f"layer {index} holds states of (heads, dim, device) {held}, but the new ones"
+                    f"layer {index} holds states of (heads, dim, device) {stored}, but the new ones"
                     f" have {new}: use one cache per model"
                 )
-        held_keys, held_values = layer.dtypes
-        key_dtype = torch.promote_types(held_keys, keys.dtype)
-        value_dtype = torch.promote_types(held_values, values.dtype)
+        old_key_dtype, old_value_dtype = layer.dtypes
+        key_dtype = torch.promote_types(old_key_dtype, keys.dtype)
+        value_dtype = torch.promote_types(old_value_dtype, values.dtype)
         dtypes = (key_dtype, value_dtype)
         if dtypes == layer.dtypes:
             return layer
         if layer.quantized_dtype is not None:
             promoted = replace(layer, dtypes=dtypes)
         else:
-            no_keys = keys[:, :, :0].to(key_dtype)
-            no_values = values[:, :, :0].to(value_dtype)
-            promoted = self._allocate(layer.num_blocks, no_keys, no_values)
+            empty_keys = keys[:, :, :0].to(key_dtype)
+            empty_values = values[:, :, :0].to(value_dtype)
+            promoted = self._allocate(layer.num_blocks, empty_keys, empty_values)
             # later blocks have not been written to: copying them would commit their memory
             used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
@@ -120,16 +122,16 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer to at least `num_blocks` blocks: to the reserved size or by half,
-        whichever is more, but beyond `num_blocks` no further than `most`."""
+        """Grows every layer that has fewer than `num_blocks` blocks: to the reserved size or by
+        half, whichever is more, limited to `most` blocks, but at least to `num_blocks`."""
         for index, layer in self.layers.items():
-            rows = layer.num_blocks
-            if rows < num_blocks:
-                reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
-                with_headroom = max(rows + rows // 2, reserved)
-                num_rows = max(num_blocks, min(with_headroom, most))
+            old_size = layer.num_blocks
+            if old_size < num_blocks:
+                num_reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
+                preferred_size = max(old_size + old_size // 2, num_reserved)
+                new_size = max(num_blocks, min(preferred_size, most))
                 try:
-                    self.layers[index] = self._grown(layer, num_rows)
+                    self.layers[index] = self._grown(layer, new_size)
                 except (MemoryError, RuntimeError) as error:  # torch raises the latter
                     if is_interrupt(error):
                         raise
@@ -148,52 +150,54 @@ class BlockStorage:
         )
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Returns a block of a layer with K/V like these, on the meta device."""
-        no_keys = keys[:, :, :0].to("meta")
-        no_values = values[:, :, :0].to("meta")
-        return self._allocate(1, no_keys, no_values)
+        """Returns one block of a layer for K/V like these, on the meta device."""
+        empty_keys = keys[:, :, :0].to("meta")
+        empty_values = values[:, :, :0].to("meta")
+        return self._allocate(1, empty_keys, empty_values)
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
+        """Allocates layer `index` for K/V like these: for all blocks of the pool, and as many of
+        the reserved ones as memory allows. Raises `MemoryError`, or torch's `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
-        num_least = self.pool.num_blocks
-        num_blocks = num_expected = max(num_least, num_reserved)
+        min_blocks = self.pool.num_blocks
+        num_blocks = num_expected = max(min_blocks, num_reserved)
         layer: KVBlocks | None = None
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
-                if num_blocks == num_least or is_interrupt(error):
+                if num_blocks == min_blocks or is_interrupt(error):
                     raise
-                num_blocks = max(num_least, num_blocks // 2)
+                num_blocks = max(min_blocks, num_blocks // 2)
         if num_blocks < num_expected and self._reservation is not None:
-            # there is less memory than the system reports: divide it among the layers
+            # less memory is free than the system reported: divide it among the layers
             layer = None
-            self._reservation.limit(num_blocks * block_bytes)
+            self._reservation.set_limit(num_blocks * block_bytes)
             num_reserved = self._num_reserved(block_bytes, keys.device)
-            num_blocks = max(num_least, num_reserved)
+            num_blocks = max(min_blocks, num_reserved)
             layer = self._allocate(num_blocks, keys, values)
         self.layers[index] = layer
         return layer
 
     def clear(self) -> None:
-        """Frees all memory. Call it only while no table holds a block."""
+        """Frees all memory. No table may hold a block."""
         self.layers = {}
         if self._reservation is not None:
-            self._reservation.renew()
+            self._reservation.reset()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair, reading all
         sources before writing."""
         layers = self.layers.values()
         tensors = (tensor for layer in layers for tensor in layer.data)
-        self._copies.make(tensors, copies)
+        self._copier.copy(tensors, copies)
 
 
 def storage_of(
     config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
 ) -> Storage:
-    """Makes the storage that a config selects (`StorageFactory`)."""
+    """Returns the storage that a config selects, as a `StorageFactory`."""
     room = _room(config)
     if room is not None:
         return room.make_storage(config, spec, block_size, before_move)
@@ -201,8 +205,9 @@ def storage_of(
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
-    """Increases the block size to the least that the storage allows for a model with this
-    configuration. Raises `ValueError` if the device does not support the storage."""
+    """Returns a config with the least block size, not below the given one, that the storage allows
+    for a model with this configuration. Raises `ValueError` if the device does not support the
+    storage."""
     room = _room(config)
     return config if room is None else room.fit_blocks(config, model_config, device)
 

@@ -23,7 +23,8 @@ Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def store_signature(keys: Tensor, values: Tensor) -> StoreSignature:
-    """Returns a signature: K/V with equal signatures fit the same blocks and store function."""
+    """Returns the signature of K/V: K/V with equal signatures fit the same blocks and the same
+    store function."""
     return (
         keys.shape,
         keys.stride(),
@@ -44,9 +45,9 @@ def choose_store(
 ) -> Store:
     """Returns a function of `(keys, values, slots)` that writes K/V `(batch, heads, n, dim)` of any
     strides into blocks `(num_blocks, heads, block_size, dim)`, converted to their dtype or
-    quantized. It may be reused for K/V with an equal `store_signature`, and any slots. `slots`
-    `(batch, n)` int64: `block_id * block_size + offset` of each token, each slot at most once;
-    negative for tokens that are not stored."""
+    quantized. It may be reused for K/V with an equal `store_signature`, and for any slots. `slots`
+    `(batch, n)` int64: `block_id * block_size + offset` of each token, no slot twice; negative for
+    tokens that are not stored."""
     write: Callable[..., None] = store_portable
     has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
@@ -97,15 +98,15 @@ def store_portable(
     block_size = key_blocks.shape[2]
     index, token_indices = _targets(slots, block_size, key_blocks.device)
     for blocks, states in ((key_blocks, keys), (value_blocks, values)):
-        packed = states.transpose(1, 2).flatten(0, 1)  # [batch * n, heads, dim]
+        tokens = states.transpose(1, 2).flatten(0, 1)  # [batch * n, heads, dim]
         if token_indices is not None:
-            packed = packed[token_indices]
-        quantized.write(blocks, index, packed)
+            tokens = tokens[token_indices]
+        quantized.write(blocks, index, tokens)
 
 
 # `entry` holds the slots, the key and the result of the thread's last `_targets` call, since all
-# layers of a step share its slots. It is one attribute, so that an interrupted call never leaves a
-# key with the targets of other slots.
+# layers of a step have the same slots. It is one attribute, so that an interrupt cannot leave a key
+# beside the targets of other slots.
 _last_targets = threading.local()
 
 
@@ -114,8 +115,8 @@ def _targets(
     block_size: int,
     device: torch.device,
 ) -> tuple[Any, Tensor | None]:
-    """Returns the index of the stored tokens in blocks, and the indices of these tokens (`None`:
-    all). Synchronizes with the device on the first call for `slots`."""
+    """Returns the index in blocks of the tokens to store, and the positions of these tokens in the
+    flattened `slots` (`None`: all). Synchronizes with the device on the first call for `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
     targets: tuple[Any, Tensor | None]
@@ -124,12 +125,12 @@ def _targets(
         last_slots, last_key, targets = entry
         if last_key == key and last_slots() is slots:
             return targets
-    packed = slots.to(device).flatten()
+    flat_slots = slots.to(device).flatten()
     token_indices = None
-    if bool((packed < 0).any()):
-        token_indices = (packed >= 0).nonzero().squeeze(1)
-        packed = packed[token_indices]
-    index = (packed // block_size, slice(None), packed % block_size)
+    if bool((flat_slots < 0).any()):
+        token_indices = (flat_slots >= 0).nonzero().squeeze(1)
+        flat_slots = flat_slots[token_indices]
+    index = (flat_slots // block_size, slice(None), flat_slots % block_size)
     targets = (index, token_indices)
     _last_targets.entry = (weakref.ref(slots), key, targets)
     return targets

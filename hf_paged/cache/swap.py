@@ -25,6 +25,7 @@ class HostLayer(NamedTuple):
 
     @classmethod
     def copy_of(cls, layer: KVBlocks, block_ids: list[int]) -> HostLayer:
+        """Copies these blocks of a layer to host memory, pinned for CUDA."""
         data = [_to_cpu(tensor, block_ids) for tensor in layer.data]
         return cls(layer.like(data), layer.keys.device)
 
@@ -34,15 +35,15 @@ class HostLayer(NamedTuple):
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
         # the storage may have grown, changed its dtype or been recreated since
         keys, values = self.blocks.empty_states(self.device)
-        target = group.layer(index, keys, values, num_layers, num_begun=None)
+        target = group.layer(index, keys, values, num_layers, num_new_tables=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
         rows = list(block_ids)
-        moved = []
+        tensors = []
         for tensor in self.blocks.data:
             if rows != list(range(tensor.shape[0])):
                 tensor = tensor[rows]
-            moved.append(tensor.to(self.device, non_blocking=tensor.is_pinned()))
-        target.put_blocks(ids, self.blocks.like(moved))
+            tensors.append(tensor.to(self.device, non_blocking=tensor.is_pinned()))
+        target.put_blocks(ids, self.blocks.like(tensors))
 
 
 class HostBlocks(dict[int, Any]):
@@ -95,20 +96,22 @@ class SwappedSequence:
 
 
 class BlockSwapper:
-    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks. Its
-    sequences continue to share blocks. Tables of swapped-out sequences keep their token counts."""
+    """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks. The
+    request's sequences continue to share blocks. Tables of swapped-out sequences keep their token
+    counts."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
 
     def num_blocks(self, request: Any) -> int:
-        """Returns how many blocks `swap_in` takes, over all counted groups."""
+        """Returns how many blocks `swap_in` allocates, over all counted groups."""
         rows = self._rows(_swapped(request))
         groups = zip(self.blocks.groups, rows)
         return sum(len(ids) for group, ids in groups if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
-        """Returns the bytes of the distinct blocks of unfinished sequences, over all layers."""
+        """Returns the bytes of the distinct blocks of the request's unfinished sequences, over all
+        layers."""
         rows = [sequence.blocks.tables for sequence in request.open_sequences]
         groups = zip(self.blocks.groups, zip(*rows))
         return sum(
@@ -116,22 +119,22 @@ class BlockSwapper:
         )
 
     def swap_out(self, request: Any) -> bool:
-        """Copies every block of `request` to host memory and releases it; other holders keep shared
-        blocks. Returns `False`, with nothing changed, if host memory is too small or a state is
-        missing."""
+        """Copies every block of `request` to host memory and releases it; a block with other
+        holders stays in the pool, too. Returns `False`, with nothing changed, if host memory is too
+        small or a state is missing."""
         self.blocks.flush_copies()
-        held = [sequence for sequence in request.sequences if sequence.blocks.tables]
+        sequences = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.blocks.memory.lock:
-            tables_by_group = zip(*(sequence.blocks.tables for sequence in held))
+            tables_by_group = zip(*(sequence.blocks.tables for sequence in sequences))
             numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
                 groups = zip(self.blocks.groups, numbers)
                 host = [copy_out(group, list(ids)) for group, ids in groups]
-            except (MemoryError, RuntimeError, KeyError) as error:  # torch raises the second
+            except (MemoryError, RuntimeError, KeyError) as error:  # torch raises `RuntimeError`
                 if is_interrupt(error):
                     raise
                 return False
-            for sequence in held:
+            for sequence in sequences:
                 tables = sequence.blocks.tables
                 sequence.swapped = SwappedSequence(host, list(map(host_rows, tables, numbers)))
                 for table in tables:
@@ -140,45 +143,49 @@ class BlockSwapper:
         return True
 
     def swap_in(self, request: Any) -> bool:
-        """Takes blocks for the swapped-out sequences of `request` (at least one), copies their
+        """Allocates blocks for the swapped-out sequences of `request` (at least one), copies their
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
         swapped = _swapped(request)
         rows = self._rows(swapped)
         host = swapped[0][1].host
         with self.blocks.memory.lock:
-            taken_ids = self.blocks.take(list(map(len, rows)))
-            if taken_ids is None:
+            allocated_ids = self.blocks.take(list(map(len, rows)))
+            if allocated_ids is None:
                 return False
             try:
-                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, taken_ids)]
+                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, allocated_ids)]
                 for group, copies, block_ids in zip(self.blocks.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
-                    for table, held, block_ids in zip(sequence.blocks.tables, state.rows, targets):
-                        table.hold([block_ids[row] for row in held])
+                    tables = sequence.blocks.tables
+                    for table, table_rows, block_ids in zip(tables, state.rows, targets):
+                        table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
             finally:  # by now the tables hold the blocks
-                for group, new_ids in zip(self.blocks.groups, taken_ids):
+                for group, new_ids in zip(self.blocks.groups, allocated_ids):
                     group.pool.release(reversed(new_ids))
         return True
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
-        """Returns, per group, the host rows that the remaining swapped sequences need."""
+        """Returns, per group, the rows of the host copies that the sequences still in host memory
+        need."""
         rows_by_group = zip(*(state.rows for _, state in swapped))
         return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
+    """Returns the swapped-out sequences of a request, with their state."""
     states = ((sequence, sequence.swapped) for sequence in request.sequences)
     return [(sequence, state) for sequence, state in states if state is not None]
 
 
 def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:
-    """Numbers the distinct blocks of some tables, in order of appearance."""
+    """Returns a number for each distinct block of some tables, from 0 in order of appearance."""
     block_ids = dict.fromkeys(block_id for table in tables for block_id in table.block_ids)
     return {block_id: number for number, block_id in enumerate(block_ids)}
 
 
 def host_rows(table: BlockTable, numbers: dict[int, int]) -> list[int]:
+    """Returns the numbers of a table's blocks, which are rows of their host copies."""
     return [numbers[block_id] for block_id in table.block_ids]

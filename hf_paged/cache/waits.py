@@ -1,5 +1,5 @@
-"""Decides which call waits for blocks that calls of other threads or other models hold, and how
-long, so that no two calls each hold half of a memory. It never preempts a request."""
+"""Decides which calls wait for blocks that calls of other threads or other models hold, and how
+long, so that no two calls wait for each other, each with half of a memory. Preempts no requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .. import forks
 from ..interrupts import ends_with_calls, restoring
 from . import budget
 
-_POLL = 0.01  # seconds between two tries
-GRACE = 0.5  # seconds for callers to drop the caches that their finished calls returned
-# Seconds without a step of any call on the memory, after which a waiting call assumes that those
-# that hold blocks are waiting for it, as a caller's code may arrange.
+_POLL = 0.01  # seconds between attempts
+GRACE = 0.5  # seconds in which callers may drop the caches that finished calls returned
+# Seconds without a step of any call on the memory, after which a waiting call assumes that the
+# calls that hold blocks wait for it, as user code may arrange.
 MAX_STALL = 60.0
 
 
@@ -30,8 +30,8 @@ class Holder(Protocol):
 
 class Shortage:
     """Decides whether a call that ran out of blocks tries again: while calls of other threads
-    progress, since they will free theirs, and, unless it `is_alone`, for `GRACE` after they have
-    ended."""
+    progress, since they will free their blocks, and, unless it `is_alone`, for `GRACE` after they
+    have ended."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
@@ -44,10 +44,11 @@ class Shortage:
         """Whether to try again after a failed attempt."""
         now = time.monotonic()
         num_steps = self._memory.num_steps
-        me = threading.get_ident()
+        thread = threading.get_ident()
         if num_steps != self._num_steps:
             self._num_steps, self._last_step_at = num_steps, now
-        others_progress = any(holder.is_progressing(me) for holder in list(self._memory.holders))
+        holders = list(self._memory.holders)
+        others_progress = any(holder.is_progressing(thread) for holder in holders)
         if others_progress and now - self._last_step_at < MAX_STALL:
             self._last_progress_at = now
         return now - self._last_progress_at < GRACE
@@ -59,13 +60,13 @@ class Shortage:
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
-        """Returns `should_retry`, and if true first waits a moment. Must not be called with a lock
-        held."""
+        """Returns `should_retry`, after a short sleep if it is true. Must not be called while
+        holding a lock."""
         with claims_waiting(self._memory):
-            retries = self.should_retry()
-            if retries:
+            will_retry = self.should_retry()
+            if will_retry:
                 time.sleep(_POLL)
-            return retries
+            return will_retry
 
 
 class Claim:
@@ -84,7 +85,7 @@ class Claim:
 
     def fits(self, total: int) -> bool:
         """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
-        earlier claims, or with one of this thread, which would wait for itself."""
+        earlier claims, or if an earlier one is of this thread, which would wait for itself."""
         claims = claims_on(self.memory)
         earlier = claims[: claims.index(self)]
         is_nested = any(claim.thread == self.thread for claim in earlier)
@@ -93,21 +94,25 @@ class Claim:
         num_blocks = sum(claim.num_blocks for claim in [*earlier, self])
         return num_blocks <= total
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
+        """Removes the claim from the memory's holders, if it is one."""
         if self in self.memory.holders:
             self.memory.holders.remove(self)
 
     def end_calls(self) -> None:
+        """Withdraws the claim after an interrupt left its call in this thread open."""
         if self.thread == threading.get_ident():
-            self.leave()
+            self.withdraw()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """Called in a forked child, in which calls of other threads do not run."""
+        """Called in a forked child: withdraws the claim of another thread, which does not run
+        there."""
         if self.thread != threading.get_ident():
-            self.leave()
+            self.withdraw()
 
 
 def claims_on(memory: Any) -> list[Claim]:
+    """Returns the claims on a memory, in the order in which they were made."""
     holders = list(memory.holders)
     return [holder for holder in holders if isinstance(holder, Claim)]
 
@@ -115,9 +120,10 @@ def claims_on(memory: Any) -> list[Claim]:
 @restoring
 def claims_waiting(memory: Any) -> Iterator[None]:
     """Marks the claims of this thread as waiting: while its calls wait for blocks, or while a loop
-    determines whether they progress."""
-    me = threading.get_ident()
-    claims = [claim for claim in claims_on(memory) if claim.thread == me and not claim.is_waiting]
+    determines whether other calls progress."""
+    thread = threading.get_ident()
+    claims = claims_on(memory)
+    claims = [claim for claim in claims if claim.thread == thread and not claim.is_waiting]
     try:
         for claim in claims:
             claim.is_waiting = True
@@ -130,8 +136,8 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits until they fit beside the claims of all earlier such calls, or until it is the only
-    one."""
+    waits while they do not fit beside the claims of earlier such calls, as long as others
+    progress."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)
@@ -141,4 +147,4 @@ def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[
         claim.is_waiting = False
         yield
     finally:
-        claim.leave()
+        claim.withdraw()

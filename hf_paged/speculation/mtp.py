@@ -110,7 +110,7 @@ class HiddenStates:
         group = layer.group
         with group.memory.lock:
             # `num_layers` is 1, so that the bytes of other layers are not estimated from this one
-            group.blocks.layer(layer.index, keys, values, 1, group.num_begun(0))
+            group.blocks.layer(layer.index, keys, values, 1, group.num_new_tables(0))
         layer.update(keys, values)
         layer.packed_handles = None
 
@@ -120,7 +120,7 @@ class HiddenStates:
         group = self._layer.group
         slots = []
         for sequence, first, end in spans:
-            table = sequence.tables[group.number]
+            table = sequence.tables[group.index]
             slots += table.slots(first, end)
         with group.memory.lock:
             blocks = group.blocks.storage.layers[self._layer.index]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..attention.backends import unsupported_reasons
 from ..attention.switch import model_attention
-from ..batching.execution.buckets import bucket, chunk_bucket, power_of_two
+from ..batching.execution.buckets import bucket, chunk_bucket
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.free_memory import is_out_of_memory
@@ -40,8 +40,9 @@ from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
+from .checks import Checks
 from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
-from .inputs import StaticInputs
+from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
 from .recorders import (
     Graph,
@@ -121,10 +122,8 @@ class StepGraphs:
         self.unsupported_reason: str | None = None
         # whether forwards compute with as many keys as tables can hold tokens
         self.reads_keys = False
-        # for `RectangleReplays`: by kind of step, whether its first replay gave the results of the
-        # model's own forward; the cache lengths for which all recorded steps are valid
-        self.replay_matches: dict[Hashable, bool] = {}
-        self.lengths = LengthRange()
+        self.lengths = LengthRange()  # cache lengths for which recorded rectangle steps are valid
+        self.checks = Checks()
         # why changes of the model cannot be detected, so that no graph is used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
@@ -144,8 +143,7 @@ class StepGraphs:
         # the largest sizes to record after a failure: "decodes", "chunks" (in tokens), "prefixes"
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
-        # buffers of logits that graphs share, by vocabulary size and dtype
-        self._outputs: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
         self._context: ForwardContext | None = None
@@ -170,7 +168,7 @@ class StepGraphs:
             self._uses.clear()  # so that a model that changes often is not recorded every time
             self._persistent_storages = _storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
-            self.replay_matches.clear()
+            self.checks.clear()
             self.reads_keys = reads_keys
             self.lengths = LengthRange()
 
@@ -192,12 +190,14 @@ class StepGraphs:
         keeps_hidden: bool = False,
         kind: Hashable = None,
         states: Items[Any] = (),
+        checked_as: Hashable = None,
     ) -> Tensor | None:
         """As `Recorder.run`: replays a step, after recording it if it is due. Returns logits
         `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves the
         step. `token_ids` `(n,)`, int64, on the device, replace those of a step that has only
-        decodes; such a step is replayed, but not recorded."""
-        if self.unsupported_reason is not None:
+        decodes; such a step is replayed, but not recorded. The tensors of `states` then belong to
+        the recording, except if the replay is to be checked, which changes copies."""
+        if not self.checks.begin_step(checked_as) or self.unsupported_reason is not None:
             return None
         if not self._is_recordable(tokens, context):
             return None
@@ -224,10 +224,25 @@ class StepGraphs:
                     key = self._find_graph(requested, tokens, prefixes)
                 if key is None:
                     return None
+                if checked_as is not None or self.reads_keys:
+                    self.checks.choose(checked_as, key.widths, tokens)
+                if self.checks.is_pending:
+                    if token_ids is not None:
+                        return None
+                    self._states = self.checks.copy(states, len(tokens.last))
                 return self._replay(key, tokens, prefixes, token_ids)
             finally:
                 self._forward = self._context = None
                 self._states = ()
+
+    @property
+    def is_checked(self) -> bool:
+        """As in `Recorder`."""
+        return not self.checks.is_pending
+
+    def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """As in `Recorder`."""
+        self.checks.compare(results, getattr(self._model(), "dtype", None))
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleReplays:
         """As `Recorder.rectangles`."""
@@ -437,23 +452,6 @@ class StepGraphs:
         self._limits[limited] = limit
         logger.info("steps with %s are not recorded above %d: %s", limited, limit, reason)
 
-    def _output_like(self, logits: Tensor) -> Tensor:
-        """Returns a buffer with the shape and dtype of `logits` that later graphs use, too."""
-        num_rows, vocab_size = logits.shape
-        output_key = (vocab_size, logits.dtype)
-        output = self._outputs.get(output_key)
-        if output is None or output.shape[0] < num_rows:
-            # graphs recorded so far still write to the earlier buffer
-            capacity = power_of_two(1, num_rows)
-            with torch.inference_mode(False):
-                output = self._outputs[output_key] = torch.empty(
-                    capacity,
-                    vocab_size,
-                    dtype=logits.dtype,
-                    device=self._device,
-                )
-        return output[:num_rows]
-
     def _ranges(
         self, recorded_context: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
@@ -504,5 +502,5 @@ def _run_forward(
         )
     torch.clear_autocast_cache()
     if not outputs:
-        outputs.append(graphs._output_like(logits))
+        outputs.append(graphs._outputs.like(logits))
     outputs[0].copy_(logits)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batching.execution.buckets import power_of_two
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
@@ -346,3 +347,26 @@ class StaticInputs:
                 step = dataclasses.replace(step, cascade=cascade)
             steps.append(step)
         return steps
+
+
+class StaticOutputs:
+    """The buffers that recorded steps write logits to, by vocabulary size and dtype."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def clear(self) -> None:
+        self._buffers.clear()
+
+    def like(self, logits: Tensor) -> Tensor:
+        """Returns a buffer with the shape `(n, vocab_size)`, dtype and device of `logits`."""
+        num_rows, vocab_size = logits.shape
+        buffer_key = (vocab_size, logits.dtype)
+        buffer = self._buffers.get(buffer_key)
+        if buffer is None or len(buffer) < num_rows:
+            # graphs recorded so far still write to the smaller buffer
+            sizes = power_of_two(1, num_rows), vocab_size
+            with torch.inference_mode(False):
+                buffer = torch.empty(sizes, dtype=logits.dtype, device=logits.device)
+            self._buffers[buffer_key] = buffer
+        return buffer[:num_rows]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,9 @@ from ..attention.masks import padding_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..batching.execution.rectangle import Rectangle
 from ..cache.paged_cache import PagedCache
-from ..cache.states import StateRows, state_layers, state_tensors
+from ..cache.states import state_layers, state_tensors
 from ..model.own_loop import cache_parts
 from ..model.state import ModelState
-from ..model.trial import excess_of
 from ..seams import ForwardContext
 from ..step import StepMetadata
 from .length import Length
@@ -33,8 +31,6 @@ from .step_cache import step_cache, store_states
 
 if TYPE_CHECKING:
     from .graphs import StepGraphs
-
-logger = logging.getLogger(__name__)
 
 _LOGIT_COUNTS = ("logits_to_keep", "num_logits_to_keep")
 _POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
@@ -45,8 +41,9 @@ class RectangleReplays:
 
     A replay does not run the code that prepares masks. So the recorded forward gets masks of ones,
     or with `reads_keys` masks of the stored columns, and block tables determine the tokens that
-    each row attends to. The model's own forward also computes the first step of each kind, from the
-    same states: if logits or states differ, steps of this kind are not replayed."""
+    each row attends to. The model's own forward also computes the first step of each kind and size
+    of tables, and steps of shorter rows (`checks.Checks`): if logits or states differ, steps of
+    this kind are not replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -68,8 +65,6 @@ class RectangleReplays:
         self._constants: Hashable = None
         self._zero_token_types: list[str] = []
         self._row_masking: list[tuple[bool, bool]] = []
-        # layers with the states of a replay until it is checked
-        self._unchecked_layers: list[Any] = []
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -79,14 +74,13 @@ class RectangleReplays:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
         self._uses_stock_update = update is vars(GenerationMixin)[compat.UPDATE_INPUTS]
-        self._forward_parameters = inspect.signature(model.forward).parameters
+        self._forward_parameters = _parameters(model)
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """As `RectangleRecorder.run`: replays a step with the model inputs `prepared`; returns
         logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
-        self._unchecked_layers = []
         if self._state is None or not self._uses_stock_update:
             return None
         recorder = self._recorder
@@ -104,49 +98,39 @@ class RectangleReplays:
         self._constants = _constants(prepared), tuple(self._zero_token_types)
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
-        if not recorder.replay_matches.get(self._checked_kind, True):
-            return None
         self._prepared = prepared
-        kind = (self._is_padded, self._constants)
-        layers = rectangle.state_layers
-        if layers and not self.is_checked:
-            # a copy, since the model's own forward starts from the same states
-            rows = list(range(len(rectangle.blocks)))
-            self._unchecked_layers = layers = StateRows([(layers, rows)]).state_layers
         try:
-            return recorder.run(tokens, None, self._forward, kind=kind, states=layers)
+            return recorder.run(
+                tokens,
+                None,
+                self._forward,
+                kind=(self._is_padded, self._constants),
+                states=rectangle.state_layers,
+                checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
+            )
         finally:
             self._prepared = {}
 
     @property
-    def _checked_kind(self) -> Hashable:
-        """The kind of the last step: one check covers all steps of a kind."""
-        return self._constants, self._num_axes, frozenset(self._row_masking)
-
-    @property
     def is_checked(self) -> bool:
-        """Whether a replay of the last step's kind has been checked."""
-        return self._checked_kind in self._recorder.replay_matches
+        """As `Recorder.is_checked`."""
+        return self._recorder.is_checked
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
         last replay with those of the model's own forward, separately for rows of each masking. If
         any differ, steps of this kind are no longer replayed."""
-        pairs = [(expected, replayed)]
-        pairs += zip(state_tensors(rectangle.state_layers), state_tensors(self._unchecked_layers))
-        self._unchecked_layers = []
-        excess = None
+        results = [(expected, replayed)]
+        copied = state_tensors(self._recorder.checks.copied_states)
+        results += zip(state_tensors(rectangle.state_layers), copied)
+        pairs = []
         for masking in {*self._row_masking}:
             rows = [row for row, value in enumerate(self._row_masking) if value == masking]
-            for expected_result, replayed_result in pairs:
-                dtypes = (expected_result.dtype, getattr(self._model, "dtype", None))
-                compared = expected_result[rows].flatten(1), replayed_result[rows].flatten(1)
-                excess = excess or excess_of(*compared, dtypes)
-        self._recorder.replay_matches[self._checked_kind] = excess is None
-        if excess is not None:
-            logger.info(
-                "one kind of rectangle steps is not replayed: its results differ by %s", excess
-            )
+            pairs += [
+                (expected_result[rows], replayed_result[rows])
+                for expected_result, replayed_result in results
+            ]
+        self._recorder.check(pairs)
 
     def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
         """Returns the step as packed tokens; `None` if it cannot be recorded."""
@@ -194,12 +178,13 @@ class RectangleReplays:
         columns: Iterable[tuple[int, int]] | None = rectangle.encoder_columns
         if columns is None:  # the model's own code attends to the encoder
             mask = prepared.get("attention_mask")
-            if mask is None or bool(mask.all()):
+            if mask is None or bool((mask == 1).all()):
                 return lengths
             # a mask of other columns than the encoder's outputs
             if mask.shape != (len(lengths), width):
                 return None
-            bounds = padding_columns(mask, len(lengths), width)
+            is_binary = bool(((mask == 0) | (mask == 1)).all())
+            bounds = padding_columns(mask, len(lengths), width) if is_binary else None
             if bounds is None:
                 return None
             columns = zip(*bounds)
@@ -335,6 +320,19 @@ class RectangleReplays:
         placeholder = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
         output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
         return output_class(last_hidden_state=placeholder)
+
+
+def _parameters(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the parameters of the model's forward, and of the forwards to which it
+    passes `**kwargs`."""
+    names = set[str]()
+    forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
+    for forward in (model.forward, *forwards):
+        parameters = inspect.signature(forward).parameters
+        names |= set(parameters)
+        if all(x.kind is not inspect.Parameter.VAR_KEYWORD for x in parameters.values()):
+            break
+    return names
 
 
 def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:

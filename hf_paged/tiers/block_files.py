@@ -1,5 +1,5 @@
-"""Blocks as safetensors files: their format and hash, and a folder of limited size for them. Leaves
-which blocks are written, and when, to `store.py` and `saved_prefixes.py`."""
+"""Blocks as safetensors files: their format and hash, and a folder of limited size for them.
+`store.py` and `saved_prefixes.py` decide which blocks are written, and when."""
 
 from __future__ import annotations
 
@@ -35,33 +35,35 @@ FOLDER, SUFFIX = "hf_paged-", ".safetensors"
 _TIER_FILE = re.compile(
     r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
 )
-"""Only files with these names are ever deleted from a tier's folder: other folders, a model's, say,
-may have the same prefix."""
+"""Only files with such names are ever deleted from a tier's folder, where other folders, such as
+that of a model, may have the same prefix."""
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
-RETRY_SECONDS = 60.0  # without writes after a failed one
-_ABANDONED_SECONDS = 600.0  # age from which a partial file counts as left by a killed process
-# errors of opening one file that do not affect the folder's other files
-_OF_ONE_FILE = {
+RETRY_SECONDS = 60.0  # seconds without writes after a failed write
+_ABANDONED_SECONDS = 600.0  # from this age on, a partial file counts as left by a killed process
+# errors from opening one file that say nothing about the other files of the folder
+_ONE_FILE_ERRNOS = {
     *(errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOENT),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
 Layers = dict[int, KVBlocks]
-"""Copies of one group's blocks in host memory by layer index, the same number of blocks in each
+"""Copies of one group's blocks in host memory, by layer index: the same number of blocks of each
 layer."""
-Expected = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must hold, by group: a layer's, like these, and their number."""
+ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
+"""The blocks that a file must contain, by group: blocks of each layer that have the same form, and
+the number of blocks."""
 
 
-class Corrupt(ValueError):
-    """A file does not hold the content that was written to it."""
+class CorruptFileError(ValueError):
+    """A file's content is not what was written to it."""
 
 
 def num_bytes(layers: Layers) -> int:
+    """Returns the bytes of all blocks of these layers."""
     return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
-def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
+def to_bytes(parts: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
     """Serializes the blocks of some groups as a safetensors file: one tensor
     `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and a
     hash over all tensors and metadata."""
@@ -76,7 +78,7 @@ def to_bytes(parts: dict[int, Layers], name: str, **others: str) -> bytes:
         "format": FORMAT,
         "name": name,
         "layers": json.dumps(forms),
-        **others,
+        **extra_metadata,
     }
     with_hash = metadata | {"hash": _hash(tensors, metadata)}
     return safetensors.torch.save(tensors, with_hash)
@@ -86,76 +88,80 @@ def _metadata(header: bytes) -> dict[str, str]:
     with parsing():
         metadata: dict[str, str] = json.loads(header)["__metadata__"]
         if metadata["format"] != FORMAT:
-            raise Corrupt(f"its format is {shown(metadata['format'])}, not {FORMAT!r}")
+            raise CorruptFileError(f"its format is {shown(metadata['format'])}, not {FORMAT!r}")
         if not {"name", "layers", "hash"} <= metadata.keys():
-            raise Corrupt("its metadata lacks a name, layers or a hash")
+            raise CorruptFileError("its metadata lacks a name, layers or a hash")
         return metadata
 
 
 @contextlib.contextmanager
 def parsing() -> Iterator[None]:
-    """Raises [`Corrupt`] for any error except `MemoryError`: foreign bytes may make parsers raise
-    anything."""
+    """Raises [`CorruptFileError`] in place of any error except `MemoryError`: untrusted bytes may
+    make parsers raise anything."""
     try:
         yield
-    except (Corrupt, MemoryError):
+    except (CorruptFileError, MemoryError):
         raise
     except Exception as error:
         if is_interrupt(error):
             raise
-        raise Corrupt(f"it cannot be read: {type(error).__name__}: {error}") from error
+        raise CorruptFileError(f"it cannot be read: {type(error).__name__}: {error}") from error
 
 
 class BlockFile:
-    """An open file of blocks, whose content is not trusted: it is read beyond the header only if it
-    has the size of the expected blocks."""
+    """An open file of blocks. Its content is not trusted: it is read beyond the header only if the
+    file has the size of the expected blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Raises [`Corrupt`], and `OSError` if the file cannot be opened."""
+        """Raises [`CorruptFileError`], or `OSError` if the file cannot be opened."""
         self._file = io.open(path, "rb", opener=_open_regular)  # noqa: UP020
         try:
             self._num_bytes = os.fstat(self._file.fileno()).st_size
             length = int.from_bytes(self._file.read(8), "little")
             if length > min(self._num_bytes, MAX_HEADER_BYTES):
-                raise Corrupt(f"its header would have {length:,} bytes")
+                raise CorruptFileError(f"its header would have {length:,} bytes")
             self.metadata = _metadata(self._file.read(length))
             self._header_bytes = 8 + length
         except BaseException:
             self.close()
             raise
 
-    def read(self, expected: Expected) -> dict[int, Layers]:
-        """Returns the blocks, on the CPU. Raises [`Corrupt`] unless they match `expected`."""
-        needed = self._header_bytes
+    def read(self, expected: ExpectedBlocks) -> dict[int, Layers]:
+        """Returns the blocks, on the CPU. Raises [`CorruptFileError`] unless they match
+        `expected`."""
+        expected_bytes = self._header_bytes
         forms = {}
-        outline = {}
+        expected_tensors = {}
         for group, (layers, count) in expected.items():
             for index, blocks in layers.items():
                 forms[f"{group}.{index}"] = form_of(blocks)
                 for part, tensor in enumerate(blocks.data):
                     shape = (count, *tensor.shape[1:])
-                    outline[f"{group}.{index}.{part}"] = (tensor.dtype, shape)
-                    needed += math.prod(shape) * tensor.itemsize
-        if needed != self._num_bytes:
-            raise Corrupt(
-                f"it has {self._num_bytes:,} bytes, but these blocks of this model take {needed:,}"
+                    expected_tensors[f"{group}.{index}.{part}"] = (tensor.dtype, shape)
+                    expected_bytes += math.prod(shape) * tensor.itemsize
+        if expected_bytes != self._num_bytes:
+            raise CorruptFileError(
+                f"it has {self._num_bytes:,} bytes, but these blocks of this model take"
+                f" {expected_bytes:,}"
             )
         self._file.seek(0)
-        content = self._file.read(needed)
+        content = self._file.read(expected_bytes)
         with parsing():
             tensors = safetensors.torch.load(content)
             metadata = dict(self.metadata)
             if metadata.pop("hash") != _hash(tensors, metadata):
-                raise Corrupt("its content does not match its hash")
-            read = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-            if read != outline or json.loads(metadata["layers"]) != forms:
-                raise Corrupt("its blocks are not those of this model's layers")
+                raise CorruptFileError("its content does not match its hash")
+            file_tensors = {
+                name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+            }
+            if file_tensors != expected_tensors or json.loads(metadata["layers"]) != forms:
+                raise CorruptFileError("its blocks are not those of this model's layers")
         parts: dict[int, Layers] = {}
         for group, (layers, _) in expected.items():
             parts[group] = {}
             for index, blocks in layers.items():
-                numbers = range(len(blocks.data))
-                data = [tensors[f"{group}.{index}.{part}"] for part in numbers]
+                part_indices = range(len(blocks.data))
+                data = [tensors[f"{group}.{index}.{part}"] for part in part_indices]
                 parts[group][index] = blocks.like(data)
         return parts
 
@@ -164,32 +170,32 @@ class BlockFile:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    """Opens a file without waiting, as opening a FIFO would. Raises [`Corrupt`] if the file is not
-    regular."""
+    """Opens a file without blocking, even if it is a FIFO. Raises [`CorruptFileError`] unless it is
+    a regular file."""
     nonblock = getattr(os, "O_NONBLOCK", 0)
-    file = os.open(path, flags | nonblock)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise Corrupt("it is not a regular file")
-    return file
+    descriptor = os.open(path, flags | nonblock)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptFileError("it is not a regular file")
+    return descriptor
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read, whatever the umask. Replaces an existing file
-    atomically."""
-    part = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part")
+    """Writes a file that only its owner can read and write, whatever the umask. Replaces an
+    existing file atomically."""
+    partial_path = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.part")
     try:
-        part.touch(0o600, exist_ok=False)
-        part.chmod(0o600)  # the umask may have taken the owner's rights
-        part.write_bytes(content)
-        part.replace(path)
+        partial_path.touch(0o600, exist_ok=False)
+        partial_path.chmod(0o600)  # the umask may have removed the owner's rights
+        partial_path.write_bytes(content)
+        partial_path.replace(path)
     finally:
         with contextlib.suppress(OSError):
-            part.unlink()
+            partial_path.unlink()
 
 
 def _make_private(folder: Path) -> None:
-    """Creates a folder and its missing parents, which only their owner can enter. Existing folders
+    """Creates a folder and its missing parents, which only their owner can access. Existing folders
     keep their modes."""
     if os.path.isdir(folder):
         return
@@ -198,24 +204,26 @@ def _make_private(folder: Path) -> None:
         if not os.path.isdir(path):
             with contextlib.suppress(FileExistsError):  # another process has just created it
                 path.mkdir(0o700)
-                path.chmod(0o700)  # the umask may have taken the owner's rights
+                path.chmod(0o700)  # the umask may have removed the owner's rights
 
 
 def form_of(blocks: KVBlocks) -> list[Any]:
     """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
     heads, key_dim, dtypes, codes = blocks.form
-    of_codes = None
+    codes_form = None
     if codes is not None:
-        of_codes = [codes[0], _name(codes[1])]
-    return [heads, key_dim, list(map(_name, dtypes)), of_codes]
+        block_size, codes_dtype = codes
+        codes_form = [block_size, _dtype_name(codes_dtype)]
+    return [heads, key_dim, list(map(_dtype_name, dtypes)), codes_form]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether the path is a regular file. A link is not: this package never writes links."""
+    """Whether the path is a regular file. A symbolic link is not: this package never writes
+    links."""
     status = os.stat(path, follow_symlinks=False)
     return stat.S_ISREG(status.st_mode)
 
@@ -225,6 +233,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Returns the hash of tensors and metadata, in hexadecimal."""
     text = repr(sorted(metadata.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -254,10 +263,10 @@ def check_folder(path: str) -> None:
 
 
 class DiskFolder:
-    """A folder of files with at most `max_bytes`, which other processes may share. Scans the
+    """A folder of files with at most `max_bytes` in all, which other processes may share. Scans the
     directory instead of keeping an index, and deletes the least recently used files first. Logs
-    each kind of error once, and treats errors as misses. An error of the folder itself turns it
-    off: from then on no file is looked up, read or written."""
+    each kind of error once, and treats errors as misses. An error of the folder itself disables it:
+    from then on no file is looked up, read or written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
@@ -266,17 +275,18 @@ class DiskFolder:
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
         self._unreadable: set[str] = set()  # names of files that can be neither read nor deleted
-        self._num_bytes_written: float = math.inf  # bytes since the last scan
+        # by this process since the last scan; infinity before the first
+        self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
-        """Whether the file exists for these `weights`, or, if they are `None`, for any."""
+        """Whether the file exists for these `weights`, or, if they are `None`, for any weights."""
         if self.is_off or name in self._unreadable:
             return False
         try:
             if weights is not None:
                 return _is_regular(self._file(weights, name))
-            # folders of other weights may be another user's: `isfile` treats an error as a miss
+            # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
             folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
             return any(os.path.isfile(folder / f"{name}{SUFFIX}") for folder in folders)
@@ -294,24 +304,24 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, for layers like these. Returns `None` if the file cannot be
-        read or holds another block; from then on `has` returns `False` for it."""
+        """Returns the block in a file, for layers like `layers`; `None` if the file cannot be read
+        or has other content. After that, `has` returns `False` for the file."""
         if self.is_off:
             return None
         path = self._file(weights, name)
         try:
             if not _is_regular(path):
-                raise Corrupt("it is not a regular file")
+                raise CorruptFileError("it is not a regular file")
             with contextlib.closing(BlockFile(path)) as file:
                 written_name = file.metadata["name"]
                 if written_name != f"{weights}/{name}":
-                    raise Corrupt(f"it is a renamed copy of {shown(written_name)}")
+                    raise CorruptFileError(f"it is a renamed copy of {shown(written_name)}")
                 parts = file.read({0: (layers, 1)})
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
             self._unreadable.add(name)
-            if isinstance(error, OSError) and error.errno not in _OF_ONE_FILE:
+            if isinstance(error, OSError) and error.errno not in _ONE_FILE_ERRNOS:
                 self._turn_off(error)
             elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 # a missing file has just been deleted
@@ -319,7 +329,7 @@ class DiskFolder:
                     "read", f"{path} cannot be read, so its tokens are computed: {_describe(error)}"
                 )
             return None
-        except Corrupt as error:
+        except CorruptFileError as error:
             self._unreadable.add(name)
             self._warn("corrupt", f"{path} is dropped, so its tokens are computed: {error}")
             with contextlib.suppress(OSError):
@@ -331,20 +341,22 @@ class DiskFolder:
         return parts[0]
 
     def write(self, weights: str, name: str, layers: Layers) -> None:
+        """Writes a block to its file. After an error, does nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
         path = self._file(weights, name)
         try:
             _make_private(path.parent)
             content = to_bytes({0: layers}, f"{weights}/{name}")
-            if len(content) > self.max_bytes:  # deleting other files would not help
+            if len(content) > self.max_bytes:  # deleting other files does not help
                 self._warn(
                     "small",
                     f"a block of {len(content):,} bytes does not fit in `disk_bytes`"
                     f" ({self.max_bytes:,})",
                 )
                 return
-            if self._num_bytes_written + len(content) > self.max_bytes // 32:  # others write, too
+            # scanned often enough that writes of other processes are noticed
+            if self._num_bytes_written + len(content) > self.max_bytes // 32:
                 self._scan()
             if self.num_bytes + len(content) > self.max_bytes:
                 self._trim(len(content))
@@ -360,21 +372,22 @@ class DiskFolder:
             if is_interrupt(error):
                 raise
             is_full = getattr(error, "errno", None) == errno.ENOSPC
-            full = "; it is full" if is_full else ""
+            full_note = "; it is full" if is_full else ""
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._warn(
                 "write",
                 f"no prefix blocks are written to {self.path} for {RETRY_SECONDS:.0f}"
-                f" seconds{full}: {_describe(error)}. Before the next attempt, free space there,"
-                " let this process write there, or set another `disk_path`",
+                f" seconds{full_note}: {_describe(error)}. Before the next attempt, free space"
+                " there, let this process write there, or set another `disk_path`",
             )
 
     def _file(self, weights: str, name: str) -> Path:
         return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
-        """Counts the bytes of all files and deletes partial files of killed processes. Returns
-        (last use, bytes, path) of each file, oldest first."""
+        """Counts the bytes of all files, and deletes partial files of killed processes. Returns
+        `(last use, bytes, path)` of each file, oldest first; the last use in seconds since the
+        epoch."""
         files = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
@@ -393,7 +406,8 @@ class DiskFolder:
         return sorted(files)
 
     def _trim(self, needed: int) -> None:
-        """Deletes files until `needed` bytes and a tenth of `max_bytes` are free."""
+        """Deletes the least recently used files until `needed` bytes and a tenth of `max_bytes` are
+        free."""
         files = self._scan()
         for _, size, path in files:
             if self.num_bytes + needed <= 0.9 * self.max_bytes:

@@ -1,5 +1,5 @@
-"""Restores the blocks of a prefix that the pool lacks from a store below it. Handles no tensors:
-their content passes through."""
+"""Restores blocks of a prefix that the pool lacks from a tier or a file. Handles no tensors: passes
+the content of blocks on to the store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TierError(Exception):
-    """A store failed to copy blocks, because of `cause`: memory ran out, or the layers differ. The
-    pool is unchanged."""
+    """Copying blocks failed with `cause`: memory ran out, or the layers differ. The pool is
+    unchanged."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -32,13 +32,13 @@ def copying() -> Iterator[None]:
         yield
     except OutOfBlocksError:
         raise
-    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises the second
+    except (MemoryError, RuntimeError, ValueError) as error:  # torch raises `RuntimeError`
         if is_interrupt(error):
             raise
         raise TierError(error) from error
 
 
-def adopt(
+def restore_path(
     store: PrefixStore,
     manager: BlockManager,
     links: Sequence[Link],
@@ -46,54 +46,55 @@ def adopt(
     read: Callable[[int, int], Any | None],
 ) -> bool:
     """Writes the blocks of a path that the pool lacks to new blocks, and registers these as cached.
-    `read` returns their content by group and position. Returns `False` if a block cannot be read.
-    Raises `OutOfBlocksError` if the pool has no free blocks for them, and `TierError` if they
-    cannot be copied or do not fit the layers. In all these cases the pool is unchanged."""
-    cached_ids: list[list[int]] = []  # by group, the path's blocks that the pool has
-    contents: list[dict[int, Any]] = []  # by group, the others by position on the path
-    for number in range(len(manager.groups)):
+    `read(group, index)` returns the content of a group's block at that node of the path. Returns
+    `False` if it returns `None` for a block. Raises `OutOfBlocksError` if too few blocks are free,
+    and `TierError` if blocks cannot be copied or do not fit the layers. In all these cases the pool
+    is unchanged."""
+    cached_ids: list[list[int]] = []  # by group, those of the path's blocks that the pool has
+    contents: list[dict[int, Any]] = []  # by group, content of the others by index on the path
+    for group_index in range(len(manager.groups)):
         cached_ids.append([])
         contents.append({})
-        for n in manager.index.needed(number, len(links)):
-            node = links[n].node
-            block_id = None if node is None else node.block_ids[number]
+        for index in manager.index.needed_nodes(group_index, len(links)):
+            node = links[index].node
+            block_id = None if node is None else node.block_ids[group_index]
             if block_id is not None:
-                cached_ids[number].append(block_id)
+                cached_ids[group_index].append(block_id)
                 continue
             with copying():
-                content = read(number, n)
+                content = read(group_index, index)
             if content is None:
                 return False
-            contents[number][n] = content
-    needs = [len(of_group) for of_group in contents]
+            contents[group_index][index] = content
+    needs = [len(group_contents) for group_contents in contents]
     for group, block_ids in zip(manager.groups, cached_ids):  # so that `take` does not evict them
         group.pool.acquire(block_ids)
-    allocated = manager.take(needs)
+    allocated_ids = manager.take(needs)
     try:
-        if allocated is None:
-            raise manager.refusal or OutOfBlocksError(
+        if allocated_ids is None:
+            raise manager.take_error or OutOfBlocksError(
                 f"needs {sum(needs)} blocks of {manager.size_text} tokens,"
                 f" {manager.num_free} available: raise `num_blocks`"
                 f" ({store.memory.config.num_blocks})"
             )
-        for number, (of_group, block_ids) in enumerate(zip(contents, allocated)):
+        groups = list(zip(contents, allocated_ids))
+        for group_index, (group_contents, block_ids) in enumerate(groups):
             if block_ids:
                 with copying():
-                    store.put_back(number, list(of_group.values()), block_ids)
-        restored = [
-            dict(zip(of_group, block_ids)) for of_group, block_ids in zip(contents, allocated)
-        ]
+                    store.put_back(group_index, list(group_contents.values()), block_ids)
+        # by group, the new blocks by index on the path
+        restored = [dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups]
         node = manager.index.root(namespace)
-        for n, link in enumerate(links):
+        for index, link in enumerate(links):
             node = manager.index.add(
                 node,
                 link.tokens,
-                [of_group.get(n) for of_group in restored],
+                [restored_ids.get(index) for restored_ids in restored],
                 manager.epochs.current,
             )
         manager.num_hits += 1
         return True
     finally:
-        new = allocated or [[] for _ in cached_ids]
-        for group, block_ids, new_ids in zip(manager.groups, cached_ids, new):
+        new_ids_by_group = allocated_ids or [[] for _ in cached_ids]
+        for group, block_ids, new_ids in zip(manager.groups, cached_ids, new_ids_by_group):
             group.pool.release(reversed([*block_ids, *new_ids]))

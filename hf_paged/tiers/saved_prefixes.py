@@ -1,5 +1,5 @@
-"""Saves the cached blocks of one prompt of an engine to a file, and loads them. Leaves the file's
-format to `block_files.py`."""
+"""Saves the cached blocks of one prompt of an engine to a file, and loads them. `block_files.py`
+defines the format of the file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..cache.block_pool import OutOfBlocksError
 from ..config import PrefixTiers, is_whole
 from ..interrupts import restoring
 from ..topics import Topic
-from .block_files import BlockFile, Corrupt, Layers, parsing, to_bytes, write_private
-from .prefixes import TierError, adopt
+from .block_files import BlockFile, CorruptFileError, Layers, parsing, to_bytes, write_private
+from .prefixes import TierError, restore_path
 from .store import PrefixStore, reason_against_saving
 
 
 @restoring
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     """Yields, between two steps, the engine's loop and a store that names and copies its blocks.
-    First verifies the cached blocks against the fingerprint of the current weights."""
+    Before, verifies the cached blocks against the fingerprint of the current weights."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
@@ -61,8 +61,8 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 executor.go_idle()
 
 
-def _saved_to(path: Any) -> Path:
-    """Returns `path` as a `Path`. Raises `OSError` if no file can be written there."""
+def _writable_path(path: Any) -> Path:
+    """Returns `path` as a `Path`. Raises `OSError` unless a file can be written there."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
@@ -80,13 +80,13 @@ def save(
     compute: Callable[[list[int]], tuple[Hashable, ...]],
     path: Any,
 ) -> int:
-    """As `rooms.TiersRoom.save`."""
+    """Implements `rooms.TiersRoom.save`."""
     text, inputs = split_inputs(prompt, None)
     if inputs is not None:
         names = ", ".join(map(str, inputs))
         raise ValueError(f"`prompt` has {names}: only prompts of plain token ids can be saved")
     ids = prompt_ids(text, tokenizer)
-    target = _saved_to(path)
+    target = _writable_path(path)
     with core.keeping_pool():
         namespace = compute(ids)
         with _between_steps(core) as (loop, store):
@@ -113,8 +113,8 @@ def save(
                 )
             parts: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
-                needed = manager.index.needed(group, num_nodes)
-                block_ids = (nodes[number].block_ids[group] for number in needed)
+                needed = manager.index.needed_nodes(group, num_nodes)
+                block_ids = (nodes[index].block_ids[group] for index in needed)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
                     parts[group] = store.copy_out(group, cached_ids)
@@ -131,7 +131,7 @@ def load(core: EngineCore, path: Any) -> int:
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
-    except Corrupt as error:
+    except CorruptFileError as error:
         raise ValueError(f"{path} is not a complete saved prefix: {error}") from error
 
 
@@ -143,7 +143,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         namespace = _tuples(json.loads(file.metadata["namespace"]))
         weights, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
-            raise Corrupt("its tokens are not whole numbers")
+            raise CorruptFileError("its tokens are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
         if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
             raise ValueError(
@@ -159,27 +159,28 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 " `use_mtp` on one side only"
             )
         manager = loop.blocks
-        num_nodes = len(token_ids) // manager.index.block_size
-        # by group, the positions of the blocks that a sequence after `num_nodes` nodes needs
-        positions = []
+        num_nodes = len(token_ids) // manager.index.node_size
+        # by group: the indices of the nodes whose blocks the query after `num_nodes` nodes sees
+        node_indices = []
         expected = {}
         for group in range(len(manager.groups)):
-            needed = manager.index.needed(group, num_nodes)
-            positions.append(needed)
+            needed = manager.index.needed_nodes(group, num_nodes)
+            node_indices.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))
         parts = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
-            raise Corrupt("its tokens do not match its name")
+            raise CorruptFileError("its tokens do not match its name")
 
-        def read(group: int, position: int) -> Layers:
-            return _row(parts[group], positions[group].index(position))
+        def read(group: int, node_index: int) -> Layers:
+            row = node_indices[group].index(node_index)
+            return _select_block(parts[group], row)
 
         failure = None
         with core.memory.changing():
             try:
-                adopt(store, manager, links, namespace, read)
+                restore_path(store, manager, links, namespace, read)
             except TierError as error:  # the pool is unchanged and needs no recovery
                 failure = error
         if failure is not None:
@@ -188,16 +189,16 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
 
 
 def _tuples(value: Any) -> Any:
-    """Converts JSON's nested lists back to tuples. Raises `Corrupt` for types that no namespace
-    has."""
+    """Converts nested lists from JSON back to tuples. Raises `CorruptFileError` for types that no
+    namespace contains."""
     if not isinstance(value, (list, str, int, type(None))):
-        raise Corrupt(f"its namespace contains {value!r}")
+        raise CorruptFileError(f"its namespace contains {value!r}")
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _row(layers: Layers, row: int) -> Layers:
-    """Selects one block of each layer."""
-    cut: Layers = {}
+def _select_block(layers: Layers, row: int) -> Layers:
+    """Returns block `row` of each layer."""
+    selected: Layers = {}
     for index, layer in layers.items():
-        cut[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])
-    return cut
+        selected[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])
+    return selected

@@ -1,5 +1,5 @@
-"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder. Leaves
-when blocks are restored to the scheduler."""
+"""Tiers for evicted prefix blocks: host memory, and files that a thread writes to a folder. The
+scheduler decides when blocks are restored."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from ..seams import TierCounts
 from ..threads import attempt, start
 from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes
-from .prefixes import TierError, adopt
+from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# of blocks that may wait to be written or confirmed even if little memory is free
+# bytes of blocks that may wait to be written or confirmed, even if little memory is free
 QUEUE_BYTES = 256 << 20
-# of unconfirmed blocks above which the engine takes a fingerprint just to confirm them
+# bytes of unconfirmed blocks, above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
 
 
@@ -50,13 +50,13 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; hash of tokens, with the group
+_Key = tuple[str, str]  # hash of weights and options; hash of tokens, and the group
 
 
 class PrefixStore:
-    """The tiers of one memory, for the groups of one manager (`seams.Tier`). Copies evicted blocks
-    to host memory at once, before they are overwritten; a thread, alive while blocks are unwritten,
-    writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
+    """The tiers of one memory, for the layer groups of one manager (`seams.Tier`). Copies evicted
+    blocks to host memory at once, before they are overwritten; a thread, which runs while blocks
+    are unwritten, writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class PrefixStore:
     ) -> None:
         groups = blocks.groups
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
-        # with several devices, the first forward shows which device has a layer's blocks
+        # on several devices, only the first forward shows which device has a layer's blocks
         device = compute_device(model) if len(devices) < 2 else None
         self.config = config
         self.expected = layout.layers
@@ -83,11 +83,11 @@ class PrefixStore:
             block_sizes = max(sizes, default=0)
         options = (block_sizes, memory_config.kv_dtype, memory_config.batch_invariant)
         specs = [repr(group.spec) for group in groups]
-        self._form = FORMAT, options, specs
+        self._format_key = FORMAT, options, specs
         expected = self.expected if device is not None else ()
         self._outlines = [
             {
-                layer.layer: group.storage.outline(*layer.states)
+                layer.layer_index: group.storage.outline(*layer.states)
                 for layer in expected
                 if layer.spec == group.spec
             }
@@ -103,33 +103,33 @@ class PrefixStore:
         self._pending: dict[str, _Entry] = {}  # blocks of unconfirmed weights
         # blocks in host memory, in LRU order, most recent last
         self._host_entries: OrderedDict[_Key, _Entry] = OrderedDict()
-        # keys of `_host_entries` still to be written to disk
+        # keys of `_host_entries` that are not yet written to disk
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
-        self._sizes = {"pending": 0, "host": 0, "unwritten": 0}
+        self._num_bytes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
-        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks
+        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks copied here, back, or not
         self._weights_cache: tuple[Any, str] = (None, "")
-        self.warned_errors: set[type] = set()  # the errors that a warning has named
+        self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.in_child(self)
         _stores.add(self)
 
     @property
     def _disk(self) -> DiskFolder | None:
-        """The folder; `None` if there is none, or if it is off."""
+        """The folder; `None` if there is none or it is off."""
         if self._folder is None or self._folder.is_off:
             return None
         return self._folder
 
     @property
     def _weights(self) -> str | None:
-        """Hash of everything besides tokens on which blocks depend, the same in every process;
-        `None` without a fingerprint."""
+        """Hash of everything besides tokens that determines the content of blocks, the same in
+        every process; `None` without a fingerprint."""
         fingerprint = self.memory.fingerprint
         if fingerprint is None:
             return None
         groups = range(len(self._groups))
         layers = [sorted(self.layers(group)) for group in groups]
-        content = (fingerprint, self._form, layers)
+        content = (fingerprint, self._format_key, layers)
         if self._weights_cache[0] != content:
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
             self._weights_cache = (content, digest.hexdigest())
@@ -137,7 +137,7 @@ class PrefixStore:
 
     @property
     def weights(self) -> str:
-        """`_weights`, when a fingerprint exists."""
+        """`_weights`, while there is a fingerprint."""
         weights = self._weights
         assert weights is not None
         return weights
@@ -147,15 +147,15 @@ class PrefixStore:
         disk_bytes = 0
         if disk is not None:
             disk_bytes = disk.num_bytes
-        host_bytes = self._sizes["host"] + self._sizes["pending"]
+        host_bytes = self._num_bytes["host"] + self._num_bytes["pending"]
         return TierCounts(host_bytes, disk_bytes, self.num_kept, self.num_restored)
 
     @property
     def wants_confirmation(self) -> bool:
-        """Whether more than `PENDING_BYTES` are unconfirmed."""
-        return self._sizes["pending"] > PENDING_BYTES
+        """Whether unconfirmed blocks take more than `PENDING_BYTES`."""
+        return self._num_bytes["pending"] > PENDING_BYTES
 
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+    def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
         name = _name(group, digest)
         weights = self._weights
         if weights is None or self._groups[group].is_incomplete:
@@ -167,33 +167,34 @@ class PrefixStore:
             if self._disk is None and not self._host_bytes:  # no tier has space for it
                 return
             try:
-                num_queued = self._sizes["unwritten"] + self._sizes["pending"]
-                max_queued = QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4
-                if num_queued > max_queued:
+                queued_bytes = self._num_bytes["unwritten"] + self._num_bytes["pending"]
+                max_queued_bytes = QUEUE_BYTES + free_bytes(torch.device("cpu")) // 4
+                if queued_bytes > max_queued_bytes:
                     self.num_skipped += 1  # writes are slower than evictions
                     return
                 layers = self.copy_out(group, [block_id])
-            except (MemoryError, OSError, RuntimeError) as error:  # from `psutil` and torch
+            except (MemoryError, OSError, RuntimeError) as error:  # of `psutil` and torch
                 if is_interrupt(error):
                     raise
                 self.num_skipped += 1
                 return
             entry = _Entry(layers, num_bytes(layers))
             self.num_kept += 1
-            if is_vouched_for:
+            if is_verified:
                 self._add_to_host(key, entry)
             else:
                 self._pending[name] = entry
-                self._sizes["pending"] += entry.num_bytes
+                self._num_bytes["pending"] += entry.num_bytes
         self._start_writer()
 
     def layers(self, group: int) -> Mapping[int, KVBlocks]:
-        """Returns the layers of a group. Before they are allocated, returns blocks of their shapes
-        without memory, or nothing if the shapes are unknown."""
+        """Returns the layers of a group. Before they are allocated, returns blocks of the same
+        shapes without memory; none if the shapes are unknown."""
         allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
         return allocated or self._outlines[group]
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
+        """Returns copies of a group's blocks in host memory."""
         layers = self._groups[group].storage.layers
         return {
             index: HostLayer.copy_of(layer, block_ids).blocks for index, layer in layers.items()
@@ -209,13 +210,14 @@ class PrefixStore:
     def discard(self) -> None:
         with self._lock:
             self._pending.clear()
-            self._sizes["pending"] = 0
+            self._num_bytes["pending"] = 0
 
     def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
         return len(self._path(blocks, sequence)) * blocks.node_size
 
     def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
-        """Returns the path that `match` would attach if the pools held all blocks of this store."""
+        """Returns the path that `BlockManager.match` would attach if the pools also had all blocks
+        of this store."""
         namespace = sequence.request.namespace
         if not blocks.prefix_caching or namespace is UNCACHED:
             return []
@@ -226,10 +228,11 @@ class PrefixStore:
         try:
             return self._restore(blocks, sequence)
         except OutOfBlocksError:
-            # the prefix is computed instead, once there are free blocks
+            # then its tokens are computed, once there are free blocks
             return False
         except TierError as error:
-            # the prefix is computed instead; any other error may have split a change of the blocks
+            # then its tokens are computed. Any other error may have left a change of blocks half
+            # done
             if type(error.cause) not in self.warned_errors:
                 self.warned_errors.add(type(error.cause))
                 message = (
@@ -240,19 +243,19 @@ class PrefixStore:
             return False
 
     def _restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
-        def read(group: int, n: int) -> Layers | None:
-            return self.read(group, links[n].digest)
+        def read(group: int, index: int) -> Layers | None:
+            return self.read(group, links[index].digest)
 
         while True:  # ends, since `_path` no longer finds a block that `read` missed
             links = self._path(blocks, sequence)
             if len(links) * blocks.node_size <= sequence.num_computed_tokens:
                 return False
-            if adopt(self, blocks, links, sequence.request.namespace, read):
+            if restore_path(self, blocks, links, sequence.request.namespace, read):
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
         """Whether the store has the group's block with this digest, perhaps unconfirmed. `read` may
-        still miss it."""
+        still fail to return it."""
         name = _name(group, digest)
         weights = self._weights
         if not self.layers(group):
@@ -264,7 +267,8 @@ class PrefixStore:
             return disk is not None and disk.has(weights, name)
 
     def read(self, group: int, digest: bytes) -> Layers | None:
-        """Returns the block's content under the current weights, or `None`."""
+        """Returns the content of a block that the current weights computed; `None` if it is
+        missing."""
         name = _name(group, digest)
         key = (self.weights, name)
         with self._lock:
@@ -278,16 +282,16 @@ class PrefixStore:
             layers = disk.read(*key, self.layers(group))
         if layers is None:  # make `has` return `False` from now on
             with self._lock:
-                lost = self._pending.pop(name, None)
-                self._sizes["pending"] -= 0 if lost is None else lost.num_bytes
+                entry = self._pending.pop(name, None)
+                self._num_bytes["pending"] -= 0 if entry is None else entry.num_bytes
         return layers
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
-        """Writes contents from `read` to blocks. Raises `ValueError` if they do not fit the
-        layers."""
-        memory = self._groups[group]
+        """Writes the contents of blocks, as `read` returns them, to blocks of the pool. Raises
+        `ValueError` if they do not fit the layers."""
+        group_memory = self._groups[group]
         layers = contents[0]
-        pool_layers = memory.storage.layers
+        pool_layers = group_memory.storage.layers
         forms = [{index: layer.form for index, layer in content.items()} for content in contents]
         have_other_forms = any(form != forms[0] for form in forms)
         has_other_layers = pool_layers and pool_layers.keys() != layers.keys()
@@ -295,30 +299,31 @@ class PrefixStore:
             raise ValueError("the blocks do not belong to these layers")
         host = HostBlocks()
         for index, layer in layers.items():
-            data = [content[index].data for content in contents]
-            joined = [torch.cat(parts) for parts in zip(*data)]
+            block_data = [content[index].data for content in contents]
+            data = [torch.cat(tensors) for tensors in zip(*block_data)]
             device = self._device
             if index in pool_layers:
                 device = pool_layers[index].keys.device
             assert device is not None
-            host[index] = HostLayer(layer.like(joined), device)
-        put_back(memory, host, dict(enumerate(block_ids)))
+            host[index] = HostLayer(layer.like(data), device)
+        put_back(group_memory, host, dict(enumerate(block_ids)))
         self.num_restored += len(block_ids)
 
     def _add_to_host(self, key: _Key, entry: _Entry) -> None:
+        """Adds a confirmed block to host memory, to be written to disk if there is a folder."""
         if key in self._host_entries:
             return
         self._host_entries[key] = entry
-        self._sizes["host"] += entry.num_bytes
+        self._num_bytes["host"] += entry.num_bytes
         if self._disk is not None:
             self._unwritten[key] = None
-            self._sizes["unwritten"] += entry.num_bytes
+            self._num_bytes["unwritten"] += entry.num_bytes
         self._trim()
 
     def _trim(self) -> None:
-        """Evicts written blocks from host memory, in LRU order, until they fit its limit. Unwritten
-        blocks do not count."""
-        excess = self._sizes["host"] - self._sizes["unwritten"] - self._host_bytes
+        """Evicts written blocks from host memory, least recently used first, until they fit its
+        limit. Unwritten blocks do not count."""
+        excess = self._num_bytes["host"] - self._num_bytes["unwritten"] - self._host_bytes
         if excess <= 0:
             return
         for key in list(self._host_entries):
@@ -326,16 +331,17 @@ class PrefixStore:
                 break
             if key not in self._unwritten:
                 excess -= self._host_entries[key].num_bytes
-                self._sizes["host"] -= self._host_entries.pop(key).num_bytes
+                self._num_bytes["host"] -= self._host_entries.pop(key).num_bytes
 
     def _start_writer(self) -> None:
         thread = self._thread
         if self._unwritten and (thread is None or not thread.is_alive()):
             # not a daemon, so that the interpreter waits until all blocks are written. If no thread
-            # can start, `_write_all` writes them
+            # can be started, `_write_all` writes them
             self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
+        """Writes blocks to disk until none is unwritten."""
         while True:
             with self._lock:
                 key = next(iter(self._unwritten), None)
@@ -349,17 +355,17 @@ class PrefixStore:
             finally:
                 with self._lock:
                     if self._unwritten.pop(key, key) is None:
-                        self._sizes["unwritten"] -= entry.num_bytes
+                        self._num_bytes["unwritten"] -= entry.num_bytes
                     self._trim()
 
     def wait(self) -> None:
-        """Waits until every evicted block is on disk or could not be written."""
+        """Waits until every evicted block is on disk or its write has failed."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process, drops unwritten blocks, which the parent writes, and unconfirmed
+        """Drops, in a child process, unwritten blocks, which the parent writes, and unconfirmed
         blocks."""
         self._thread = None
         for key in self._unwritten:
@@ -367,7 +373,7 @@ class PrefixStore:
                 del self._host_entries[key]
         self._unwritten.clear()
         self.discard()
-        self._sizes = {
+        self._num_bytes = {
             "pending": 0,
             "host": sum(entry.num_bytes for entry in self._host_entries.values()),
             "unwritten": 0,
@@ -381,8 +387,9 @@ def make_tier(
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
-    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`), a new one
-    unless the tier of `blocks` fits; or `None` and the reason."""
+    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`): the tier
+    of `blocks`, if it fits the config and the layers, else a new one. If there can be none, returns
+    `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
     reason = reason_against_saving(memory, blocks)
@@ -401,19 +408,20 @@ def make_tier(
 
 
 def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
-    """Returns the reason that cached prefixes cannot leave the pool; `None` if they can."""
+    """Returns the reason why cached prefixes cannot be copied out of the pool; `None` if they
+    can."""
     if not blocks.prefix_caching:
         return Topic.PREFIX_TIERS("prompts of this model are not cached")
     if memory.processes is not None:
-        return Topic.PREFIX_TIERS("their keys and values are in several processes")
+        return Topic.PREFIX_TIERS("keys and values are split over several processes")
     if blocks.keeps_states:
         return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
     return None
 
 
 def check(config: PagedConfig) -> None:
-    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use
-    it."""
+    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use the
+    folder."""
     tiers = PrefixTiers.coerce(config.prefix_tiers)
     if tiers is not None and tiers.disk_path is not None:
         check_folder(os.fspath(tiers.disk_path))
@@ -427,7 +435,7 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
 def _write_all() -> None:
-    """Writes all cached blocks to disk when the process ends."""
+    """Writes all cached blocks to disk when the process exits."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:

@@ -116,8 +116,8 @@ def _content_length(headers: Any) -> int:
 
 
 class _MessageQueue:
-    """Reads a client's messages from `receive` at the app's pace: it holds one at a time. Disconnects
-    the client at its own disconnection, at an error, and at a body of more than `max_bytes`."""
+    """Reads a client's messages from `receive` at the app's pace: it holds one at a time. Ends the
+    client's requests when it disconnects, at an error, and at a body of more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
         self._receive = receive

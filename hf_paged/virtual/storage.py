@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import compat, forks
 from ..cache.block_pool import BlockPool
-from ..cache.copies import BlockCopies
+from ..cache.copies import BlockCopier
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
@@ -55,9 +55,9 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` blocks (`cache.block_pool.Take`), each the one after the block before, at first
-    the last of `after`. If that is not free, takes the first block of a free run of `run_length`,
-    or else the free block with the lowest id."""
+    """Takes `count` blocks (`block_pool.BlockSelector`), each the one after the block before, at
+    first the last of `after`. If that is not free, takes the first block of a free run of
+    `run_length`, or else the free block with the lowest id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -290,7 +290,7 @@ class MappedStorage(BlockStorage):
         """`before_move`: called before blocks move to other addresses, to gather all handles: after
         a fork, the child's own pages are mapped only at the current addresses."""
         super().__init__(block_size, pool, spec)
-        self._copies = BlockCopies(launches=False)
+        self._copier = BlockCopier(can_launch=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None

@@ -37,7 +37,7 @@ class DictTier(dict[bytes, Any]):
         (self.group,) = blocks.groups
         self.num_restored = 0
 
-    def keep(self, group: int, block_id: int, digest: bytes, is_vouched_for: bool) -> None:
+    def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
         self[digest] = copy_out(self.group, [block_id])
 
     def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:

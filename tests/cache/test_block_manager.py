@@ -162,7 +162,7 @@ def test_an_error_in_one_group_leaves_no_block_of_another(
 
     with monkeypatch.context() as patch:
         patch.setattr(blocks.groups[1], "ensure_free", ensure_free)
-        for call in (lambda: blocks.append(sequence, 5), lambda: blocks.has_room([2, 2])):
+        for call in (lambda: blocks.append(sequence, 5), lambda: blocks.can_take([2, 2])):
             with pytest.raises(error, match="on purpose"):
                 call()
             assert [group.pool.num_used for group in blocks.groups] == [0, 0]
@@ -176,9 +176,9 @@ def test_append_that_one_group_cannot_serve_changes_nothing() -> None:
     assert not blocks.append(sequence, 5)
     assert [pool.num_free for pool in pools] == [4, 1] and sequence.tables[0].num_tokens == 0
     assert (
-        not blocks.has_room([1, 2])
-        and blocks.has_room([4, 1])
-        and not blocks.has_room([1, 1], reserve=4)
+        not blocks.can_take([1, 2])
+        and blocks.can_take([4, 1])
+        and not blocks.can_take([1, 1], reserve=4)
     )
 
 
@@ -317,7 +317,7 @@ def test_a_group_gives_its_unused_memory_to_another_and_grows_again() -> None:
     first, second = GroupSpec(), GroupSpec("second")
     states = torch.zeros(1, 2, 4, 16)
     for spec in (first, second):
-        memory.group(spec).layer(0, states, states, num_layers=1, num_begun=0)
+        memory.group(spec).layer(0, states, states, num_layers=1, num_new_tables=0)
     memory._limit_bytes = 40 * memory.group(first).block_bytes
     memory.group(first).ensure_free(30)
     blocks = memory.manager([second, first])
@@ -333,7 +333,7 @@ def test_a_layer_made_anew_serves_nothing_from_before() -> None:
     blocks.free(stored(blocks, range(32)))
 
     states = torch.zeros(1, 2, 4, 16)
-    member.layer(0, states, states, num_layers=1, num_begun=0)
+    member.layer(0, states, states, num_layers=1, num_new_tables=0)
     assert member.pool.num_cached == 0
     blocks.check_integrity()
 

@@ -134,12 +134,12 @@ def test_a_write_to_a_block_that_others_read_is_seen_ever_after() -> None:
     pool.acquire([shared])
     pool.keep(kept, lambda _: None)
     tables = [[shared, kept, own], [shared]]
-    pool.note_write([own])
+    pool.check_writable([own])
     pool.check_integrity(tables)
     for block_id, found in ((shared, "refcount 2, kept: False"), (kept, "refcount 1, kept: True")):
         message = f"block {block_id} would be overwritten: {found}"
         with pytest.raises(AssertionError, match=message):
-            pool.note_write([own, block_id])
+            pool.check_writable([own, block_id])
         with pytest.raises(AssertionError, match=message):
             pool.check_integrity(tables)
 

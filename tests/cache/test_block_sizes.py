@@ -11,7 +11,7 @@ from hf_paged.cache.block_sizes import (
     MIN_GAIN,
     BlockSizes,
     Costs,
-    HeldTokens,
+    Occupancy,
     choose,
 )
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
@@ -23,9 +23,9 @@ WINDOW = GroupSpec(window=32)
 
 def test_half_a_block_of_a_row_is_lost_and_a_whole_one_behind_its_window() -> None:
     times = {8: 1.25, 16: 1.0}
-    assert HeldTokens.of([24, 40]).losses(16, times) == (16 / 80, 0.0)
-    assert HeldTokens.of([24, 40]).losses(8, times) == (8 / 72, pytest.approx(0.2))
-    assert HeldTokens.of([24, 40], window=32).losses(16, times) == (24 / (24 + 32 + 24), 0.0)
+    assert Occupancy.of([24, 40]).losses(16, times) == (16 / 80, 0.0)
+    assert Occupancy.of([24, 40]).losses(8, times) == (8 / 72, pytest.approx(0.2))
+    assert Occupancy.of([24, 40], window=32).losses(16, times) == (24 / (24 + 32 + 24), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_size_grows_with_the_lengths(length: int, size: int) -> None:
     choice = choose([length] * 3, SLOWER_IF_SMALL)
     assert choice.block_size == size
     assert f"with sequences of {length} tokens (3 of them); made up" in choice.reason
-    memory, time = HeldTokens.of([length]).losses(size, SLOWER_IF_SMALL.times)
+    memory, time = Occupancy.of([length]).losses(size, SLOWER_IF_SMALL.times)
     assert f"{memory:.1%} of memory and {time:.1%} of attention time" in choice.reason
     assert choose([length], FLAT).block_size == 4, (
         "where all sizes are as fast the smallest wastes least"
@@ -61,27 +61,25 @@ def test_without_lengths_or_times_it_is_the_default() -> None:
 
 def test_sizes_stay_until_others_are_clearly_better() -> None:
     sizes = BlockSizes(SLOWER_IF_SMALL, expected=[1500])
-    assert sizes.of(FULL_ATTENTION) == 64 and sizes.renewed() is None, "nothing has ended"
+    assert sizes.of(FULL_ATTENTION) == 64 and sizes.rechoose() is None, "nothing has ended"
     for _ in range(20):
         sizes.note(400)
     assert choose(sizes.lengths, SLOWER_IF_SMALL).block_size == 32
-    lost = {
-        size: sum(HeldTokens.of([400]).losses(size, SLOWER_IF_SMALL.times)) for size in (64, 32)
-    }
-    assert 0 < lost[64] - lost[32] < MIN_GAIN and sizes.renewed() is None
+    lost = {size: sum(Occupancy.of([400]).losses(size, SLOWER_IF_SMALL.times)) for size in (64, 32)}
+    assert 0 < lost[64] - lost[32] < MIN_GAIN and sizes.rechoose() is None
     for _ in range(200):
         sizes.note(10)
-    later = sizes.renewed()
+    later = sizes.rechoose()
     assert later is not None and later.of(FULL_ATTENTION) < 64 == sizes.of(FULL_ATTENTION)
     assert (len(later.lengths), later.num_ended, sizes.num_ended) == (220, 0, 220)
-    assert later.renewed() is None
+    assert later.rechoose() is None
 
 
 def test_a_size_of_which_no_time_is_known_gives_way() -> None:
     sizes = BlockSizes(Costs({4: 1.0, 8: 1.0}, "made up"))
     assert sizes.of(FULL_ATTENTION) == DEFAULT_BLOCK_SIZE
     sizes.note(100)
-    later = sizes.renewed()
+    later = sizes.rechoose()
     assert later is not None and later.of(FULL_ATTENTION) == 4
 
 

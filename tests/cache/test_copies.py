@@ -9,7 +9,7 @@ import torch
 
 from hf_paged import kernels
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.copies import BlockCopies, copy_portable
+from hf_paged.cache.copies import BlockCopier, copy_portable
 from hf_paged.cache.storage import BlockStorage
 from tests.support.kernels.device import DEVICE, available
 
@@ -112,7 +112,7 @@ def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
 
 def test_no_layers() -> None:
     BlockStorage(4, BlockPool()).copy_blocks([(0, 1)])
-    BlockCopies().make([], [(3, 3)])
+    BlockCopier().copy([], [(3, 3)])
 
 
 def test_plain_copies_of_tensors_of_any_strides() -> None:

@@ -108,7 +108,7 @@ def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
 def test_another_thread_begins_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(idle, "_take_due", lambda: [][0])
+        patch.setattr(idle, "_pop_due", lambda: [][0])
         model.generate(PROMPT, **_paged(0.01))
         assert _wait_for(lambda: not idle._is_running) and _held(model) > 0
     model.generate(PROMPT, **_paged(0.01))

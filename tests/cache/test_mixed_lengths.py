@@ -239,7 +239,7 @@ def test_a_refused_operation_leaves_the_layers_together() -> None:
         ),
         (
             torch.tensor([0.0, 1.0]),
-            r"row numbers must be a vector of int32 or int64, not torch.float32 of shape \(2,\)",
+            r"row indices must be a vector of int32 or int64, not torch.float32 of shape \(2,\)",
         ),
         (torch.tensor([1, 0, 1], dtype=torch.uint8), r"not torch.uint8 of shape \(3,\)"),
         (torch.tensor([[0, 1]]), r"not torch.int64 of shape \(1, 2\)"),

@@ -141,7 +141,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(age=st.integers(0, 2))
     def forget_before(self, age: int) -> None:
-        self.index.forget_before(self.epoch - age)
+        self.index.remove_before(self.epoch - age)
         for key, entry in list(self.entries.items()):
             if entry.epoch < self.epoch - age:
                 self.forget(*key)
@@ -196,7 +196,7 @@ def test_needed_is_what_the_next_token_sees(window: int | None, ratio: int) -> N
             for p in range(4 * num_nodes)
             if window is None or 4 * num_nodes - p < window
         }
-        assert list(index.needed(0, num_nodes)) == [
+        assert list(index.needed_nodes(0, num_nodes)) == [
             block * ratio + ratio - 1 for block in sorted(seen)
         ]
 
@@ -244,7 +244,7 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
     # indexes the block that the window group lacked
     fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)
     assert len(index.find([5, 5], None, 1)) == 1
-    index.forget_before(2)
+    index.remove_before(2)
     assert index.find([5, 5], None, 1) == []
 
 

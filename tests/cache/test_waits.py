@@ -79,11 +79,11 @@ def test_calls_that_fit_together_go_on_together_in_the_order_in_which_they_came(
 
     claims = [claim(num_blocks) for num_blocks in (5, 3, 9, 1)]
     assert [each.fits(8) for each in claims] == [True, True, False, False]
-    claims[0].leave()
+    claims[0].withdraw()
     assert [each.fits(8) for each in claims[1:]] == [True, False, False], (
         "the third is not overtaken"
     )
-    claims[1].leave()
+    claims[1].withdraw()
     assert [each.fits(8) for each in claims[2:]] == [True, False], (
         "the first may need more than there is"
     )

@@ -30,14 +30,14 @@ WRITERS: dict[str, set[str]] = {
         "MappedStorage.copy_blocks",  # called by it
         "BlockManager.flush_copies",  # both are called by the one before
         "BlockManager.extend",
-        "BlockCopies._launch",  # of tensors
+        "BlockCopier._launch",  # of tensors
     },
     "put_back": {
         "put_back",
         "PrefixStore.put_back",
         "BlockSwapper.swap_in",
         "CacheRows.__setstate__",  # a separate memory
-        "adopt",
+        "restore_path",
     },
     "clear": {"GroupMemory.release"},  # of a storage
 }
@@ -91,7 +91,7 @@ def test_a_mirror_that_does_what_it_is_told_holds_the_same(window: int | None) -
     groups = [memory.group(spec) for memory in (here, there)]
     for group in groups:
         group.take(4)
-        group.layer(0, states, states, num_layers=1, num_begun=None)
+        group.layer(0, states, states, num_layers=1, num_new_tables=None)
         for tensor in group.storage.layers[0].data:
             tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
     own, other = groups

@@ -32,10 +32,20 @@ from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
 DEVICE = torch.device("meta")
 
 
+class NumberMode(FakeTensorMode):
+    """Knows the number in a tensor filled with it, so that code can read it, as on a device."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.full.default and result.numel() == 1:
+            result.constant = torch.tensor(args[1], dtype=result.dtype, device="cpu")
+        return result
+
+
 def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
     """Runs the step of `inputs` twice, as `CudaGraphs.capture` does. Raises the errors that a
     capture would raise."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = NumberMode(allow_non_fake_inputs=True)
     known: dict[int, Tensor] = {}
 
     def move(tensor: Tensor) -> Tensor:
@@ -47,7 +57,7 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
 
     def move_step(step: StepMetadata) -> StepMetadata:
         assert step.lengths is not None
-        lengths = Lengths(*(None if x is None else move(x) for x in step.lengths))  # type: ignore[arg-type]
+        lengths = Lengths(*(None if x is None else move(x) for x in step.lengths))
         tables, slots, cascade = move(step.block_tables), step.slots, step.cascade
         if cascade is not None:
             cascade = Cascade(

@@ -89,10 +89,20 @@ NOT_CAPTURED = {
 }
 """Causal architectures that run packed but are not recorded on a device, with the reason."""
 
-WITHOUT_CHUNKS = {"GitForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
-"""Of the others, those whose steps with chunks are not: attention in chunks is laid out on the
-host; GIT, packed in an engine of text alone, has attention code that gets the longest row's
-keys."""
+# their own attention code gets as many keys as the longest row has
+OWN_CODE = {
+    "BloomForCausalLM",
+    "FalconForCausalLM",
+    "GitForCausalLM",  # packed in an engine of text alone
+    "GPTNeoXJapaneseForCausalLM",
+    "MptForCausalLM",
+    "XGLMForCausalLM",
+    *(("CodeGenForCausalLM", "GPTJForCausalLM") if models.BEFORE_5_24 else ()),
+}
+# attention in chunks is laid out on the host
+CHUNKED = {"Llama4ForCausalLM", "Llama4ForConditionalGeneration"}
+WITHOUT_CHUNKS = OWN_CODE | CHUNKED
+"""Of the others, those whose steps with chunks are not recorded."""
 
 
 def reason_against_capture(

@@ -322,7 +322,8 @@ def test_positions_on_axes_are_replayed(name: str, mode: str) -> None:
                 medium,
                 seed,
             )
-        assert_recorded(model, NUM_TOKENS - 1)
+        # the second call's first step has shorter rows than those of the first call's replays
+        assert_recorded(model, NUM_TOKENS - 2)
 
 
 def test_text_joins_requests_whose_positions_are_on_axes() -> None:

@@ -22,7 +22,13 @@ import safetensors.torch
 import torch
 
 from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.tiers.block_files import BlockFile, Corrupt, DiskFolder, check_folder, to_bytes
+from hf_paged.tiers.block_files import (
+    BlockFile,
+    CorruptFileError,
+    DiskFolder,
+    check_folder,
+    to_bytes,
+)
 from tests.cache.test_swap import LAYOUTS, SIZE, states
 from tests.support.missing import forbidden
 
@@ -165,14 +171,14 @@ def test_any_other_byte_is_noticed(tmp_path: Path) -> None:
         changed[place] ^= 1 << draw.randrange(8)
         try:
             found, name = read(bytes(changed))
-        except Corrupt:
+        except CorruptFileError:
             continue
         assert_same(found, layers(3))  # as after padding behind the header
         assert name == NAME
     for length in [0, 7, 8, 100, header - 1, header, header + 1, len(content) - 1]:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptFileError):
             read(content[:length])
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptFileError):
         read(content + b"\0")
 
 

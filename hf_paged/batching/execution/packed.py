@@ -198,9 +198,10 @@ class PackedRunner(Runner):
         recordings: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
             recordings = recorded_prompts(plan)
+        replayed = None
         if not recordings:
             replayed = self._replay(tokens, context)
-            if replayed is not None:
+            if replayed is not None and self._is_checked:
                 return replayed
         extra = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
         if self._processes is not None:
@@ -217,7 +218,10 @@ class PackedRunner(Runner):
             stop = end + len(prompt_tokens)
             recording.record(position, logits[end:stop])
             end = stop
-        return logits[: len(tokens.last)]
+        logits = logits[: len(tokens.last)]
+        if replayed is not None and self.recorder is not None:
+            self.recorder.check([(logits, replayed)])
+        return logits
 
     def run_ahead(
         self,
@@ -249,8 +253,12 @@ class PackedRunner(Runner):
             token_ids,
             keeps_hidden,
         )
-        self.num_captured_steps += logits is not None
+        self.num_captured_steps += logits is not None and self._is_checked
         return logits
+
+    @property
+    def _is_checked(self) -> bool:
+        return self.recorder is not None and self.recorder.is_checked
 
     def compute(
         self,

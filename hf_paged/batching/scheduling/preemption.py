@@ -199,7 +199,7 @@ class Preemption:
             step = 1 if skips else longest
             more = manager.num_spanned(first, num_tokens, step, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, more)]
-        if not manager.has_room(needs, reserved):
+        if not manager.can_take(needs, reserved):
             self.reset(request)
             return False
         is_restorable = self._is_restorable(request)
@@ -243,7 +243,7 @@ class Preemption:
         manager.flush_copies()  # the targets of queued copies may be allocated again
         if not self.swapper.swap_in(request):
             return False
-        if manager.has_room(growth):
+        if manager.can_take(growth):
             return True
         self.swap_out_or_free(request)
         return False

@@ -154,7 +154,7 @@ class Scheduler:
             elif not is_released and self.blocks.memory.release_unused():
                 is_released = True
             else:
-                raise self.queue.out_of_blocks(first) from self.blocks.refusal
+                raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
     def _continue_running(self) -> int:
         """Schedules tokens of running requests; returns the token budget left for prefills."""
@@ -300,7 +300,7 @@ class Scheduler:
         if self.queue.running or not is_alone:
             return
         if request.num_tokens_alone == num_tokens:
-            raise self.queue.out_of_blocks(request) from self.blocks.refusal
+            raise self.queue.out_of_blocks(request) from self.blocks.take_error
         request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
             # cached window blocks would keep their bytes

@@ -17,7 +17,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.attention import backends
 from hf_paged.batching.factory import empty_cache, make_runner
-from hf_paged.cache.copies import BlockCopies
+from hf_paged.cache.copies import BlockCopier
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import hashing, lora
@@ -156,7 +156,7 @@ def store() -> tuple[Any, Any]:
 def copy() -> tuple[Any, Any]:
     tensors = [torch.randn(5, 2, 3), torch.randn(5, 4)]
     expected = [x[[0, 1, 0, 3, 1]] for x in tensors]
-    BlockCopies().make(tensors, [(0, 2), (1, 4)])
+    BlockCopier().copy(tensors, [(0, 2), (1, 4)])
     return torch.cat([x.flatten() for x in tensors]), torch.cat([x.flatten() for x in expected])
 
 

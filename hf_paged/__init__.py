@@ -49,8 +49,8 @@ def _is_command() -> bool:
     """Whether Python imports the package to run `python -m hf_paged`. That command starts another
     program and needs no model, so it starts at once, without torch and transformers. Any other
     import of hf_paged installs it."""
-    # while Python looks for the module, `sys.argv` has "-m" in place of its path; the original
-    # arguments have the module's name before those that remain
+    # while Python looks for the module, `sys.argv` begins with "-m" instead of the module's path;
+    # in `sys.orig_argv`, the module's name precedes the remaining arguments
     return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (
         "hf_paged",
         "-mhf_paged",

@@ -33,13 +33,14 @@ except ValueError as error:  # a default that the environment sets
     print(f"python -m hf_paged: {error}", file=sys.stderr)
     sys.exit(2)
 
-STARTUP = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
-OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}  # of `install`
+STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
+# by option of the command: the option of `install`
+OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
-# An engine shares its cores with the web server, so a thread of a parallel loop may have no core.
-# By default the other threads then spin for milliseconds, and occupy the cores that it needs. This
-# many spins take microseconds; then they sleep (manual of libgomp, GOMP_SPINCOUNT).
-WAITING = {"GOMP_SPINCOUNT": "10000"}
+# An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
+# By default, the other threads then spin for milliseconds on the cores that it needs. This many
+# spins take microseconds; then the threads sleep (manual of libgomp, GOMP_SPINCOUNT).
+SERVER_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 RUN = """
 Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts,
@@ -56,7 +57,7 @@ the program.
 """
 
 
-def setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `"block_size=32"` into a name and a value: a Python literal, else text."""
     name, separator, value = text.partition("=")
     if not separator:
@@ -68,7 +69,8 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def scripts() -> str:
-    """Returns the script folders of this environment and of the user's site, as a path list."""
+    """Returns the folders of console scripts of this environment and of the user's site, joined as
+    in PATH."""
     folders = (
         sysconfig.get_path("scripts"),
         sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")),
@@ -78,9 +80,9 @@ def scripts() -> str:
 
 def command_of(tool: str, is_module: bool) -> list[str]:
     """Returns the command that starts a tool: a console script of this environment, a file, a
-    module or a program on PATH, whichever exists first. Raises `ValueError` if none does, if a file
-    cannot be run, or if the Python flags of a script would keep hf_paged from loading. Imports
-    nothing."""
+    module or a program on PATH, whichever exists first in this order. Raises `ValueError` if none
+    exists, if the file cannot be run, or if a script passes flags to Python that would prevent
+    hf_paged from being imported. Imports nothing."""
     is_name = not is_module and os.path.basename(tool) == tool
     if is_name:
         script = shutil.which(tool, path=scripts())
@@ -106,15 +108,15 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` finds the module, or a package's `__main__`. Imports no package."""
-    first, *others = module.split(".")
+    """Whether `python -m` can run the module, or the package's `__main__`. Imports nothing."""
+    first, *parts = module.split(".")
     try:
         spec = find_spec(first)
     except (ImportError, ValueError):  # the name is invalid
         return False
     name = first
-    while spec is not None and (others or spec.submodule_search_locations is not None):
-        part = others.pop(0) if others else "__main__"
+    while spec is not None and (parts or spec.submodule_search_locations is not None):
+        part = parts.pop(0) if parts else "__main__"
         name = f"{name}.{part}"
         folders = spec.submodule_search_locations
         if folders is None:
@@ -124,7 +126,8 @@ def is_runnable(module: str) -> bool:
 
 
 def interpreter(path: str) -> str:
-    """Returns the interpreter in a file's `#!` line; empty if there is none."""
+    """Returns the interpreter that a file's `#!` line names, with its flags; empty if there is no
+    such line."""
     with open(path, "rb") as file:
         first = file.readline(1024)
     if not first.startswith(b"#!"):
@@ -134,7 +137,7 @@ def interpreter(path: str) -> str:
 
 def command_of_program(path: str) -> list[str]:
     """Returns the command for a console script or a program on PATH. Raises `ValueError` for a
-    script in Python whose flags ignore PYTHONPATH."""
+    Python script whose `#!` line makes Python ignore PYTHONPATH or `site`."""
     flags = re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(path))
     if flags:
         raise ValueError(
@@ -168,13 +171,13 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     """Returns the environment for a program that imports hf_paged with these defaults of
     `PagedConfig` and these options of `install`."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    paths = [str(STARTUP), *filter(None, outer_paths)]
+    paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
     outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
     return {
-        **(WAITING if is_server else {}),
+        **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         config.VARIABLE: json.dumps({**outer, **settings}),
@@ -185,16 +188,16 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 def versions() -> str:
     """Returns the versions of hf_paged, Python, torch, transformers and Triton, from the packages'
     metadata."""
-    others = [f"Python {platform.python_version()}"]
+    dependencies = [f"Python {platform.python_version()}"]
     for name in ("triton", "transformers", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            others.insert(0, f"{name} {metadata.version(name)}")
-    return f"hf_paged {__version__} ({', '.join(others)})"
+            dependencies.insert(0, f"{name} {metadata.version(name)}")
+    return f"hf_paged {__version__} ({', '.join(dependencies)})"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Replaces this process by the program, or prints the error and exits with 2; prints help
-    without a command."""
+    """Runs the command in `arguments`. `run` replaces this process with the program, or prints an
+    error and exits with status 2. Without a command, prints help."""
     rooms.require("tools", "`python -m hf_paged`")
     if arguments is None:
         arguments = sys.argv[1:]
@@ -234,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--set",
         action="append",
-        type=setting,
+        type=parse_setting,
         default=[],
         metavar="NAME=VALUE",
         help=(
@@ -263,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
         run.error(str(error))
     names = [name for option, name in OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the program would inherit that
+    for name in ("SIGPIPE", "SIGXFSZ"):  # ignored by Python; the program would inherit that
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:

@@ -1,5 +1,5 @@
-"""The private names of transformers that hf_paged uses, checked on import; no other module uses
-them. Wrappers of methods take the model first."""
+"""The private names of transformers that hf_paged uses, checked on import. No other module uses
+them. Functions that call a method of the model take the model first."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 _missing: list[str] = []
 
 
-def _name(owner: Any, name: str) -> str:
+def _require(owner: Any, name: str) -> str:
     if not hasattr(owner, name):
         owner_name = getattr(owner, "__name__", type(owner).__name__)
         _missing.append(f"{owner_name}.{name}")
     return name
 
 
-def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
-    _name(owner, name)
+def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
+    _require(owner, name)
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(model, name)(*args, **kwargs)
@@ -44,16 +44,16 @@ def _method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
     return call
 
 
-# The method that runs vision towers before the first forward; `None` in older versions, where the
+MEDIA = "mm_encoder_outputs"  # the model input with the outputs of vision towers
+# The method that runs these towers before the first forward; `None` in older versions, where the
 # forward runs them.
-MEDIA = "mm_encoder_outputs"  # the input with the towers' outputs
-_encodes = "_prepare_multimodal_encoder_kwargs_for_generation"
-ENCODE_MEDIA = _encodes if hasattr(GenerationMixin, _encodes) else None
+_ENCODE_MEDIA_NAME = "_prepare_multimodal_encoder_kwargs_for_generation"
+ENCODE_MEDIA = _ENCODE_MEDIA_NAME if hasattr(GenerationMixin, _ENCODE_MEDIA_NAME) else None
 
 
 def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inputs of a decoder-only model's first forward, with images encoded by its vision
-    tower if `generate` does so before the forward."""
+    """Returns the inputs of a decoder-only model's first forward. If `generate` runs the vision
+    tower before that forward, they include the tower's outputs."""
     inputs = dict(inputs)
     if ENCODE_MEDIA is None or not model._supports_mm_encoder_outputs():
         return inputs
@@ -64,31 +64,31 @@ def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return dict(getattr(model, ENCODE_MEDIA)(inputs))
 
 
-PREPARE_CACHE = _name(GenerationMixin, "_prepare_cache_for_generation")
-EXPAND_INPUTS = _name(GenerationMixin, "_expand_inputs_for_generation")
-PREFILL = _name(GenerationMixin, "_prefill")
-SAMPLE = _name(GenerationMixin, "_sample")
-BEAM_SEARCH = _name(GenerationMixin, "_beam_search")
-ASSISTED_DECODING = _name(GenerationMixin, "_assisted_decoding")
-UPDATE_INPUTS = _name(GenerationMixin, "_update_model_kwargs_for_generation")
+PREPARE_CACHE = _require(GenerationMixin, "_prepare_cache_for_generation")
+EXPAND_INPUTS = _require(GenerationMixin, "_expand_inputs_for_generation")
+PREFILL = _require(GenerationMixin, "_prefill")
+SAMPLE = _require(GenerationMixin, "_sample")
+BEAM_SEARCH = _require(GenerationMixin, "_beam_search")
+ASSISTED_DECODING = _require(GenerationMixin, "_assisted_decoding")
+UPDATE_INPUTS = _require(GenerationMixin, "_update_model_kwargs_for_generation")
 
-WARN_OF_PADDING = _name(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
+WARN_OF_PADDING = _require(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
 
-PREPARE_CONFIG = _name(GenerationMixin, "_prepare_generation_config")
-prepare_generation_config = _method("_prepare_generation_config")
-prepare_special_tokens = _method("_prepare_special_tokens")
-prepare_generated_length = _method("_prepare_generated_length")
-_validate_generation_mode = _method("_validate_generation_mode")
-validate_generated_length = _method("_validate_generated_length")
-get_logits_processor = _method("_get_logits_processor")
-get_stopping_criteria = _method("_get_stopping_criteria")
-with_experts_of_decodes = _method("_optimize_model_for_decode")
-_STATEFUL = _name(PreTrainedModel, "_is_stateful")
+PREPARE_CONFIG = _require(GenerationMixin, "_prepare_generation_config")
+prepare_generation_config = _require_method("_prepare_generation_config")
+prepare_special_tokens = _require_method("_prepare_special_tokens")
+prepare_generated_length = _require_method("_prepare_generated_length")
+_validate_generation_mode = _require_method("_validate_generation_mode")
+validate_generated_length = _require_method("_validate_generated_length")
+get_logits_processor = _require_method("_get_logits_processor")
+get_stopping_criteria = _require_method("_get_stopping_criteria")
+optimizing_for_decode = _require_method("_optimize_model_for_decode")
+_STATEFUL = _require(PreTrainedModel, "_is_stateful")
 
 
 def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[str, Any]) -> None:
-    """Validates as transformers does, but allows assisted generation of stateful models, whose
-    states the engine restores."""
+    """Validates as transformers does, but allows assisted generation for stateful models, since the
+    engine restores their states."""
     if getattr(model, _STATEFUL):
         model = copy.copy(model)
         setattr(model, _STATEFUL, False)
@@ -96,10 +96,10 @@ def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[st
 
 
 # methods called between two forwards
-update_inputs = _method(UPDATE_INPUTS)
-prepare_position_ids = _method("_prepare_position_ids_for_generation")
-supports_logits_to_keep = _method("_supports_logits_to_keep")
-supports_dynamic_cache = _method("_supports_default_dynamic_cache")
+update_inputs = _require_method(UPDATE_INPUTS)
+prepare_position_ids = _require_method("_prepare_position_ids_for_generation")
+supports_logits_to_keep = _require_method("_supports_logits_to_keep")
+supports_dynamic_cache = _require_method("_supports_default_dynamic_cache")
 # methods that the engine's beam search calls on the model, as transformers' does
 BEAM_METHODS = (
     "_get_top_k_continuations",
@@ -114,17 +114,17 @@ BEAM_METHODS = (
     update_finished_beams,
     check_early_stop,
     beams_are_unfinished,
-) = map(_method, BEAM_METHODS)
+) = map(_require_method, BEAM_METHODS)
 
 
 def _replaced_methods(*loops: str) -> tuple[str, ...]:
     """The private methods that these loops of transformers call on the model and the engine's loops
-    do not, except `UPDATE_INPUTS`, which some of the engine's layouts call."""
+    do not. `UPDATE_INPUTS` is left out, since some layouts of the engine call it."""
     codes = []
     for loop in loops:
         function = getattr(GenerationMixin, loop, lambda: None)
         codes.append(inspect.unwrap(function).__code__)
-    for code in codes:  # the list grows by the functions and comprehensions inside
+    for code in codes:  # the loop also adds the code of functions and comprehensions inside
         codes += filter(inspect.iscode, code.co_consts)
     names: dict[str, Any] = {}
     for code in codes:
@@ -133,7 +133,7 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
                 names[name] = code
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
-    # a loop looks up by `hasattr` the methods that only some models define
+    # the methods of transformers, and those of some models, which the loops look up by `hasattr`
     return tuple(
         name
         for name, code in names.items()
@@ -144,30 +144,30 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
 REPLACED_METHODS = {
     loop: _replaced_methods(loop, PREFILL) for loop in (SAMPLE, BEAM_SEARCH, ASSISTED_DECODING)
 }
-"""By decoding loop: the methods that transformers' loop calls on the model and the engine's does
-not."""
+"""By decoding loop: the methods that transformers' loop calls on the model and the engine's loop
+does not."""
 
 
-_of_top_k = inspect.signature(
+_top_k_parameters = inspect.signature(
     getattr(GenerationMixin, "_get_top_k_continuations", lambda: None)
 ).parameters
 
 
 def top_k_continuations(model: Any, log_probs: Any, **arguments: Any) -> tuple[Any, Any, Any]:
-    """Returns the best continuations of running beams, or drawn ones: their scores, sequences and
-    beam indices, by prompt. `log_probs` `(prompts, beams * vocab_size)` include the beams'
-    scores."""
-    if "vocab_size" in _of_top_k:  # up to 5.17
+    """Returns the best continuations of running beams, or sampled ones: their scores, sequences and
+    beam indices, by prompt. `log_probs` `(prompts, beams * vocab_size)` include the scores of the
+    beams."""
+    if "vocab_size" in _top_k_parameters:  # up to transformers 5.17
         arguments["vocab_size"] = log_probs.shape[-1] // arguments["num_beams"]
     return _top_k_continuations(model, accumulated_log_probs=log_probs, **arguments)
 
 
-_STOP_MODE = _name(StopStringCriteria, "_get_stop_string_matching_mode")
+_STOP_MODE = _require(StopStringCriteria, "_get_stop_string_matching_mode")
 
 
 def _stop_mode(tokenizer: Any) -> str | None:
-    """The kind of decoder by which `StopStringCriteria` compares bytes; `None` if it compares
-    text."""
+    """The kind of the tokenizer's decoder if `StopStringCriteria` compares bytes for it; `None` if
+    it compares text."""
     return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
 
 
@@ -204,9 +204,9 @@ def token_text(tokenizer: Any, name: str, token: int) -> Any:
     return text
 
 
-candidate_generator = _method("_get_candidate_generator")
-# assistants that read the target's cache; `generate` recognizes them by name, too
-READS_TARGETS_CACHE = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
+candidate_generator = _require_method("_get_candidate_generator")
+# assistants that read the target's cache; as in `generate`, recognized by their class names
+TARGET_CACHE_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
 def assisted_candidates(
@@ -231,14 +231,14 @@ def assisted_candidates(
     return generator, assistant_processors
 
 
-# Multi-token prediction heads, which older versions lack.
+# The model of multi-token prediction heads, which older versions lack.
 _MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _HEAD = "_project_to_logits"
 HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
 
 
 def load_mtp(model: Any) -> Any:
-    """Loads the `MtpModel` from a model's checkpoint, as `generate` does."""
+    """Loads the `MtpModel` in the model's checkpoint, as `generate` does."""
     last_layer = model.get_decoder().layers[-1]
     device = next(parameter.device for parameter in last_layer.parameters())
     return _MtpModel.from_pretrained(model, device_map={"": device})
@@ -248,17 +248,17 @@ def mtp_logits(mtp: Any, hidden: Any) -> Any:
     return getattr(mtp, _HEAD)(hidden)
 
 
-# The names under which transformers passes a cache to forwards: "cache" from 5.24 on,
-# "past_key_values" before, and those of special or older models.
-_name(generation_utils, "ALL_CACHE_NAMES")
+# The arguments by which transformers passes a cache to forwards: "cache" from 5.24 on,
+# "past_key_values" before that, and the names that special or older models use.
+_require(generation_utils, "ALL_CACHE_NAMES")
 CACHE_NAMES: tuple[str, ...] = tuple(
     getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",))
 )
-_of_generation = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-_current = [name for name in CACHE_NAMES if name in _of_generation]
-# the name in the installed version, also of the field in `generate`'s outputs
-OUTPUT_CACHE = (_current or CACHE_NAMES)[0]
-if not _current:
+_prepare_parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_current_names = [name for name in CACHE_NAMES if name in _prepare_parameters]
+# the argument in the installed version, and the field of `generate`'s outputs
+OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
+if not _current_names:
     logger.warning(
         Topic.VERSIONS(
             "transformers %s passes caches under a name that hf_paged does not know, so no cache is"
@@ -269,14 +269,14 @@ if not _current:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the name of the cache argument of the model's forward: the one in its signature, else
-    that of the installed version."""
+    """Returns the name of the argument for the cache in the model's forward: the one in its
+    signature, else that of the installed version."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
 
-# inputs that, with a cache, only the first forward gets
-_name(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
+# inputs that only the first forward gets if there is a cache
+_require(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
 PREFILL_INPUTS = frozenset(
     getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 )
@@ -288,30 +288,30 @@ def special_token(config: Any, name: str) -> Any:
     return getattr(config, f"_{name}_token_tensor")
 
 
-_prepares = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
+_prepare_code = getattr(getattr(GenerationMixin, "_prepare_special_tokens", None), "__code__", None)
 for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):
     # attributes that `_prepare_special_tokens` sets
-    if _prepares is not None and _attribute not in _prepares.co_names:
+    if _prepare_code is not None and _attribute not in _prepare_code.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
-_IMPLEMENTATION = _name(PreTrainedConfig(), "_attn_implementation_internal")
-SUPPORTS_SDPA = _name(PreTrainedModel, "_supports_sdpa")
-_CACHES = _name(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
-_MAPPING = _name(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
-_name(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
+_IMPLEMENTATION = _require(PreTrainedConfig(), "_attn_implementation_internal")
+SUPPORTS_SDPA = _require(PreTrainedModel, "_supports_sdpa")
+_CACHE_IMPLEMENTATIONS = _require(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
+_MAPPING = _require(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
+_require(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
 
 # attribute of a model: the continuous batching manager for the next session
 CACHED_MANAGER = "_cached_continuous_batching_manager"
 # attribute of `CBGenerateManager` (`transformers serve`): the continuous batching manager
 SERVED_MANAGER = "_cb"
 
-from_config = _method("_from_config", PreTrainedModel)
+from_config = _require_method("_from_config", PreTrainedModel)
 
 
 def attribute(module: Any, name: str) -> Any:
-    """Returns an attribute of a module or its class, or `None`, without the error that
-    `nn.Module.__getattr__` raises, which takes several times as long. Finds no parameters, buffers
-    and modules."""
+    """Returns an attribute of a module or its class, but no parameter, buffer or submodule; `None`
+    if it is missing. Much faster than `getattr`, since `nn.Module.__getattr__` would raise an
+    error."""
     attributes = vars(module)
     if name in attributes:
         return attributes[name]
@@ -326,13 +326,13 @@ def attention_of(config: PreTrainedConfig) -> Any:
 
 
 def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
-    """Sets the implementation unchecked, and only on this config, not on its sub-configs."""
+    """Sets the attention implementation, unchecked, on this config but not on its sub-configs."""
     object.__setattr__(config, _IMPLEMENTATION, implementation)
 
 
 def mask_function(implementation: str) -> Callable[..., Any] | None:
-    """Returns the globally registered mask function of an implementation, or `None`; ignores
-    per-instance overrides."""
+    """Returns the globally registered mask function of an attention implementation, or `None`;
+    ignores overrides of single instances."""
     functions = ALL_MASK_ATTENTION_FUNCTIONS
     if implementation not in getattr(functions, _MAPPING):
         return None
@@ -347,23 +347,23 @@ def forget_attention(implementation: str) -> None:
 
 def allow_cache_implementation(name: str, is_allowed: bool) -> None:
     """Sets whether `GenerationConfig` accepts the cache implementation `name`."""
-    names = getattr(configuration_utils, _CACHES)
+    names = getattr(configuration_utils, _CACHE_IMPLEMENTATIONS)
     allowed = tuple(value for value in names if value != name)
     if is_allowed:
         allowed = (*allowed, name)
-    setattr(configuration_utils, _CACHES, allowed)
+    setattr(configuration_utils, _CACHE_IMPLEMENTATIONS, allowed)
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether `from_pretrained` gave this process only some of the model's layers (pipeline
-    parallelism)."""
+    """Whether this process has only some of the model's layers (pipeline parallelism of
+    `from_pretrained`)."""
     return getattr(model, "_pp_stage", None) is not None
 
 
 def shard_ranks(model: Any) -> list[int] | None:
-    """Returns the global ranks, in order, of the processes among which `from_pretrained` split the
-    model (tensor and pipeline parallelism), without data-parallel replicas; `None` if there is only
-    one."""
+    """Returns the global ranks, in order, of the processes among which `from_pretrained` has split
+    the model by tensor or pipeline parallelism, without data-parallel replicas; `None` if there is
+    only one."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -375,24 +375,24 @@ def shard_ranks(model: Any) -> list[int] | None:
 
 
 def shard_style(model: Any, name: str) -> str | None:
-    """Returns transformers' name for how `from_pretrained` sharded a module's weights; `None` if
-    they are whole."""
+    """Returns transformers' name of the style in which `from_pretrained` sharded the weights of the
+    module `name`, such as `"colwise"`; `None` if they are whole."""
     plan = getattr(model, "tp_plan", None) or {}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return plan.get(pattern)
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """The config of each layer if layers differ, where the model's own config refuses to be read;
-    else `[config]`."""
+    """Returns the config of each layer if layers differ, since the model's own config then raises
+    on reads; else `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config
 
 
 def split_heads(model: Any) -> tuple[int, int] | None:
-    """Returns the number of KV heads (if layers differ, the greatest common divisor of theirs) and
-    the number of processes they are sharded over; `None` if they are not sharded."""
+    """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
+    of processes over which they are sharded; `None` if they are not sharded."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
     split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

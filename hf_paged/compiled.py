@@ -1,5 +1,5 @@
-"""Finds functions with which `torch.compile` replaced modules' code, and restores the original ones
-for a forward. `attention/switch.py` decides for which modules."""
+"""Finds modules whose code `torch.compile` has replaced, and makes them run their original code for
+a forward. `attention/switch.py` chooses the modules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from .switches import NOTHING, Switches, Switching
 
-# Attributes of a module that hold the function to call: torch's, and accelerate's, which holds the
-# original function below a hook.
+# Attributes of a module with a function that its call runs: torch's, and accelerate's, which holds
+# the function inside a hook.
 FUNCTIONS = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
@@ -21,8 +21,8 @@ _UNSET: Any = object()
 
 def uncompiled(function: Any) -> Any:
     """The function that `torch.compile` wrapped, as a method of the same object; `function` itself
-    if `torch.compile` did not make it. A caller's wrapper around a compiled function, which has its
-    attributes (`functools.wraps`), stays."""
+    if `torch.compile` did not make it. A caller's wrapper of a compiled function is returned as it
+    is, although `functools.wraps` gave it the attributes of that function."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
         return (
@@ -36,7 +36,7 @@ def uncompiled(function: Any) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code, its submodules aside."""
+    """Whether a call of the module runs compiled code, apart from its submodules."""
     attributes = vars(module)
     functions = [attributes[name] for name in FUNCTIONS if name in attributes]
     # the class of a traced module has no `forward`
@@ -46,12 +46,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_switched(module: nn.Module) -> bool:
     """Whether the module is within `running_eagerly`."""
-    return id(module) in _switches.held
+    return id(module) in _switches.entries
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """The function that replaces the `forward` of the module's class; `None` if none does, or only
-    the compiled form of the class's."""
+    """The function that replaces the `forward` of the module's class; `None` if there is none, or
+    if it is only the class's own, compiled."""
     function = vars(module).get("forward")
     if function is None:
         return None
@@ -64,7 +64,7 @@ def replaced_forward(module: nn.Module) -> Any:
 
 def _switching(module: nn.Module) -> Switching:
     attributes = vars(module)
-    # by attribute: the module's value, or `_UNSET`, and the function that runs its own code
+    # by attribute: the module's value or `_UNSET`, and the original function
     saved: dict[str, tuple[Any, Any]] = {}
     for name in FUNCTIONS:
         function = getattr(module, name, None)
@@ -75,13 +75,13 @@ def _switching(module: nn.Module) -> Switching:
     def switch() -> None:
         for name, (before, original) in saved.items():
             if attributes.get(name, _UNSET) is before:
-                # else it is switched already, or a caller's code has set it since
+                # otherwise it is switched already, or a caller's code has set it since
                 attributes[name] = original
 
     def restore() -> None:
         for before, original in saved.values():
-            # no name if a caller's code has set another function; another name if accelerate's hook
-            # was added or removed meanwhile
+            # not at all if a caller's code has set another function; under another name if
+            # accelerate's hook was added or removed meanwhile
             for name in [name for name in FUNCTIONS if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before
@@ -95,6 +95,6 @@ _switches: Switches[nn.Module] = Switches(_switching)
 
 
 def running_eagerly(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """A context in which `modules` run their own code instead of the compiled one, in every
+    """A context in which `modules` run their original code instead of compiled code, in every
     thread."""
     return _switches.switched(modules) if modules else NOTHING

@@ -22,18 +22,18 @@ SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 MAX_PAGE_BYTES = 2 << 20
-REMOVED = {
+_REMOVED_OPTIONS = {
     "background": "remove it. Mapping in a thread took longer than mapping on demand, and"
     " `blocks_ahead` maps ahead without a thread",
 }
-# environment variable: JSON that overrides the defaults in this process
+# environment variable with JSON that overrides the defaults in this process
 VARIABLE = "HF_PAGED_CONFIG"
-# environment variable: the options with which the import calls `install`
+# environment variable with the options that the import passes to `install`
 INSTALL_VARIABLE = "HF_PAGED_INSTALL"
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer of Python or numpy, and not a bool."""
+    """Whether a value is an integer of Python or NumPy, but not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -46,8 +46,8 @@ def shown(value: Any) -> str:
 
 
 def suggest(names: Iterable[str], valid: Iterable[str]) -> str:
-    """Returns the end of a message about unknown names: a question, if some are close to `valid`
-    ones; else an empty string."""
+    """Returns the end of a message about unknown names: a question that names similar `valid` ones,
+    or an empty string if there are none."""
     names = sorted(names)
     valid = list(valid)
     hints = []
@@ -65,36 +65,38 @@ def _check_names(
     valid: Iterable[str],
     error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an error that lists the `names` that are not `valid`."""
+    """Raises an `error_class` that lists the `names` that are not `valid`, if there are any."""
     valid = list(valid)
     unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
         return
     for option in unknown:
-        if option in REMOVED:
-            raise error_class(f"{owner} has no option `{option}` any more: {REMOVED[option]}")
-    # imported here, since the command starts other programs without transformers
+        if option in _REMOVED_OPTIONS:
+            raise error_class(
+                f"{owner} has no option `{option}` any more: {_REMOVED_OPTIONS[option]}"
+            )
+    # imported here, since the command `run` does without transformers
     from transformers import GenerationConfig
 
     quoted = ", ".join(f"`{name}`" for name in unknown)
-    of_generate = set(unknown) & set(vars(GenerationConfig()))
+    generate_options = set(unknown) & set(vars(GenerationConfig()))
     hint = suggest(unknown, valid) or "."
-    if of_generate:
-        hint = f": `{min(of_generate)}` is an argument of `generate`."
+    if generate_options:
+        hint = f": `{min(generate_options)}` is an argument of `generate`."
     raise error_class(f"{owner} has no option {quoted}{hint} The options are {', '.join(valid)}")
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
-    """Makes a `cls` from the dict in the argument `name`. `allowed` says what else the argument may
-    be."""
+    """Makes a `cls` from the dict `value` of the argument `name`. `allowed`: for the error message,
+    all values that the argument accepts."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
     _check_names(f"`{name}`", value, cls.__annotations__)
     return cls(**value)
 
 
-def _refuses_unknown(cls: type[T]) -> type[T]:
-    """Makes a dataclass raise a `TypeError` for unknown options that suggests a valid one."""
+def _refusing_unknown_options(cls: type[T]) -> type[T]:
+    """Decorates a dataclass: unknown options raise a `TypeError` that suggests valid ones."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -114,7 +116,7 @@ def _naming_variable() -> Iterator[None]:
         raise ValueError(f"{VARIABLE} sets wrong defaults: {error}") from None
 
 
-def _with_defaults_of_environment(cls: type) -> type:
+def _with_environment_defaults(cls: type) -> type:
     text = os.environ.get(VARIABLE) or "{}"
     try:
         defaults = json.loads(text)
@@ -127,33 +129,37 @@ def _with_defaults_of_environment(cls: type) -> type:
     _check_names(VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
-            if isinstance(value, (list, dict)) and name not in _NESTED:
+            if isinstance(value, (list, dict)) and name not in _NESTED_TYPES:
                 raise ValueError(f"`{name}` is {shown(value)}: it must be a single value")
-            setattr(cls, name, _NESTED[name].coerce(value) if name in _NESTED else value)
+            setattr(
+                cls, name, _NESTED_TYPES[name].coerce(value) if name in _NESTED_TYPES else value
+            )
     return cls
 
 
-@_refuses_unknown
+@_refusing_unknown_options
 @dataclass(frozen=True)
 class PrefixTiers:
     """
-    Storage tiers for prefix blocks that the pool evicts; later prompts can restore them from there.
+    Storage tiers for prefix blocks that the pool evicts. Later prompts can restore blocks from
+    them.
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
     process ends. A thread writes it to disk once the weights that computed it are fingerprinted: at
-    the latest when 64 MiB wait or an engine has no more requests. If blocks arrive faster than the
-    disk takes them, further ones are skipped once those that wait fill a quarter of the free
-    memory. If the disk is full, writing is tried again after a minute. If the folder itself fails
-    later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine, or a call
-    after `free`, tries it again. An engine that is collected without `free` writes none of its
-    cached blocks.
+    the latest when 64 MiB are waiting or an engine has no more requests. If blocks arrive faster
+    than the disk can write them, further blocks are skipped while the waiting ones fill a quarter
+    of the free memory. If the disk is full, writing is tried again after a minute. If the folder
+    itself fails later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine,
+    or a call after `free`, tries it again. An engine that is garbage-collected without `free` does
+    not write its cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
             Folder, created with mode 700 if missing, that processes and engines of one user may
-            share. It holds blocks of any model, each in a safetensors file named by a hash of all
-            that the block depends on. If the folder cannot be created, listed or entered, making an
-            engine, or the first call, raises `OSError`. `None`: no disk tier.
+            share. It holds blocks of any model, each in a safetensors file whose name is a hash of
+            everything that the block depends on. If the folder cannot be created, listed or
+            entered, the engine's constructor, or the first call, raises `OSError`. `None`: no disk
+            tier.
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
@@ -184,8 +190,8 @@ class PrefixTiers:
 
     @classmethod
     def coerce(cls, value: Any) -> PrefixTiers | None:
-        """Converts a config value: a `PrefixTiers`, a dict of its fields, or only the folder's
-        path."""
+        """Converts a config value: `None`, a `PrefixTiers`, a dict of its fields, or the path of
+        the folder."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
@@ -194,7 +200,7 @@ class PrefixTiers:
         return _from_dict(cls, "prefix_tiers", value, allowed)
 
 
-@_refuses_unknown
+@_refusing_unknown_options
 @dataclass(frozen=True)
 class VirtualStorage:
     """Presents the keys and values of a row as plain strided tensors: pages are mapped on demand
@@ -254,12 +260,12 @@ class VirtualStorage:
         return _from_dict(cls, "storage", value, "'blocks', 'virtual' or a `VirtualStorage`")
 
 
-_NESTED: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorage}
+_NESTED_TYPES: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": VirtualStorage}
 
 
-@_refuses_unknown
+@_refusing_unknown_options
 @dataclass(frozen=True)
-@_with_defaults_of_environment
+@_with_environment_defaults
 class PagedConfig:
     """The options of the paged key/value memory. Pass one, or a dict of the same keys, as
     `cache_config`. The environment variable HF_PAGED_CONFIG, which `python -m hf_paged run --set`
@@ -269,7 +275,7 @@ class PagedConfig:
         block_size (`int` or `str`, defaults to 16):
             Tokens per block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180,
             section 7.2). `"auto"`: chosen for each layer group to waste the least memory and kernel
-            time, from the lengths of the sequences seen and the times that `benchmarks.tune`
+            time, from the lengths of earlier sequences and the times that `benchmarks.tune`
             measured (docs/guide/memory.md); not with `num_blocks`.
         num_blocks (`int`, *optional*):
             Maximum number of blocks in use at once, over all layer groups (full attention, each
@@ -281,8 +287,8 @@ class PagedConfig:
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
-            change. Without a limit, an engine keeps up to two of them for each block of the most
-            that it had in use at once.
+            change. Without a limit, an engine keeps at most twice as many as the most blocks that
+            it has had in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -304,8 +310,8 @@ class PagedConfig:
         preemption (`str`, defaults to `"auto"`):
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
-            measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Those from before a
-            change of the model are always copied.
+            measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Keys and values that
+            the model computed before it was changed are always copied.
         capture (`bool`, defaults to `True`):
             Record decode steps and replay them. With the Triton kernels they become CUDA graphs,
             also steps with up to 512 prompt tokens, and consecutive small operations are fused
@@ -318,8 +324,8 @@ class PagedConfig:
         batch_invariant (`bool`, defaults to `False`):
             Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
             in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the
-            C++ kernels, for models whose forwards are packed; others raise `ValueError`. It costs
-            time (docs/guide/engine.md). Named after Thinking Machines' `batch_invariant_ops` and
+            C++ kernels, for models whose forwards are packed; others raise `ValueError`. It is
+            slower (docs/guide/engine.md). Named after Thinking Machines' `batch_invariant_ops` and
             vLLM's option.
         cache_salt (`str`, *optional*):
             Identifies the tenant. Cached blocks serve only requests with the salt of the request
@@ -329,18 +335,19 @@ class PagedConfig:
             `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
             share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
-            Seconds without a call after which the pool's memory goes back to the system, with
-            cached prefixes and recorded steps; the next call allocates again and generates the same
+            Seconds without a call after which the pool's memory is returned to the system, with
+            cached prefixes and recorded steps. The next call allocates again and generates the same
             tokens. 0: after each call, or once an engine has no unfinished request, for example
             when training follows each rollout. `None`: only with `hf_paged.free(model)` or
             `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: where a row's last tokens occurred before, in its text or in the output of
-            other requests with its `cache_salt`, drafts the tokens that followed and verifies
-            them in one forward (prompt lookup decoding). The generated tokens do not change; a row
-            whose drafts are rejected pauses, longer each time. Several sampled rows of one
-            `generate` call do not draft, since they draw from one random stream. `None`: only as
-            a call or request asks (`prompt_lookup_num_tokens`, `assistant_model`).
+            `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
+            other requests with its `cache_salt`, drafts the tokens that followed them and verifies
+            the draft in one forward (prompt lookup decoding). Generated tokens do not change. A row
+            whose drafts are rejected stops drafting for a while, longer each time. Several sampled
+            rows of one `generate` call have no drafts, since they draw from one random stream.
+            `None`: only if a call or request asks for drafts (`prompt_lookup_num_tokens`,
+            `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
             folder. Needs `prefix_caching`. `None`: evicted blocks are dropped.
@@ -375,10 +382,10 @@ class PagedConfig:
 
     def __post_init__(self) -> None:
         size: Any = self.block_size
-        most = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
-        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= most and not size & (size - 1)
+        max_size = MAX_BLOCK_SIZE if self.storage == "blocks" else MAX_VIRTUAL_BLOCK_SIZE
+        is_size = is_whole(size) and MIN_BLOCK_SIZE <= size <= max_size and not size & (size - 1)
         is_auto = isinstance(size, str) and size == AUTO
-        allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {most} (tokens)"
+        allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {max_size} (tokens)"
         self._check("block_size", is_size or is_auto, allowed)
         count = "a whole number of at least 1"
         for name in ("num_blocks", "max_chunk_tokens"):
@@ -407,9 +414,9 @@ class PagedConfig:
         allowed = "None or a finite number of at least 0 (seconds)"
         self._check("idle_release_seconds", is_time, allowed)
         object.__setattr__(self, "prefix_tiers", PrefixTiers.coerce(self.prefix_tiers))
-        has_caching = self.prefix_tiers is None or self.prefix_caching
+        is_valid = self.prefix_tiers is None or self.prefix_caching
         allowed = "None with `prefix_caching=False`, which keeps no blocks"
-        self._check("prefix_tiers", has_caching, allowed)
+        self._check("prefix_tiers", is_valid, allowed)
         object.__setattr__(self, "storage", VirtualStorage.coerce(self.storage))
         allowed = (
             "None with `storage` 'virtual', since quantized blocks cannot be viewed as plain"
@@ -443,8 +450,8 @@ class PagedConfig:
 
 
 def check_cache_salt(value: Any) -> None:
-    """Raises `ValueError` unless `value` is a valid `cache_salt`; empty text, likely a missing
-    name, is not."""
+    """Raises `ValueError` unless `value` is a valid `cache_salt`. Empty text is not: it is probably
+    a missing tenant."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(
             f"`cache_salt` is {value!r}: it must be None or text of at least one character"
@@ -459,5 +466,5 @@ def _is_count(value: Any) -> bool:
     return is_whole(value) and value >= 1
 
 
-with _naming_variable():  # at the import, not in the first call
+with _naming_variable():  # validates the defaults at the import, not in the first call
     PagedConfig()

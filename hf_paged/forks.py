@@ -1,6 +1,6 @@
-"""Locks and objects that survive `os.fork`. Only the forking thread continues in the child process:
-locks that other threads held are reset there, and objects drop state that those threads left half
-changed."""
+"""Locks and objects that survive `os.fork`. Only the forking thread continues in the child process,
+so locks that other threads held are reset there, and objects drop the state that those threads left
+half changed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .topics import Topic
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_survivors: weakref.WeakSet[Any] = weakref.WeakSet()
-_shared: weakref.WeakSet[Any] = weakref.WeakSet()
+_child_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """Makes a lock that is free in a child process. The thread that holds it must not fork."""
+    """Makes a lock that is free in a child process. A thread that holds it must not fork."""
     new_lock = threading.Lock()
     _locks.add(new_lock)
     return new_lock
@@ -35,38 +35,38 @@ def rlock() -> threading.RLock:
     return new_lock
 
 
-def in_child(survivor: Any) -> None:
-    """Makes child processes call `survivor.after_fork(freed)`. State that the locks `freed` guard
-    may be half changed."""
-    _survivors.add(survivor)
+def in_child(listener: Any) -> None:
+    """Makes child processes call `listener.after_fork(freed)`. `freed` are the locks that other
+    threads held at the fork: the state that they guard may be half changed."""
+    _child_listeners.add(listener)
 
 
-def around(owner: Any) -> None:
-    """Makes forks call `owner.before_fork()`, then `owner.after_in_parent()` or
-    `owner.after_in_child()`. In the child these calls precede `after_fork` of other objects, which
-    may drop the owner."""
-    _shared.add(owner)
+def around_forks(owner: Any) -> None:
+    """Makes each fork call `owner.before_fork()`, then `owner.after_in_parent()` in the parent and
+    `owner.after_in_child()` in the child, there before `after_fork` of any object, which may drop
+    the owner."""
+    _fork_listeners.add(owner)
 
 
 def _notify(name: str) -> None:
-    for owner in list(_shared):
+    for owner in list(_fork_listeners):
         try:
             getattr(owner, name)()
-        except Exception:  # the other owners must still be notified
+        except Exception:  # other owners must still be notified
             logger.exception(Topic.MEMORY("blocks of a child process may be lost"))
 
 
 def _after_fork() -> None:
     freed = set()
     for lock in list(_locks):
-        if lock.acquire(blocking=False):  # free, or held by this thread
+        if lock.acquire(blocking=False):  # it was free, or this thread holds it
             lock.release()
         else:
             lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
     _notify("after_in_child")
-    for survivor in list(_survivors):
-        survivor.after_fork(freed)
+    for listener in list(_child_listeners):
+        listener.after_fork(freed)
 
 
 if hasattr(os, "register_at_fork"):

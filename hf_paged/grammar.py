@@ -17,7 +17,7 @@ from .config import shown
 from .interrupts import is_interrupt
 from .step import to_device
 
-NAMES = {  # options of a request, and the methods of xgrammar's compiler for them
+COMPILE_METHODS = {  # by option of a request: the method of xgrammar's compiler
     "schema": "compile_json_schema",
     "regex": "compile_regex",
     "grammar": "compile_grammar",
@@ -44,14 +44,14 @@ class GrammarCompiler:
         model: PreTrainedModel,
     ) -> GrammarProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if there are several, if the constraint is too long or cannot be compiled, and
-        without a tokenizer; `ImportError` without xgrammar."""
+        `ValueError` if several are set, if the constraint is too long or cannot be compiled, or if
+        there is no tokenizer; `ImportError` if xgrammar is not installed."""
         name, value = _constraint_of(options)
         if tokenizer is None:
             raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
         config = model.config.get_text_config(decoder=True)
         compiler = self._compiler_for(tokenizer, config.vocab_size)
-        compile_value = getattr(compiler, NAMES[name])
+        compile_value = getattr(compiler, COMPILE_METHODS[name])
         try:
             return GrammarProcessor(compile_value(value))
         except Exception as error:  # xgrammar raises several undocumented types
@@ -80,8 +80,9 @@ class GrammarCompiler:
 
 
 def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
-    """Returns the name and the value of a request's constraint. Raises `ValueError`."""
-    values = {name: getattr(options, name) for name in NAMES}
+    """Returns the name and the value of a request's constraint. Raises `ValueError` for several
+    constraints, and for one that is too long or not text."""
+    values = {name: getattr(options, name) for name in COMPILE_METHODS}
     constraints = {name: value for name, value in values.items() if value is not None}
     if len(constraints) > 1:
         names = ", ".join(f"`{name}`" for name in constraints)
@@ -99,9 +100,9 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks the tokens that may not follow, for each row of one request. Rows may be beams that are
-    reordered, so a row's matcher is looked up by the row's tokens; if several rows continue it, it
-    is forked."""
+    """Masks the tokens that may not follow, for each row of one request. Rows may be beams, which
+    are reordered, so a row's matcher is looked up by the row's tokens. A matcher that several rows
+    continue is forked."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -109,7 +110,7 @@ class GrammarProcessor(LogitsProcessor):
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stop_tokens: list[int] = []
         self._start: int | None = None  # number of prompt tokens
-        # of the last step, by a row's new tokens; `None` after the end of the text
+        # matchers of the last step, by a row's new tokens; `None` after the end of the text
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
@@ -126,7 +127,7 @@ class GrammarProcessor(LogitsProcessor):
         if self._start is None:
             self._start = input_ids.shape[1]
         rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
-        self._matchers = self._advanced(rows)
+        self._matchers = self._advance_matchers(rows)
         shape = (len(rows), -(-vocab_size // 32))
         mask = torch.zeros(shape, dtype=torch.int32, device="cpu")
         ended: list[int] = []
@@ -144,15 +145,15 @@ class GrammarProcessor(LogitsProcessor):
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
-        # number of columns without a token; negative: of tokens without a column
-        missing = scores.shape[1] - vocab_size
-        allowed = torch.nn.functional.pad(allowed, (0, missing))
+        # columns without a token; if negative, tokens without a column
+        num_missing = scores.shape[1] - vocab_size
+        allowed = torch.nn.functional.pad(allowed, (0, num_missing))
         if ended:
             for token in self._stop_tokens:
                 allowed[ended, token] = True
         return scores.masked_fill(~allowed, float("-inf"))
 
-    def _advanced(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+    def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last step."""
         matchers: dict[tuple[int, ...], Any] = {}
         num_children = Counter(tokens[:-1] for tokens in set(rows) if tokens)

@@ -1,5 +1,5 @@
-"""Reports a model's K/V memory, the number of sequences that fit this machine, its route and its
-kernels.
+"""Reports the memory of a model's keys and values, the number of sequences that fit on this
+machine, the model's route and its kernels.
 
     python -m hf_paged inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE]
                                      [--length TOKENS] [--kv-dtype DTYPE] [--json]
@@ -45,19 +45,19 @@ from .tools.pictures import format_bytes
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share block tables."""
+    """A layer group: layers that share block tables."""
 
     name: str
     kind: str  # "self", or "cross" for the encoder's tokens
     window: int | None  # sliding window in tokens; `None`: full attention
     num_layers: int
-    layers: dict[str, int]  # number of layers by K/V shape
+    layers: dict[str, int]  # number of layers, by shape of their K/V
     is_latent: bool
     block_size: int  # tokens
-    reason: str | None  # for the block size, with "auto"
+    reason: str | None  # for the block size, if it is chosen by "auto"
     block_bytes: int  # over all layers of the group
     token_bytes: int
-    kernels: dict[str, str]  # the backends of a decode and of a prefill chunk
+    kernels: dict[str, str]  # attention backends of a decode and of a prefill chunk
 
     def num_blocks(self, length: int) -> int:
         """Returns the most blocks that a sequence holds at once while it grows to `length`
@@ -74,13 +74,13 @@ class Report:
     num_parameters: int
     weight_bytes: int
     free_bytes: int  # on the device now
-    left_bytes: int  # free for blocks beside the weights
+    left_bytes: int  # free for blocks, after the weights
     max_positions: int | None
-    token_bytes: int  # over all layers, while the token is in every sliding window
+    token_bytes: int  # of one token over all layers, while it is in every sliding window
     tokens_per_gib: int  # of `hf_paged.budget`, or of a tier in host memory or on disk
     other_layers: dict[str, int]  # number of cache layers without blocks, by class
     dtype: str
-    kv_dtype: str | None  # dtype in which K/V are stored, if not the one computed
+    kv_dtype: str | None  # dtype in which K/V are stored, if not in the computed one
     device: str
     groups: list[Group]
     fits: list[dict[str, int]]  # how many sequences of each length fit beside the weights
@@ -102,34 +102,35 @@ def examine(
     length: int | None = None,
     kv_dtype: str | None = None,
 ) -> Report:
-    """Examines a model (named as in `find_model`) without its weights. `dtype` `"auto"` is the
-    configuration's, else float32. `length` defaults to 2,048 tokens, or to the model's positions if
-    fewer. `kv_dtype` and `block_size` are as in `PagedConfig`; `"auto"` chooses block sizes for
-    sequences of `length` tokens. Raises `ValueError` for invalid arguments."""
+    """Examines a model, named as for `find_model`, without its weights. `dtype="auto"` is the dtype
+    of the model's config, or float32 if it has none. `length` defaults to 2,048 tokens, or to the
+    number of the model's positions if that is less. `kv_dtype` and `block_size` are those of
+    `PagedConfig`; `block_size="auto"` chooses sizes for sequences of `length` tokens. Raises
+    `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
-    config, cls = find_model(model)
-    text = config.get_text_config(decoder=True)
+    config, model_class = find_model(model)
+    text_config = config.get_text_config(decoder=True)
     device = torch.device(device)
     if dtype == "auto":
-        dtype = config.dtype or text.dtype or torch.float32
+        dtype = config.dtype or text_config.dtype or torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    meta_model = build(config, cls, dtype, "meta")
+    meta_model = build(config, model_class, dtype, "meta")
     meta_model.generation_config = saved_generation_config(model) or meta_model.generation_config
-    max_positions = getattr(text, "max_position_embeddings", None)
+    max_positions = getattr(text_config, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
     is_auto = block_size == AUTO
     costs = Costs(*find_costs(device, dtype, kv_dtype)) if is_auto else None
     sizes = BlockSizes(costs, [length])
     size_of = sizes.of if is_auto else lambda spec: int(block_size)
-    stored, other_layers = measure(meta_model, size_of, kv_dtype)
+    group_blocks, other_layers = measure(meta_model, size_of, kv_dtype)
     route = find_route(meta_model)
     kernel_device = device if route.in_place else None
     groups = [
         _group(meta_model, spec, blocks, kernel_device, sizes.chosen.get(spec))
-        for spec, blocks in stored.items()
+        for spec, blocks in group_blocks.items()
     ]
     weight_bytes = meta_model.get_memory_footprint()
     free = free_bytes(device)
@@ -148,7 +149,7 @@ def examine(
             }
         )
     return Report(
-        model=cls.__name__,
+        model=model_class.__name__,
         model_type=config.model_type,
         num_parameters=meta_model.num_parameters(),
         weight_bytes=weight_bytes,
@@ -204,7 +205,7 @@ def _shape(layer: KVBlocks, is_latent: bool) -> str:
 
 
 def print_report(report: Report) -> None:
-    """Prints the report in lines of at most 80 columns."""
+    """Prints the report as text, in lines of at most 80 columns."""
     groups = report.groups
     storage = ""
     if report.kv_dtype is not None:
@@ -226,9 +227,9 @@ def print_report(report: Report) -> None:
     for name, num_layers in report.other_layers.items():
         lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
     if groups:
-        free = format_bytes(report.free_bytes)
-        left = format_bytes(report.left_bytes)
-        lines.append(f"What fits: {free} are free, {left} beside the weights")
+        free_text = format_bytes(report.free_bytes)
+        left_text = format_bytes(report.left_bytes)
+        lines.append(f"What fits: {free_text} are free, {left_text} beside the weights")
         for fit in report.fits:
             length = fit["length"]
             blocks = sum(group.num_blocks(length) for group in groups)
@@ -293,8 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--kv-dtype", choices=KV_DTYPES, help="in which keys and values are stored (as computed)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parsed = parser.parse_args(arguments)
-    options = vars(parsed)
+    options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()

@@ -3,9 +3,8 @@
 Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
 step's bookkeeping recovers by itself (`StepLoop.recover`). Other state that a call changes for a
 while, such as a model's attention, is restored in `finally` blocks and contexts. An interrupt that
-arrives just as one of these begins prevents the restoring: then the [`guarded`] call around it ends
-the contexts that are [`restoring`], and makes owners of other state end the calls that left it
-there (`ends_with_calls`).
+arrives as one of these begins can prevent that. The [`guarded`] call around it then ends the open
+contexts of [`restoring`] functions, and notifies the owners of other state (`ends_with_calls`).
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ T = TypeVar("T")
 
 
 class _Contexts(threading.local):
-    """Of one thread: the `restoring` contexts that it has entered in `guarded` calls and not left,
-    in order; the number of such calls that it is in; whether a nested one of these has raised."""
+    """The `guarded` calls of one thread, and the `restoring` contexts that are open in them."""
 
     def __init__(self) -> None:
-        self.open: list[Generator[Any, None, None]] = []
-        self.num_calls = 0
-        self.is_ending_due = False  # whether the outermost call must run `_end_calls`
+        self.open: list[Generator[Any, None, None]] = []  # in the order in which they were entered
+        self.num_calls = 0  # nested `guarded` calls in progress
+        # whether a nested call has raised, so that the outermost one must run `_end_calls`
+        self.is_ending_due = False
 
 
-_contexts = _Contexts()
+_thread_contexts = _Contexts()
 _PACKAGE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -44,9 +43,9 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ends_with_calls(owner: Any) -> None:
-    """Makes an outermost guarded call that raises, or in which another call raised, call
-    `owner.end_calls()` at its end: no call of this thread then goes on, so the owner can drop the
-    state that they left there."""
+    """Makes each outermost guarded call end with `owner.end_calls()` if it, or a guarded call
+    within it, has raised. The thread then has no other call in progress, so the owner can drop the
+    state that the thread's calls left there."""
     _owners.add(owner)
 
 
@@ -55,9 +54,10 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
 
     def __enter__(self) -> T:
         try:
-            if _contexts.num_calls:
-                # else it is a caller's own, which is ended where an interrupt has that drop it
-                _contexts.open.append(self.gen)
+            if _thread_contexts.num_calls:
+                # outside of guarded calls it belongs to its caller: Python ends it when an
+                # interrupt makes the caller drop it
+                _thread_contexts.open.append(self.gen)
             return super().__enter__()
         except BaseException:
             ensure_done(self._end)
@@ -70,15 +70,15 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
             ensure_done(self._end)
 
     def _end(self) -> None:
-        self.gen.close()  # if an interrupt has kept it from its end
-        with contextlib.suppress(ValueError):  # another thread entered it, and this one ends it
-            _contexts.open.remove(self.gen)
+        self.gen.close()  # has no effect unless an interrupt prevented its end
+        with contextlib.suppress(ValueError):  # another thread may have entered it
+            _thread_contexts.open.remove(self.gen)
 
 
 def restoring(
     function: Callable[P, Iterator[T]],
 ) -> Callable[P, contextlib.AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`, for a context that restores the state that it changes."""
+    """As `contextlib.contextmanager`, for contexts that restore the state that they change."""
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
@@ -89,17 +89,18 @@ def restoring(
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call that raises end the contexts that an interrupt has prevented from ending, and
-    restore torch's gradient mode, modes and autocast, whose own contexts are Python as well."""
+    """Decorates a function: a call that raises ends the contexts that an interrupt has prevented
+    from ending, and restores torch's gradient mode, function and dispatch modes and autocast, whose
+    contexts an interrupt can break in the same way."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        depth = len(_contexts.open)
+        depth = len(_thread_contexts.open)
         restore_torch = _torch_state()
-        _contexts.num_calls += 1
+        _thread_contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
-            if _contexts.is_ending_due and _contexts.num_calls == 1:
+            if _thread_contexts.is_ending_due and _thread_contexts.num_calls == 1:
                 ensure_done(_end_calls)
             return result
         except BaseException as error:
@@ -108,42 +109,43 @@ def guarded(function: Callable[P, T]) -> Callable[P, T]:
                 _clear_frames(error)
             raise
         finally:
-            _contexts.num_calls -= 1
+            _thread_contexts.num_calls -= 1
 
     return call
 
 
 def num_modes() -> tuple[int, int]:
-    """The numbers of torch's active function modes and dispatch modes."""
+    """Returns the numbers of torch's active function modes and dispatch modes."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
 
 def end_modes(num_before: tuple[int, int]) -> None:
     """Ends the modes that were entered since `num_modes()` was `num_before`."""
-    num_functions, num_dispatched = num_before
-    while torch._C._len_torch_function_stack() > num_functions:
+    num_function_modes, num_dispatch_modes = num_before
+    while torch._C._len_torch_function_stack() > num_function_modes:
         torch._C._pop_torch_function_stack()
-    while (number := torch._C._len_torch_dispatch_stack()) > num_dispatched:
-        mode = torch._C._get_dispatch_stack_at(number - 1)
-        with contextlib.suppress(IndexError):  # it has begun to end
+    while (num_active := torch._C._len_torch_dispatch_stack()) > num_dispatch_modes:
+        mode = torch._C._get_dispatch_stack_at(num_active - 1)
+        with contextlib.suppress(IndexError):  # its end has already begun
             mode.__exit__(None, None, None)
-        if torch._C._len_torch_dispatch_stack() == number:
+        if torch._C._len_torch_dispatch_stack() == num_active:
             torch._C._pop_torch_dispatch_stack(None)
 
 
 def _torch_state() -> Callable[[], None]:
-    """Returns a function that restores torch's present gradient mode, modes and autocast."""
+    """Returns a function that restores torch's current gradient mode, function and dispatch modes
+    and autocast."""
     has_gradients = torch.is_grad_enabled()
     modes = num_modes()
-    # `map` calls both functions in one bytecode: an interrupt between them would leave autocast
-    # nested one level deeper
-    starts, ends = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-    _, depth = map(next, (iter(starts, None), iter(ends, None)))
-    caches = torch.is_autocast_cache_enabled()
-    casts = []
+    # unpacking a `map` calls both functions in one bytecode: an interrupt between them would leave
+    # autocast nested one level deeper
+    increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    _, depth = map(next, (iter(increment, None), iter(decrement, None)))
+    is_cache_enabled = torch.is_autocast_cache_enabled()
+    autocasts = []
     for device in _AUTOCAST_DEVICES:
         is_enabled = torch.is_autocast_enabled(device)
-        casts.append((device, is_enabled, torch.get_autocast_dtype(device)))
+        autocasts.append((device, is_enabled, torch.get_autocast_dtype(device)))
 
     def restore() -> None:
         torch._C._set_grad_enabled(has_gradients)
@@ -153,8 +155,8 @@ def _torch_state() -> Callable[[], None]:
             pass
         if depth == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(caches)
-        for device, is_enabled, dtype in casts:
+        torch.set_autocast_cache_enabled(is_cache_enabled)
+        for device, is_enabled, dtype in autocasts:
             torch.set_autocast_enabled(device, is_enabled)
             torch.set_autocast_dtype(device, dtype)
 
@@ -163,13 +165,13 @@ def _torch_state() -> Callable[[], None]:
 
 def _restore_state(depth: int, restore_torch: Callable[[], None]) -> None:
     try:
-        while len(_contexts.open) > depth:
-            _contexts.open[-1].close()
-            _contexts.open.pop()
-        if _contexts.num_calls == 1:
+        while len(_thread_contexts.open) > depth:
+            _thread_contexts.open[-1].close()
+            _thread_contexts.open.pop()
+        if _thread_contexts.num_calls == 1:
             _end_calls()
-        else:  # the caller may catch the error and go on
-            _contexts.is_ending_due = True
+        else:  # code between this call and the outermost one may catch the error
+            _thread_contexts.is_ending_due = True
     finally:
         restore_torch()
 
@@ -177,12 +179,12 @@ def _restore_state(depth: int, restore_torch: Callable[[], None]) -> None:
 def _end_calls() -> None:
     for owner in list(_owners):
         owner.end_calls()
-    _contexts.is_ending_due = False
+    _thread_contexts.is_ending_due = False
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clears our frames and torch's in a traceback, which a notebook keeps: ours hold blocks that
-    no sequence has got yet, and torch's frames of inference mode hold the mode."""
+    """Clears the frames of hf_paged and torch in a traceback, which a notebook keeps: ours may hold
+    blocks that no sequence has yet, and torch's frames of inference mode hold the mode."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
@@ -192,7 +194,8 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def ensure_done(undo: Callable[[], object]) -> None:
-    """Calls `undo`, which must be idempotent, and calls it again if an interrupt ends it."""
+    """Calls `undo`, which must be idempotent; if it raises, as after an interrupt, calls it once
+    more."""
     try:
         undo()
     except BaseException:
@@ -201,16 +204,18 @@ def ensure_done(undo: Callable[[], object]) -> None:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether an error must reach the caller instead of being handled as an error of the code that
-    runs: it is no `Exception`, or a signal handler raised it."""
+    """Whether an error must reach the caller instead of being handled as a failure of the running
+    code: it is not an `Exception`, or a signal handler raised it."""
     if not isinstance(error, Exception):
         return True
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    handler_codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {
+        None
+    }
     trace = error.__traceback__
     interrupted: FrameType | None = None
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code in codes or (
+        if frame.f_code in handler_codes or (
             interrupted is not None and _received_frame(frame, interrupted)
         ):
             return True
@@ -229,8 +234,9 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do. (A
-    handler may have set another one before it raises, so its code alone does not tell.)"""
+    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do.
+    (A handler may install another handler before it raises, so comparing its code with that of the
+    current handlers does not suffice.)"""
     code = frame.f_code
     if code.co_filename.startswith(_PACKAGE):
         return False

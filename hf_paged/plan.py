@@ -1,4 +1,4 @@
-"""`StepPlan`: what one step computes, as columns of plain data. A plan is immutable, and reads no
+"""`StepPlan`: what one step computes, as columns of plain data. A plan is immutable and holds no
 tensors."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
-    """The tokens that a step computes: of row `i`, `counts[i]` tokens behind the `starts[i]` that
-    are in the blocks of `sequences[i]`, whose tables have room for them. A count includes the row's
-    draft, which follows its last token. Decodes are in front.
+    """The tokens that a step computes. For row `i` these are the `counts[i]` tokens after the first
+    `starts[i]`, which are in the blocks of `sequences[i]`; its tables have slots for the new ones.
+    A count includes the row's draft, which follows its last token. Decodes come first.
 
     A plan advances no row: the loop that commits it does, once the forward has run."""
 
@@ -23,16 +23,16 @@ class StepPlan:
     starts: Items[int]
     counts: Items[int]
     num_logits: Items[int]  # per row: one after its last token, and one for each draft token
-    num_decodes: int  # rows that compute one token, or their last token and a draft
+    num_decodes: int  # leading rows that compute one token, or their last token and a draft
     has_drafts: bool = False
-    has_inputs: bool = False  # a row may have inputs beside token ids
-    has_chunks: bool = False  # there are rows behind the decodes
+    has_inputs: bool = False  # rows may have inputs beside token ids
+    has_chunks: bool = False  # there are rows after the decodes
     admitted: Collection[Any] = ()  # requests that begin to run in this step
     preempted: Collection[Any] = ()  # requests that lost their blocks to this step
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)`, of which decodes come first."""
+        """Plans `count` more tokens of each `(sequence, count)`. Decodes must come first."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -45,7 +45,7 @@ class StepPlan:
             starts.append(start)
             counts.append(count)
             num_logits.append(1 + num_drafted if is_last else 0)
-        num_decodes = _count_leading(counts, num_logits)
+        num_decodes = _count_decodes(counts, num_logits)
         return cls(
             sequences,
             starts,
@@ -66,10 +66,10 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """The plan of these rows alone, in this order, in which decodes come first."""
+        """Returns the plan of these rows alone, in this order. Decodes must come first."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
-        num_decodes = _count_leading(counts, num_logits)
+        num_decodes = _count_decodes(counts, num_logits)
         sequences = [self.sequences[row] for row in rows]
         return StepPlan(
             sequences,
@@ -83,13 +83,13 @@ class StepPlan:
         )
 
     def rows_of_logits(self) -> list[range]:
-        """For each row, the range of its rows in the step's logits."""
+        """Returns, for each row, its range of rows in the step's logits."""
         bounds = accumulate(self.num_logits, initial=0)
         return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
-        """A hash of the data that must be equal in every process that runs this step; block ids may
-        differ."""
+        """Returns a hash of the data that must be the same in every process that runs this step;
+        block ids may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
             num_drafted = len(sequence.draft)
@@ -99,7 +99,7 @@ class StepPlan:
         return hash(tuple(numbers))
 
     def __str__(self) -> str:
-        """A list of (request id, sequence index, tokens to compute, logits wanted, adapter)."""
+        """A list of (request id, sequence index, tokens to compute, number of logits, adapter)."""
         rows: list[tuple[Any, ...]] = []
         for sequence, count, num_logits in zip(self.sequences, self.counts, self.num_logits):
             request = sequence.request
@@ -114,12 +114,12 @@ class StepPlan:
         return str(rows)
 
 
-def _count_leading(counts: Items[int], num_logits: Items[int]) -> int:
-    """Counts the decodes in front; the model computes logits for every token of a row with a
-    draft."""
-    number = 0
+def _count_decodes(counts: Items[int], num_logits: Items[int]) -> int:
+    """Counts the leading decodes: rows with one token, or with logits for every token, as the
+    verification of a draft needs them."""
+    num_decodes = 0
     for num_tokens, num_row_logits in zip(counts, num_logits):
         if num_tokens != 1 and num_tokens != num_row_logits:
             break
-        number += 1
-    return number
+        num_decodes += 1
+    return num_decodes

@@ -38,11 +38,12 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # those of an HTTP body, beside "stream"
+_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, beside "stream"
 
 
 class _Worker:
-    """An engine created in the worker process, and default generation options for its requests."""
+    """An engine, made in the worker process, and the default generation options of its
+    requests."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class _Worker:
                 f"`model_source` made a {type(self.engine).__name__}: it must be the name or the"
                 " folder of a model, or a function that returns a `PagedEngine`"
             )
-        # raises here instead of in each request
+        # raises here, not in each request
         check_options(self.engine.model, generation_config)
         self._options = _options(generation_config)
         if isinstance(generation_config, Mapping):
@@ -69,8 +70,8 @@ class _Worker:
             self._options = dict(generation_config)
 
     def _config(self, options: Any) -> Any:
-        """Merges a request's options over the defaults. Returns an invalid type as it is: the
-        engine refuses it."""
+        """Merges a request's options over the defaults. A value of an invalid type is returned as
+        it is, so that the engine refuses it."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
         return {**self._options, **_options(options)}
@@ -194,8 +195,8 @@ class LLMServer(_Worker):
     to the batch size that the engine should reach.
 
     Args:
-        model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): From these each
-            replica makes its engine.
+        model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): Each replica makes
+            its engine from these.
     """
 
     _device_error: Exception | None = None  # the error with which this process lost the device
@@ -294,7 +295,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a row's value: arrays of NumPy and pandas to lists, missing values to `None`."""
+    """Converts a row's value: arrays to lists, missing values to `None`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -307,22 +308,22 @@ def _plain(value: Any) -> Any:
 
 
 def _table(results: list[RequestResult]) -> Any:
-    """Makes a `pyarrow.Table` of results. Its types do not depend on values, so that the tables of
-    batches can be concatenated."""
+    """Makes a `pyarrow.Table` of results. Its types do not depend on the values, so that tables of
+    different batches can be concatenated."""
     import pyarrow as pa
 
     token = pa.int64()
     number = pa.float64()
     text = pa.string()
-    both = {"logprob": number, "processed_logprob": number}
-    top_token = pa.struct({"token_id": token, **both})
+    logprob_fields = {"logprob": number, "processed_logprob": number}
+    top_token = pa.struct({"token_id": token, **logprob_fields})
     top_prompt_token = pa.struct({"token_id": token, "logprob": number})
     sequence = {
         "token_ids": pa.list_(token),
         "text": text,
         "finish_reason": text,
         "score": number,
-        "logprobs": pa.list_(pa.struct(both)),
+        "logprobs": pa.list_(pa.struct(logprob_fields)),
         "top_logprobs": pa.list_(pa.list_(top_token)),
     }
     types = {

@@ -40,7 +40,7 @@ ROOMS = (
 
 
 class RoomMissingError(ImportError):
-    """A call asks for a feature whose room this installation lacks."""
+    """A call needs a feature whose room this installation lacks."""
 
 
 @functools.cache
@@ -51,9 +51,9 @@ def is_installed(name: str) -> bool:
 
 @functools.cache
 def room(name: str, option: str) -> Any:
-    """Imports the room with this name (`ROOMS`) and returns its module, whose type is a protocol
-    below. `option`: the feature that needs the room, as users write it. Raises [`RoomMissingError`]
-    if the room is not installed."""
+    """Imports the room with this name (`ROOMS`) and returns its module, which implements a protocol
+    below. `option`: the feature that needs the room, as users write it, for the error message.
+    Raises [`RoomMissingError`] if the room is not installed."""
     require(name, option)
     return importlib.import_module(f"{__package__}.{name}")
 
@@ -76,8 +76,8 @@ def optional(name: str) -> Any | None:
 
 
 class OnDemand(Generic[Part]):
-    """A part that few calls need: the first call makes it. Until then `instance` is `None`. Without
-    `make`, it must not be called."""
+    """A part that few engines and `generate` calls need: it is made when an `OnDemand` is first
+    called. Until then `instance` is `None`. One without `make` must not be called."""
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
@@ -103,19 +103,19 @@ class TapeRoom(Protocol):
         products in half precision. `modules`: all modules of the model."""
 
     def in_fixed_order(self) -> AbstractContextManager[None]:
-        """A context in which our kernels sum in an order that depends on the row only."""
+        """A context in which hf_paged's kernels sum in an order that depends only on the row."""
 
     def batch_invariant_operations(self) -> AbstractContextManager[None]:
-        """A context within `in_fixed_order` that makes all computations of this thread
-        batch-invariant. Raises `NotPackable` before an operation without a kernel."""
+        """A context, within `in_fixed_order`, in which all operations of this thread are
+        batch-invariant. An operation without such a kernel raises `NotPackable`."""
 
 
 class ResolvedAdapter(NamedTuple):
     """The adapter that a request names."""
 
-    key: Hashable = None  # `Request.adapter`
+    key: Hashable = None  # for `Request.adapter`
     namespace: Hashable = None  # in the prefix cache; the same in every process
-    num_bytes: int = 0  # of the pool, while the request runs
+    num_bytes: int = 0  # that it takes of the pool while the request runs
 
 
 class AdaptersRoom(Protocol):
@@ -123,28 +123,28 @@ class AdaptersRoom(Protocol):
 
     def check_wrapped(self, levels: Sequence[Any]) -> None:
         """Raises `ValueError` for adapters that only PEFT's own `generate` computes. `levels`: the
-        wrappers of a model, outermost first, and the model."""
+        wrappers of a model, outermost first, then the model."""
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
         """Raises `ValueError` if layers in the model compute other results than PEFT does with the
-        adapter; `None`: with the model as it is."""
+        adapter. `None`: with the model as it is now."""
 
     def has_activated(self, model: nn.Module) -> bool:
-        """Whether an adapter is active now, for which `check_served` may raise although it passed
+        """Whether an adapter is active now: `check_served` may then raise although it has passed
         before."""
 
     def resolve_adapter(
         self, model: nn.Module, name: str | None, takes_ids: bool
     ) -> ResolvedAdapter:
-        """The adapter of a request's option `adapter`. `takes_ids`: whether the prompt consists of
-        token ids alone. Raises `ValueError` if the adapter cannot be served."""
+        """Returns the adapter that a request's option `adapter` names. `takes_ids`: whether the
+        prompt is nothing but token ids. Raises `ValueError` if the adapter cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """A context for a forward of `model` with its adapter of this name."""
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """A context that hides `adapter_names` of PEFT's `generate` from the running call's
-        forwards; its value are the names, `None` if the call got none."""
+        """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
+        call that is running. Its value is these names; `None` if the call has none."""
 
     def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
         """Makes the adapters of a new loop."""
@@ -167,11 +167,12 @@ class TiersRoom(Protocol):
         path: Any,
     ) -> int:
         """Writes the full blocks of a prompt to a file and returns the number of tokens in them.
-        `compute` computes the prompt's token ids and returns the blocks' namespace."""
+        `compute` takes the prompt's token ids, computes them, and returns the namespace of the
+        blocks."""
 
     def load(self, core: EngineCore, path: Any) -> int:
-        """Loads the blocks of such a file into the prefix cache and returns the number of tokens in
-        them."""
+        """Loads the blocks in a file of `save` into the prefix cache and returns the number of
+        tokens in them."""
 
 
 class VirtualRoom(Protocol):
@@ -182,12 +183,13 @@ class VirtualRoom(Protocol):
     def fit_blocks(
         self, config: PagedConfig, model_config: Any, device: torch.device
     ) -> PagedConfig:
-        """Raises the block size to whole pages. Raises `ValueError` if pages cannot be mapped."""
+        """Returns the config with a block size of whole pages. Raises `ValueError` if pages cannot
+        be mapped."""
 
 
 class ToolsRoom(Protocol):
-    """`hf_paged.tools`: text, HTML for notebooks, and figures; `plot_*` raise `ImportError` without
-    matplotlib."""
+    """`hf_paged.tools`: text, HTML for notebooks, and figures. `plot_*` raise `ImportError` if
+    matplotlib is not installed."""
 
     engine_html: Callable[[Any], str]  # takes an engine
     cache_html: Callable[[Any], str]  # takes a `PagedCache`
@@ -202,13 +204,13 @@ class NativeRoom(Protocol):
     """`hf_paged.native`."""
 
     replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
-    through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrappers of models
+    through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
 
     def set_default(self, config: PagedConfig) -> None:
         """Sets the default config of managers."""
 
     def destroy_kept(self) -> None:
-        """Destroys the managers that models keep for the next session."""
+        """Destroys the managers that are kept for models' next sessions."""
 
 
 class SpeculationRoom(Protocol):
@@ -219,8 +221,9 @@ class SpeculationRoom(Protocol):
     def reason_against(
         self, model: PreTrainedModel, config: Any, assistance: Assistance
     ) -> str | None:
-        """Why rows with this generation config cannot have drafts, their layout aside; `None` if
-        they can."""
+        """Why rows with this generation config cannot have drafts, apart from their layout; `None`
+        if they can."""
 
     def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
-        """Yields why rows of a `generate` call cannot have drafts; the first reason counts."""
+        """Yields the reasons why rows of a `generate` call cannot have drafts; only the first
+        counts."""

@@ -1,5 +1,5 @@
 """Attention metadata of one step: rows, lengths and block tables, built once and read by every
-layer. The vocabulary in README.md draws `seq_len`, `context_len` and `query_len`.
+layer. The vocabulary in README.md explains `seq_len`, `context_len` and `query_len` by a diagram.
 
 Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row:
 position `t` is stored in block `block_tables[row, t // block_size]` at offset `t % block_size`. A
@@ -39,8 +39,8 @@ def numbers_on(
 
 
 class NotPackable(RuntimeError):
-    """The model uses packed keys, values or masks in a way that is correct only with one sequence
-    per row."""
+    """The model uses packed keys, values or masks in a way that is correct only if each row holds
+    one sequence."""
 
 
 class NotCapturable(RuntimeError):
@@ -66,8 +66,8 @@ class ReadCounters:
 
 
 class Lengths(NamedTuple):
-    """Lengths as int32 tensors on the block tables' device. `query_start` is `None` where only the
-    device knows the lengths."""
+    """The lengths of a step as int32 tensors on the device of its block tables. `query_start` is
+    `None` if the host does not know the lengths."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
@@ -93,50 +93,51 @@ class Lengths(NamedTuple):
 
 
 class Cascade(NamedTuple):
-    """A step of one-query rows, some with common leading blocks, split in two (cascade inference,
-    FlashInfer, arXiv 2501.01005, sec. 3.1.2)."""
+    """A step of one-query rows, split into two steps because groups of rows share leading blocks
+    (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2)."""
 
-    tails: StepMetadata  # the step, with grouped rows starting where their shared prefix ends
+    tails: StepMetadata  # all rows; those of groups start where their shared prefix ends
     # one row per group: the shared tokens and blocks, with the group's rows as queries
     prefixes: StepMetadata
-    query_index: Tensor  # (n,) int32 on the device: grouped rows, group by group
+    query_index: Tensor  # (n,) int32 on the device: the rows of the groups, group by group
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """`n` rows with `T` tokens in all. The cache makes one per layer group; attention narrows it to
-    the positions that a mask shows. Query `i` of a row is at position `seq_len - query_len + i`,
-    which is negative for a padding query."""
+    """`n` rows with `T` tokens in all. The cache makes one for each layer group; attention narrows
+    it to the positions that are visible under a mask. Query `i` of a row is at position
+    `seq_len - query_len + i`, which is negative for a padding query."""
 
     block_tables: Tensor
     """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last
     block are not read."""
     query_start: tuple[int, ...]  # n + 1: row i has tokens [query_start[i], query_start[i + 1])
-    # tokens of each row, including new ones; () where only the device knows them
+    # tokens of each row, including new ones; () if only the device knows them
     seq_lens: tuple[int, ...]
     starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
     causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
-    """`(batch, query_len)` or, packed, `(1, T)` int64: the slot for K and V of each token;
-    negative: not stored."""
+    """`(batch, query_len)` or, packed, `(1, T)` int64: the slot of each token's K and V; negative
+    for tokens that are not stored."""
     block_ids: Sequence[list[int]] = ()
-    """Block tables, on the host, of the leading one-query rows; empty to skip the search for shared
-    prefixes."""
+    """Block tables of the leading one-query rows, on the host, in which shared prefixes are found;
+    empty to skip the search."""
     lengths: Lengths | None = None
-    """In a captured step: the tensors from which a replay reads its lengths. `query_start` is then
-    the capacity in rows, one-query rows first, and in tokens."""
+    """In a captured step: the tensors from which a replay reads its lengths. `query_start` then
+    gives the capacity in rows, one-query rows first, and in tokens."""
     cascade: Cascade | None = None
-    """In a captured step: the prefix blocks that its leading one-query rows share; other steps use
-    `block_ids`."""
+    """In a captured step: the prefixes that its leading one-query rows share. Other steps find them
+    in `block_ids`."""
     key_len: int | None = None
-    """For packed rows with the model's own attention code: the number of keys that it sees, which
-    is that of the longest row."""
+    """For packed rows and the model's own attention code: the number of keys that the code gets,
+    which is that of the longest row."""
     columns: range | None = None
-    """Columns of the padded batch that a layer shows, including new ones; `None` for packed
-    rows."""
-    # of each row's position 0: the column if there are `columns`, else the sequence position
+    """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
+    for packed rows."""
+    # for each row, its position 0: as a column if there are `columns`, else as a position in the
+    # sequence
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
@@ -159,7 +160,7 @@ class StepMetadata:
             cached: Plan = self._plans[key]
             return cached
         except KeyError:
-            pass  # `make` runs outside, so that its errors are not chained to this one
+            pass  # `make` runs after this block, so that its errors are not chained to this one
         created = self._plans[key] = make(self, *args)
         return created
 
@@ -190,11 +191,11 @@ class StepMetadata:
         )
 
     def on(self, device: torch.device) -> StepMetadata:
-        """Returns the step with its tensors on `device`, since layers that share tables may be on
-        several devices."""
+        """Returns the step with its tensors on `device`: layers that share tables may be on several
+        devices."""
         if self.block_tables.device == device:
             return self
-        return self.plan(_moved, device)
+        return self.plan(_move, device)
 
     @property
     def num_rows(self) -> int:
@@ -206,7 +207,7 @@ class StepMetadata:
 
     @functools.cached_property
     def max_query_len(self) -> int:
-        """The most queries of a row."""
+        """The largest number of queries of a row."""
         pairs = itertools.pairwise(self.query_start)
         return max((end - start for start, end in pairs), default=0)
 
@@ -216,11 +217,11 @@ class StepMetadata:
 
     @property
     def has_padding(self) -> bool:
-        """Whether some row has padding in `columns`. Padding is not stored."""
+        """Whether a row has padding in `columns`. Padding is not stored."""
         if self.columns is None:
             return False
-        latest = max(self.origins, default=0)
-        return latest > self.columns.start
+        last_origin = max(self.origins, default=0)
+        return last_origin > self.columns.start
 
     @property
     def is_first_prefill(self) -> bool:
@@ -259,13 +260,13 @@ class StepMetadata:
             cascade=cascade,
         )
 
-    def split(self, most: int) -> tuple[StepMetadata | None, StepMetadata | None]:
-        """Returns the leading rows of up to `most` queries each as a step, and the other rows;
-        `None` for no rows."""
+    def split(self, max_queries: int) -> tuple[StepMetadata | None, StepMetadata | None]:
+        """Splits the step after its leading rows of up to `max_queries` queries each. Returns both
+        parts; `None` for a part without rows."""
         num_rows = self.num_rows
         count = 0
         for start, end in itertools.pairwise(self.query_start):
-            if end - start > most:
+            if end - start > max_queries:
                 break
             count += 1
         if count == num_rows:
@@ -288,7 +289,7 @@ class StepMetadata:
         return low, max(low, high)
 
 
-def _moved(step: StepMetadata, device: torch.device) -> StepMetadata:
+def _move(step: StepMetadata, device: torch.device) -> StepMetadata:
     slots = step.slots
     if slots is not None:
         slots = slots.to(device)
@@ -305,13 +306,13 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
     copied = to_device(host, step.block_tables.device)
     num_rows = step.num_rows
     sizes = (num_rows, num_rows, num_rows + 1, len(origins))
-    seq_lens, starts, query_start, last = copied.split(sizes)
-    return Lengths(seq_lens, starts, query_start, last if origins else None)
+    seq_lens, starts, query_start, row_origins = copied.split(sizes)
+    return Lengths(seq_lens, starts, query_start, row_origins if origins else None)
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Splits a step into runs of rows with equal `query_len`, which are all first prefills or none:
-    (token slice, step)."""
+    """Splits a step into runs of rows with equal `query_len` that are either all first prefills or
+    none. Returns (slice of tokens, step) for each run."""
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]
@@ -321,10 +322,8 @@ def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
 
     groups = []
     for _, members in itertools.groupby(range(step.num_rows), kind):
-        first, *others = members
-        last = (others or [first])[-1] + 1
-        start = step.query_start[first]
-        end = step.query_start[last]
-        tokens = slice(start, end)
+        rows = list(members)
+        first, last = rows[0], rows[-1] + 1
+        tokens = slice(step.query_start[first], step.query_start[last])
         groups.append((tokens, step.rows(first, last)))
     return tuple(groups)

@@ -12,12 +12,13 @@ from .interrupts import ends_with_calls
 
 T = TypeVar("T")
 Switching = tuple[Callable[[], None], Callable[[], None]]
-"""A function that switches an object, and one that restores its state before."""
+"""A function that switches an object, and a function that restores the object's earlier state."""
 
 
 class _Nothing:
-    """A step enters several of these, so its methods are C functions, which take any arguments and
-    return an empty value; those of `contextlib.nullcontext` are Python."""
+    """A context without effect. Since a step enters several, its methods are C functions, unlike
+    those of `contextlib.nullcontext`: `str.format` takes any arguments and returns a false
+    value."""
 
     __enter__ = "".format
     __exit__ = "".format
@@ -28,63 +29,64 @@ NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[ass
 
 
 class Switches(Generic[T]):
-    """The objects that calls have switched, each with the functions from `switching` and the
-    threads of its calls. Calls may overlap: each one switches, the last restores the state before
-    the first."""
+    """The objects that calls have switched, each with its functions from `switching` and the
+    threads of its calls. Calls may overlap: each switches the object, and the last one restores the
+    state before the first."""
 
     def __init__(
-        self, switching: Callable[[T], Switching], after: Callable[[], None] | None = None
+        self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None
     ) -> None:
-        """`after` is called when the last item has been restored."""
+        """`switching` makes the functions of an object. `on_all_restored` is called whenever no
+        object is switched any more."""
         self._lock = forks.lock()
         self._switching = switching
-        self.held: dict[int, tuple[T, Switching, list[int]]] = {}
-        self._after = after
+        self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
+        self._on_all_restored = on_all_restored
         forks.in_child(self)
         ends_with_calls(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
-        """A context in which `items` are switched. It may be entered any number of times, also by
+        """A context in which `items` are switched. It may be entered any number of times, and by
         several threads at once."""
         return _Switching(self, list(items))
 
     def enter(self, item: T) -> None:
         with self._lock:
-            if id(item) not in self.held:
-                self.held[id(item)] = item, self._switching(item), []
-            _, (switch, _), threads = self.held[id(item)]
+            if id(item) not in self.entries:
+                self.entries[id(item)] = item, self._switching(item), []
+            _, (switch, _), threads = self.entries[id(item)]
             threads.append(threading.get_ident())
             switch()
 
     def leave(self, item: T) -> None:
         with self._lock:
-            threads = self.held[id(item)][2]
+            threads = self.entries[id(item)][2]
             threads.remove(threading.get_ident())
             self._end(item, threads)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: ends the calls of other threads, which do not exist there."""
-        me = threading.get_ident()
-        self._retain(lambda thread: thread == me)
+        """In a child process: ends the calls of other threads, which do not run there."""
+        current_thread = threading.get_ident()
+        self._retain(lambda thread: thread == current_thread)
 
     def end_calls(self) -> None:
         """Ends the calls of this thread."""
-        me = threading.get_ident()
+        current_thread = threading.get_ident()
         with self._lock:
-            self._retain(lambda thread: thread != me)
+            self._retain(lambda thread: thread != current_thread)
 
     def _retain(self, is_retained: Callable[[int], bool]) -> None:
-        """Ends the calls of all threads but those that are retained."""
-        for item, _, threads in list(self.held.values()):
+        """Ends the calls of all threads except those for which `is_retained` is true."""
+        for item, _, threads in list(self.entries.values()):
             threads[:] = filter(is_retained, threads)
             self._end(item, threads)
 
     def _end(self, item: T, threads: list[int]) -> None:
         if not threads:
-            _, (_, restore), _ = self.held.pop(id(item))
+            _, (_, restore), _ = self.entries.pop(id(item))
             restore()
-            if self._after is not None and not self.held:
-                self._after()
+            if self._on_all_restored is not None and not self.entries:
+                self._on_all_restored()
 
 
 class _Switching(Generic[T]):
@@ -114,7 +116,7 @@ class _Switching(Generic[T]):
         for item in reversed(items):
             try:
                 self._switches.leave(item)
-            except BaseException as error:  # the other items must be left, too
+            except BaseException as error:  # the other items must be restored, too
                 last_error = error
         if last_error is not None:
             raise last_error

@@ -1,5 +1,5 @@
-"""Starts threads where limits of processes or memory may refuse them, and provides the lock under
-which threads run a model. The caller handles a refusal."""
+"""Starts threads, and reports to the caller if limits on processes or memory prevent it. Also
+provides the lock that a thread holds while it runs a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ NO_THREAD = "can't start new thread: the process is at its limit of threads or m
 
 
 class _Started(threading.Event):
-    """The event for which `Thread.start` waits without a limit, although a thread that lacks memory
-    ends before it sets the event."""
+    """The event for which `Thread.start` waits, here only for `START_SECONDS`: a thread that lacks
+    memory ends without setting it."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(START_SECONDS)
@@ -36,8 +36,8 @@ def make(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread:
-    """Makes a thread that calls `run` once it is begun. If an error ends the thread, the thread
-    calls `on_error` with it; `run` itself could not catch an error that is raised as it begins."""
+    """Makes a thread, not yet started, that calls `run`. If an error ends the thread, it calls
+    `on_error` with the error: `run` itself cannot catch one that is raised as it begins."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread._started = _Started()  # type: ignore[attr-defined]
     if on_error is not None:
@@ -52,8 +52,8 @@ def make(
 
 
 def begin(thread: threading.Thread) -> Exception | None:
-    """Begins a thread from `make` within `START_SECONDS`. Returns the reason if it does not begin,
-    so that the caller goes on without it; a thread that only begins later still calls `run`."""
+    """Starts a thread from `make`. If it does not begin within `START_SECONDS`, returns the reason,
+    and the caller goes on without it. A thread that begins later than that still calls `run`."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:  # at the limit, or at interpreter shutdown
@@ -70,13 +70,14 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and begins a thread; `None` if it does not begin."""
+    """Makes and starts a thread; returns `None` if it does not begin."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """As `asyncio.to_thread`, begun at once. Raises `RuntimeError` if there can be no thread."""
+    """As `asyncio.to_thread`, but the function is submitted at once. Raises `RuntimeError` if no
+    thread can be started."""
     run = contextvars.copy_context().run
     try:
         return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
@@ -87,8 +88,9 @@ def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
-    """Waits for a condition of `lock`, which this thread holds once. It holds the lock again after
-    any error, although an interrupt may arrive between `Condition.wait`'s release and its `try`."""
+    """Waits for a condition of `lock`, which this thread must hold exactly once. After any error
+    the thread holds the lock again, although an interrupt may arrive after `Condition.wait` has
+    released it and before its `try`."""
     try:
         condition.wait(seconds)
     except BaseException:
@@ -99,16 +101,16 @@ def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) 
 
 @restoring
 def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
-    """Acquires a reentrant lock unless another thread holds it for so long; yields whether this
-    thread holds it. An interrupt at any bytecode leaves the lock as it was, where a call of
-    `lock.acquire(timeout=...)` before a `try` could leave it held."""
+    """A context that tries to acquire a reentrant lock for up to `seconds`; its value is whether
+    this thread holds the lock. An interrupt at any bytecode leaves the lock as it was. (One between
+    `lock.acquire(timeout=...)` and a `try` would leave it acquired.)"""
     if lock._is_owned():  # type: ignore[attr-defined]
         yield True
         return
     try:
         yield lock.acquire(timeout=seconds)
     finally:
-        try:  # without a call before it, where an interrupt could arrive
+        try:  # comes first, since an interrupt could arrive at any call before it
             lock.release()
         except RuntimeError:
             pass  # another thread holds it
@@ -117,8 +119,10 @@ def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
 _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def step_lock(model: nn.Module, whole: nn.Module | None = None) -> threading.RLock:
-    """Returns the model's lock. Callers share the model's adapters, so they hold the lock from
-    scheduling to the end of a forward, and while they read the model's state. A model that shares
-    modules with another (`whole`) gets the other's lock."""
-    return _step_locks.setdefault(model, forks.rlock() if whole is None else step_lock(whole))
+def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
+    """Returns the model's lock. Engines and calls share the model's adapters, so each of them holds
+    the lock from scheduling to the end of the forward, and while it reads the model's state. A
+    model that shares modules with `main_model` gets the lock of `main_model`."""
+    return _step_locks.setdefault(
+        model, forks.rlock() if main_model is None else step_lock(main_model)
+    )

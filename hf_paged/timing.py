@@ -1,5 +1,5 @@
-"""Counts the seconds that a call spends on work that later calls reuse: checks of the model,
-builds, recordings."""
+"""Counts the seconds that a call spends on work that later calls reuse: checks of models, builds of
+kernels, recordings of steps."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from contextvars import ContextVar
 
 from .interrupts import restoring
 
-counted: ContextVar[dict[str, float] | None] = ContextVar("hf_paged_setup_seconds", default=None)
-"""Seconds by part, to which `timed` adds; `None`: nothing is counted."""
+setup_seconds: ContextVar[dict[str, float] | None] = ContextVar(
+    "hf_paged_setup_seconds", default=None
+)
+"""Seconds by part, to which `timed` adds; `None`: they are not counted."""
 
 
 @restoring
 def counting(seconds: dict[str, float]) -> Iterator[None]:
     """A context in which `timed` adds to `seconds`, by part."""
-    token = counted.set(seconds)
+    token = setup_seconds.set(seconds)
     try:
         yield
     finally:
-        counted.reset(token)
+        setup_seconds.reset(token)
 
 
 @restoring
 def timed(part: str) -> Iterator[None]:
-    """Adds the duration of the context, without that of parts within it, to the part's seconds."""
-    seconds = counted.get()
+    """A context whose duration, without that of other parts within it, is added to the seconds of
+    `part`."""
+    seconds = setup_seconds.get()
     if seconds is None:
         yield
         return
-    # `inner` is this thread's alone: several threads may share `seconds`
+    # `inner_seconds` is this thread's alone: several threads may share `seconds`
     start = time.perf_counter()
-    inner = dict[str, float]()
+    inner_seconds = dict[str, float]()
     try:
-        with counting(inner):
+        with counting(inner_seconds):
             yield
     finally:
-        duration = time.perf_counter() - start - sum(inner.values())
-        inner[part] = inner.get(part, 0.0) + duration
-        for name, value in inner.items():
+        duration = time.perf_counter() - start - sum(inner_seconds.values())
+        inner_seconds[part] = inner_seconds.get(part, 0.0) + duration
+        for name, value in inner_seconds.items():
             seconds[name] = seconds.get(name, 0.0) + value

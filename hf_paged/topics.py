@@ -1,5 +1,5 @@
-"""The topics of docs/guide/troubleshooting.md, to which warnings, errors and the reasons of a
-[`Route`] point."""
+"""The topics of docs/guide/troubleshooting.md. Warnings, errors and the reasons of a [`Route`]
+point to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _POINTER = "[troubleshooting.md#"
 
 
 class Topic(enum.Enum):
-    """A row of that page's table; the value is its anchor. `Topic.HOOKS("text")` returns the text
-    with a pointer to the row, or unchanged if it quotes a cause that has a pointer."""
+    """A row in the table of that page; its value is the row's anchor. `Topic.HOOKS("text")` appends
+    a pointer to the row, unless the text quotes a cause that already has a pointer."""
 
     ADAPTERS = "adapters"
     ASSISTED = "assisted"
@@ -51,7 +51,7 @@ class Topic(enum.Enum):
 
 
 class TopicError(Exception):
-    """The base of hf_paged's errors whose message ends with the pointer to their topic."""
+    """The base of hf_paged's errors whose messages end with a pointer to their topic."""
 
     topic: Topic
 

@@ -67,9 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _missing_room(text: str) -> str | None:
-    """What says in an error's text that a room of hf_paged is not there."""
-    found = re.search(r"No module named 'hf_paged\.(\w+)|needs `hf_paged\.(\w+)`", text)
-    return None if found is None else f"needs the room {found.group(1) or found.group(2)}"
+    """The reason for a skip if an error's text names a room of hf_paged that is taken away."""
+    from hf_paged.rooms import ROOMS, is_installed
+
+    match = re.search(r"No module named 'hf_paged\.(\w+)|needs `hf_paged\.(\w+)`", text)
+    room = match and (match.group(1) or match.group(2))
+    return f"needs the room {room}" if room in ROOMS and not is_installed(room) else None
 
 
 @pytest.hookimpl(wrapper=True)

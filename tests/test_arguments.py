@@ -28,7 +28,7 @@ STREAMER = TextStreamer(models.tokenizer())
 # -- arguments of an engine's request, and the message --------------------------------------------
 
 SEEDS = "it must be None or a whole number from -9223372036854775808 to 18446744073709551615"
-PRIORITIES = "it must be a whole number from -2147483647 to 2147483647, lower runs earlier"
+PRIORITIES = "it must be a whole number from -2147483647 to 2147483647 (lower runs earlier)"
 REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "seed too large": ({"seed": 2**70}, f"`seed` is 1180591620717411303424: {SEEDS}"),
     "seed too small": ({"seed": -(2**63) - 1}, f"`seed` is -9223372036854775809: {SEEDS}"),
@@ -52,7 +52,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         {"streamer": STREAMER, "generation_config": MODES["samples"]},
         (
             "`streamer` is a TextStreamer, which takes one row, and there are 3: ask for one"
-            " sequence a request"
+            " sequence per request"
         ),
     ),
     "ids of floats": (
@@ -316,7 +316,7 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     "other inputs": (
         {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1), "labels": None},
         (
-            "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose rows"
+            "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, whose rows"
             " are unknown: pass a list of such mappings, one per prompt, with `input_ids` of shape"
             " (1, length)"
         ),
@@ -327,20 +327,20 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     ),
     "a hole": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [[1, 0, 1]]},
-        "the attention mask hides tokens inside of row 0: it may hide padding at its ends",
+        "the attention mask hides tokens inside row 0: it may only hide padding at the ends",
     ),
     "another mask": (
         {"input_ids": [[5, 6, 7], [5]], "attention_mask": [[1, 1, 1]]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
-            " returned them"
+            "the lengths of the attention mask differ from those of `input_ids`: pass both as the"
+            " tokenizer returned them"
         ),
     ),
     "a flat mask": (
         {"input_ids": [[5, 6, 7]], "attention_mask": [1, 1, 1]},
         (
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
-            " returned them"
+            "the lengths of the attention mask differ from those of `input_ids`: pass both as the"
+            " tokenizer returned them"
         ),
     ),
     "one text": (
@@ -407,7 +407,7 @@ def test_beams_without_finite_scores_end_in_an_error(value: float) -> None:
     assert isinstance(error, RuntimeError) and reason == "error"
     assert (
         str(error)
-        == "no beam could end: the scores contain nan, or too few tokens have a finite one"
+        == "no beam could end: the scores contain nan, or too few tokens have a finite score"
     )
     assert_same_as_lone(lone_run(model, other, BEAMS), results["good"], BEAMS, "good")
     plain = lone_run(model, one, BEAMS, logits_processor=[spoil])

@@ -233,7 +233,7 @@ def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
     """As a token has been told, and as outputs and results are made."""
     case = Engine(models.build("llama"), "steps")
     owner: Any = EngineCore if place == "told" else engine_core
-    name = "_output_step" if place == "told" else "RequestOutput"
+    name = "_queue_step_outputs" if place == "told" else "RequestOutput"
     original = getattr(owner, name)
     calls = 0
 
@@ -359,7 +359,7 @@ def test_a_call_whose_code_caught_an_interrupt_of_another_call_ends_that_one(
     nests = Nests(lambda: model.generate(prompt, **GREEDY, **models.PAGED), monkeypatch)
     found = model.generate(prompt, **GREEDY, **outer, logits_processor=[nests])
     assert nests.kept and torch.equal(found, expected)
-    assert not switch._switches.held
+    assert not switch._switches.entries
     assert hf_paged.memory_stats(model).used_blocks == 0
 
 
@@ -389,10 +389,10 @@ def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(interrupts._Restoring, "__exit__", raises_interrupt)
             call()
-        assert not interrupts._contexts.open
+        assert not interrupts._thread_contexts.open
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(is_free, lock).result()
-    assert not engine._core._num_keepers
+    assert not engine._core._num_pool_users
 
 
 class Nowhere(Exception):

@@ -320,7 +320,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "request of no id": (
         lambda: textless().cancel("lost"),
         ValueError,
-        ("the id 'lost'", "unfinished are none"),
+        ("the id 'lost'", "unfinished ids: none"),
     ),
     "too few blocks": (
         lambda: PagedEngine(model(), {"num_blocks": 3}).add_request([5], {"max_new_tokens": 500}),

@@ -20,7 +20,7 @@ def test_any_number_of_items_is_switched_back() -> None:
     items = [[number] for number in range(2 * sys.getrecursionlimit())]
     with switches.switched(items):
         assert set(state.values()) == {"switched"}
-    assert set(state.values()) == {"before"} and not switches.held
+    assert set(state.values()) == {"before"} and not switches.entries
 
 
 def test_all_others_are_switched_back_if_one_raises() -> None:
@@ -36,4 +36,4 @@ def test_all_others_are_switched_back_if_one_raises() -> None:
     )
     with pytest.raises(MemoryError), switches.switched([[0], [1], [2]]):
         pass
-    assert set(state.values()) == {"before"} and not switches.held
+    assert set(state.values()) == {"before"} and not switches.entries

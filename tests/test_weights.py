@@ -420,7 +420,7 @@ def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
 
     def begin(guard: WeightsGuard) -> None:
         guard.begin(True, None)
-        guard.open()
+        guard.begin_period()
         guard.verify()
 
     begin(guards[0])

@@ -93,11 +93,11 @@ class LoopAdapters:
             "num_adapter_evictions": self.pages.num_evictions,
         }
 
-    def admit(self, request: Request, bring_in: Callable[[], bool]) -> bool:
+    def admit(self, request: Request, allocate_blocks: Callable[[], bool]) -> bool:
         is_admitted = False
         try:
             if self.pages.pin(request.adapter, request.adapter_bytes, request):
-                is_admitted = bring_in()
+                is_admitted = allocate_blocks()
         finally:
             if not is_admitted:
                 self.release(request)

@@ -87,7 +87,7 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
     them again. `None`: transformers keeps them."""
     global _register
     _register = register
-    if not _switches.held:
+    if not _switches.entries:
         _forget_unused()
 
 

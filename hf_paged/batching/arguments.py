@@ -1,5 +1,5 @@
-"""Checks and converts callers' arguments, and rejects wrong ones by name before memory is
-allocated. The forms of prompts are those of `prompt_forms.py`."""
+"""Checks and converts callers' arguments, and names invalid ones in its errors before memory is
+allocated. Prompts are converted in `prompt_forms.py`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..model.wrappers import base_model
 
 
 class ServedByGenerateError(ValueError):
-    """Only the model's own `generate` serves this request."""
+    """Only the model's own `generate` can serve this model or request."""
 
 
 MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
-# limits of one request, since in each step all requests wait while its texts are compared; a
-# program may raise them
+# limits per request, since every step compares its stop strings while all requests wait; a program
+# may raise them
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Arguments of `PagedEngine.add_request` beside the prompt and its generation config,
-    unchecked."""
+    """The unchecked arguments of `PagedEngine.add_request`, except the prompt and its generation
+    config."""
 
     request_id: Any = None
     priority: Any = 0
@@ -58,15 +58,16 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class Assistance:
-    """Arguments of assisted generation that callers pass beside the generation config."""
+    """Arguments of assisted generation that are not part of the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # the target's, if the assistant's differs
+    tokenizer: Any = None  # the model's, if the assistant has a different one
     assistant_tokenizer: Any = None
 
 
 def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
-    """Returns the option that makes transformers run assisted generation; `None` without one."""
+    """Returns the name of the option that makes transformers run assisted generation; `None` if no
+    such option is set."""
     options = {
         "assistant_model": assistant,
         "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens,
@@ -77,17 +78,17 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
 
 
 def requested_new_tokens(generation_config: Any) -> int:
-    """Returns the `max_new_tokens` of a request's config or options; 1 if they have none."""
+    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is not set."""
     options = generation_config
     if isinstance(options, GenerationConfig):
         options = vars(options)
-    new_tokens = options.get("max_new_tokens") if isinstance(options, Mapping) else None
-    return new_tokens if isinstance(new_tokens, int) else 1
+    max_new_tokens = options.get("max_new_tokens") if isinstance(options, Mapping) else None
+    return max_new_tokens if isinstance(max_new_tokens, int) else 1
 
 
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
     """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to
-    `high`; in the message, `before` and `after` enclose this range."""
+    `high`. The message calls the value `name`, and puts `before` and `after` around the range."""
     if not is_whole(value) or not low <= value <= high:
         raise ValueError(
             f"`{name}` is {shown(value)}: it must be {before}a whole number from {low} to"
@@ -96,8 +97,9 @@ def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after
     return int(value)
 
 
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for keyword arguments that a [`PagedEngine`] does not have."""
+def reject_engine_arguments(options: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for keyword arguments `options` that [`PagedEngine`] does not have; does
+    nothing if there are none."""
     if not options:
         return
     fields = PagedConfig.__annotations__
@@ -105,7 +107,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
     hint = suggest(options, [*fields, *request_options, "config", "tokenizer"])
     arguments = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
-        "Options of the memory go into the config, PagedEngine(model,"
+        "Memory options go into the config, PagedEngine(model,"
         f" PagedConfig({', '.join(arguments) or 'num_blocks=4096'}))"
     )
     if request_options:
@@ -116,8 +118,9 @@ def refuse_options(options: Mapping[str, Any]) -> None:
     raise TypeError(f"`PagedEngine` has no argument {quoted(options)}{hint or '.'} {remedy}")
 
 
-def refuse_arguments(names: Iterable[str]) -> None:
-    """Raises `TypeError` for keyword arguments that a request does not have."""
+def reject_request_arguments(names: Iterable[str]) -> None:
+    """Raises `TypeError` for keyword arguments `names` that requests do not have; does nothing if
+    there are none."""
     if unknown := list(names):
         hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
@@ -127,37 +130,38 @@ def refuse_arguments(names: Iterable[str]) -> None:
 
 
 def quoted(names: Iterable[str]) -> str:
+    """Returns the sorted names in backticks, separated by commas."""
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def check_generates(model: Any) -> None:
-    """Raises `ValueError` unless `model` is a model with a head and weights; also for
-    encoder-decoder models with their own cache class, and for models that keep states in their
-    modules."""
+    """Raises `ValueError` unless `model` is a model with a language-modeling head and loaded
+    weights, and `ServedByGenerateError` for an encoder-decoder model with its own cache class or a
+    model that keeps states in its modules."""
     if isinstance(model, type) or not callable(getattr(model, "can_generate", None)):
-        instead = "it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
+        remedy = "it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
         if isinstance(model, (str, os.PathLike)):
-            instead = f"call `PagedEngine.from_pretrained({shown(model)})`, or pass a loaded model"
+            remedy = f"call `PagedEngine.from_pretrained({shown(model)})`, or pass a loaded model"
         elif callable(getattr(getattr(model, "model", None), "can_generate", None)):
-            instead = "pass its `.model`"
-        raise ValueError(f"`model` is {shown(model)}: {instead}")
-    name = type(model).__name__
+            remedy = "pass its `.model`"
+        raise ValueError(f"`model` is {shown(model)}: {remedy}")
+    class_name = type(model).__name__
     check_weights(model)
     if not model.can_generate():
         raise ValueError(
-            f"`model` is a {name}, which cannot generate: pass the model with its head, a"
+            f"`model` is a {class_name}, which cannot generate: pass the model with its head, a"
             " `...ForCausalLM`"
         )
     if not is_stock(model, compat.PREPARE_CACHE) or not compat.supports_dynamic_cache(model):
         if model.config.is_encoder_decoder:
             raise ServedByGenerateError(
-                f"{name} is an encoder-decoder model with its own cache class: call"
+                f"{class_name} is an encoder-decoder model with its own cache class: call"
                 ' `model.generate(..., cache_implementation="paged")`'
             )
     if any(compat.attribute(module, "_setup_cache") for module in model.modules()):
         raise ServedByGenerateError(
-            f"{name} keeps states in its modules, outside any cache, so its requests cannot run"
-            ' beside one another: call `model.generate(..., cache_implementation="paged")`'
+            f"{class_name} keeps states in its modules, outside any cache, so its requests cannot"
+            ' run side by side: call `model.generate(..., cache_implementation="paged")`'
         )
 
 
@@ -171,8 +175,8 @@ def check_weights(model: Any) -> None:
 
 
 def check_path(name_or_path: Any) -> None:
-    """Raises `ValueError` for anything but a name or path, and `FileNotFoundError` for a path that
-    does not exist."""
+    """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` for
+    a path that does not exist."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -195,6 +199,7 @@ def check_config(config: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
+    """Raises `ValueError` unless `tokenizer` is `None` or has a `decode` method."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(
             f"`tokenizer` is {shown(tokenizer)}: pass a tokenizer, from"
@@ -203,6 +208,8 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_assistant(value: Any, tokenizer: Any = None) -> None:
+    """Raises `ValueError` unless `value` is `None` or a model, and for an assistant's tokenizer
+    without an assistant."""
     if value is not None and not callable(getattr(value, "can_generate", None)):
         raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
     if value is None and tokenizer is not None:
@@ -212,10 +219,10 @@ def check_assistant(value: Any, tokenizer: Any = None) -> None:
         )
 
 
-def checked_options(options: RequestOptions, salt: str | None) -> RequestOptions:
-    """Returns the options with the adapter's name as text, the assistant without wrappers, and a
-    cache salt, by default `salt`. Raises `ValueError` for ids, adapters and assistants that no
-    request can have."""
+def checked_options(options: RequestOptions, default_salt: str | None) -> RequestOptions:
+    """Returns the options with the adapter as a string, the assistant without wrappers, and
+    `default_salt` if they have no cache salt. Raises `ValueError` for an invalid id, adapter or
+    assistant."""
     try:
         hash(options.request_id)
     except TypeError:
@@ -234,19 +241,20 @@ def checked_options(options: RequestOptions, salt: str | None) -> RequestOptions
     return replace(
         options,
         adapter=adapter,
-        cache_salt=salt if options.cache_salt is None else options.cache_salt,
+        cache_salt=default_salt if options.cache_salt is None else options.cache_salt,
         assistant_model=base_model(options.assistant_model),
     )
 
 
 def check_logprobs(options: RequestOptions) -> int:
-    """Returns the checked number of alternatives (`top_logprobs`)."""
+    """Checks the options for log-probabilities, and returns `top_logprobs` as an int. Raises
+    `ValueError`."""
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
             raise ValueError(
-                f"`{name}` is {value}: it must be True or False; ask for alternatives with"
-                " `top_logprobs`"
+                f"`{name}` is {value}: it must be True or False; `top_logprobs` asks for"
+                " alternatives"
             )
     count = as_whole(
         "top_logprobs",
@@ -257,15 +265,14 @@ def check_logprobs(options: RequestOptions) -> int:
     )
     if count and not (options.return_logprobs or options.prompt_logprobs):
         raise ValueError(
-            f"`top_logprobs` is {count}: it goes with `return_logprobs=True` or"
-            " `prompt_logprobs=True`"
+            f"`top_logprobs` is {count}: it needs `return_logprobs=True` or `prompt_logprobs=True`"
         )
     return count
 
 
 def as_list(name: str, value: Any) -> list[Any]:
-    """Returns processors or criteria as a list. Raises `ValueError` if `value` is no list of
-    callables."""
+    """Returns processors or criteria as a new list, empty for `None`. Raises `ValueError` unless
+    `value` is `None`, or a list or tuple of callables."""
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):
@@ -277,8 +284,8 @@ def as_list(name: str, value: Any) -> list[Any]:
 
 
 def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
-    """Raises `ValueError` for anything but text or a list of texts, and for more than a request may
-    have."""
+    """Raises `ValueError` unless `value` is a string or a list of strings, and for more than
+    `MAX_STOP_STRINGS` strings or `MAX_STOP_CHARACTERS` characters."""
     strings = [value] if isinstance(value, str) else value
     is_list = isinstance(strings, (list, tuple)) and bool(strings)
     if not is_list or not all(isinstance(text, str) for text in strings):
@@ -297,25 +304,26 @@ def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
 
 
 def check_streamer(value: Any) -> None:
+    """Raises `ValueError` unless `value` is `None` or has the methods `put` and `end`."""
     methods = [getattr(value, name, None) for name in ("put", "end")]
     if value is not None and not all(map(callable, methods)):
         raise ValueError(f"`streamer` is {shown(value)}: it must have the methods `put` and `end`")
 
 
-def check_streamed_rows(streamer: Any, num_rows: int, instead: str) -> None:
-    """Raises `ValueError` for several rows with a streamer of one row; `instead` says what to
-    do."""
+def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
+    """Raises `ValueError` if `streamer` takes a single row and there are more; the message ends
+    with `remedy`."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
             f"`streamer` is a {type(streamer).__name__}, which takes one row, and there are"
-            f" {num_rows}: {instead}"
+            f" {num_rows}: {remedy}"
         )
 
 
-def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
-    """Raises `ValueError` unless `value` is None or an int64 or int32 tensor `(rows, length)` with
-    rows. `is_alone`: no cached tokens or embeddings precede the ids, so each row needs at least
-    one, and a `mask` of two dimensions must cover them exactly."""
+def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
+    """Raises `ValueError` unless `value` is `None` or an int64 or int32 tensor `(rows, length)`
+    with at least one row. If no cached tokens or embeddings precede the ids (`is_whole_prompt`),
+    each row needs at least one. A 2-D `mask` must have the ids' shape."""
     if value is None:
         return
     if not isinstance(value, Tensor):
@@ -332,7 +340,7 @@ def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
         raise ValueError(
             f"`input_ids` have the shape {shape}: it must be (rows, length), with at least one row"
         )
-    if is_alone and not shape[1]:
+    if is_whole_prompt and not shape[1]:
         raise ValueError(
             f"`input_ids` have the shape {shape}: each row needs at least one token, such as BOS"
         )
@@ -344,8 +352,8 @@ def check_ids(value: Any, mask: Any, is_alone: bool) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` for options that are not numbers; with `check_range` also for bools and
-    counts below 1."""
+    """Raises `ValueError` for counts and lengths of tokens that are not numbers; with `check_range`
+    also for a `num_beams` or `num_return_sequences` that is a bool or below 1."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         if value is None:
@@ -355,7 +363,7 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
             is_count = is_whole(value) and int(value) >= 1
         if not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
-    # plain `generate` accepts 3.0 as well, and raises for numbers that are too low
+    # plain `generate` also accepts 3.0, and itself raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         if not isinstance(options.get(name), (Real, Tensor, type(None))):
             raise ValueError(
@@ -364,8 +372,8 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
 
 
 def check_generation_config(value: Any) -> None:
-    """Raises `ValueError` unless `value` is None, a `GenerationConfig` or a dict of its options.
-    Their values are validated together with the model's own, when a request is prepared."""
+    """Raises `ValueError` unless `value` is `None`, a `GenerationConfig` or a dict of its options.
+    Most values are validated later, with the model's defaults, when a request is prepared."""
     if value is None:
         return
     if isinstance(value, GenerationConfig):
@@ -382,15 +390,15 @@ def check_generation_config(value: Any) -> None:
         hint = suggest(unknown, generation_options())
         if memory_options := PagedConfig.__annotations__.keys() & unknown:
             hint = (
-                ": options of the memory go into the engine's config, such as"
+                ": memory options go into the engine's config, such as"
                 f" PagedConfig({min(memory_options)}=...)"
             )
         elif request_options := RequestOptions.__annotations__.keys() & unknown:
-            hint = f": pass it beside the config, as the argument `{min(request_options)}=`"
+            hint = f": pass it outside the config, as the argument `{min(request_options)}=`"
         raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        # `generate` rejects None as a keyword argument, too
+        # as `generate` does for None as a keyword argument
         if value.get(name, 1) is None and not is_saved(value):
             raise ValueError(
                 f"`{name}` is None: leave it out, or pass a whole number of at least 1"
@@ -398,8 +406,8 @@ def check_generation_config(value: Any) -> None:
 
 
 def is_saved(value: Any) -> bool:
-    """Whether `value` is the dict of a whole `GenerationConfig` (`to_dict`), in which None means
-    "not set"."""
+    """Whether `value` is a dict from `GenerationConfig.to_dict`, in which `None` means "not
+    set"."""
     return isinstance(value, Mapping) and "transformers_version" in value
 
 

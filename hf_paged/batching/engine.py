@@ -1,5 +1,5 @@
-"""`PagedEngine`: continuous batching of many requests on one model. It checks arguments and returns
-results; `engine_core.py` does the work."""
+"""`PagedEngine`: continuous batching of many requests on one model. Leaves the requests to
+`engine_core.py`, and most checks of arguments to `arguments.py`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .arguments import (
     check_generates,
     check_path,
     check_tokenizer,
-    refuse_arguments,
-    refuse_options,
+    reject_engine_arguments,
+    reject_request_arguments,
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
@@ -42,34 +42,35 @@ _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_retu
 
 
 class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine", None]):
-    """Generates for many requests at once (iteration-level scheduling, Orca, OSDI'22; blocks,
-    PagedAttention, arXiv 2309.06180). A request gets the tokens that `model.generate` gives for its
-    prompt alone.
+    """Runs many requests at once, with iteration-level scheduling (Orca, OSDI'22) over blocks of
+    K/V (PagedAttention, arXiv 2309.06180). Each request gets the tokens that `model.generate` gives
+    for its prompt alone.
 
     You may change the model between calls and between steps: later requests reuse no K/V computed
     with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. Add
     forward hooks, dropout, attention functions and code that depends on shapes only while no
-    request is running: the engine decides then whether the model runs packed, and a later change
-    may give unfinished requests, and requests that join them, other tokens. Several threads may
-    call the methods; a thread that changes the model while others take steps does so within
-    `weights_update` or `pause`.
+    request is unfinished: the engine decides whether the model runs packed when the first request
+    is added, and a later change may give the wrong tokens to unfinished and new requests. The
+    engine is thread-safe. A thread that changes the model while other threads take steps must do so
+    within `weights_update` or `pause`.
 
     Args:
-        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only model. Of wrappers (PEFT,
-            `torch.compile`, `DataParallel`, `DistributedDataParallel`) the model inside runs.
+        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model. Of
+            a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the engine
+            runs the model inside.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
-        parts ([`hf_paged.seams.EngineParts`], *optional*): Your own parts in place of those that
-            the config selects.
+        parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own, which replace those
+            that the config selects.
 
     Raises:
-        ValueError: for a model that cannot generate; for models that only `generate` serves:
-            encoder-decoder models with a custom cache, models with states in their modules, PEFT's
-            prompt learning and X-LoRA; for a tokenizer's name instead of a tokenizer, or a
-            tokenizer as `config`; for a model on the meta device; for one that FSDP has sharded;
-            for a sharded model in any process but process 0 (`hf_paged.serve_rank`).
-        TypeError: for other arguments, such as options of the config beside it; for pickling or
-            copying an engine.
+        ValueError: for a model that cannot generate, is on the meta device, or was sharded by FSDP;
+            for a model that only `generate` serves (an encoder-decoder model with a custom cache, a
+            model with states in its modules, PEFT's prompt learning and X-LoRA); for a sharded
+            model in any process except process 0 (`hf_paged.serve_rank`); for a tokenizer's name
+            instead of a tokenizer; for a tokenizer as `config`.
+        TypeError: for unknown arguments, such as config options passed outside the config; for
+            pickling or copying an engine.
         OSError: if the folder of `prefix_tiers` cannot be created, listed or entered.
 
     Example:
@@ -89,7 +90,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         parts: EngineParts = DEFAULT_PARTS,
         **unknown: Any,
     ) -> None:
-        refuse_options(unknown)
+        reject_engine_arguments(unknown)
         check_config(config)
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
@@ -108,32 +109,35 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         config: PagedConfig | Mapping[str, Any] | None = None,
         *,
         tokenizer: Any = None,
-        **loading: Any,
+        **load_kwargs: Any,
     ) -> PagedEngine:
-        """Makes an engine for a saved model or a name on the Hub; transformers loads the model
-        (with accelerate).
+        """Makes an engine for a saved model, or for a model on the Hub; transformers loads the
+        model, with accelerate.
 
         Args:
             name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
                 model.
             config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
-            tokenizer (*optional*): Replaces the tokenizer saved beside the model, if any.
-            loading: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
+            tokenizer (*optional*): Replaces the tokenizer that is saved with the model, if any.
+            load_kwargs: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
                 `quantization_config`, `revision`, `attn_implementation`, ...
 
         Raises:
-            OSError, TypeError, ValueError: the errors of `from_pretrained` and of [`PagedEngine`].
+            OSError, TypeError, ValueError: those of transformers' `from_pretrained` and of
+                [`PagedEngine`].
         """
-        # before anything is loaded
+        # all checks come before the load
         fields = PagedConfig.__annotations__
-        refuse_options({name: value for name, value in loading.items() if name in fields})
+        reject_engine_arguments(
+            {name: value for name, value in load_kwargs.items() if name in fields}
+        )
         check_config(config)
         config = PagedConfig.coerce(config, "config")
         check_tokenizer(tokenizer)
         check_path(name_or_path)
-        model = load_model(name_or_path, **loading)
+        model = load_model(name_or_path, **load_kwargs)
         if tokenizer is None:
-            tokenizer = load_tokenizer(name_or_path, model, **loading)
+            tokenizer = load_tokenizer(name_or_path, model, **load_kwargs)
         return cls(model, config, tokenizer=tokenizer)
 
     def add_request(
@@ -160,46 +164,46 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         assistant_tokenizer: Any = None,
         **unknown: Any,
     ) -> str:
-        """Queues a request and returns its id. Computes nothing before the next `step`, except
-        some `inputs` (see there).
+        """Queues a request and returns its id. Runs no forward before the next `step`, except for
+        some `inputs`.
 
         Args:
             input_ids (`list[int]`, `torch.Tensor`, `str`, `list[dict]`, or a mapping): The prompt,
-                which goes to the encoder if the model has one. A tensor is of shape `(length,)` or
+                which goes to the encoder if the model has one. A tensor has shape `(length,)` or
                 `(1, length)`. A list of dicts is a chat, `[{"role": "user", "content": ...},
-                ...]`, rendered with the tokenizer's chat template; a mapping is the output of a
-                tokenizer or processor for one text, with its images or sound.
-            inputs (`dict`, *optional*): What the model's `generate` takes beside or instead of
-                token ids, for one prompt: `{"pixel_values": ..., "image_grid_thw": ...}` for
-                images, `{"input_features": ...}` for sound. Encoders of encoder-decoder models run
-                in this call, in `generate`'s own preparation; vision towers run with the prefill,
-                or in this call if the model does not run packed. Prompts that differ only in text,
-                length and float inputs share one prefill forward.
+                ...]`, rendered with the tokenizer's chat template. A mapping is the output of a
+                tokenizer or processor for one text, with its images or audio.
+            inputs (`dict`, *optional*): The inputs of one prompt that the model's `generate` takes
+                besides, or instead of, token ids: `{"pixel_values": ..., "image_grid_thw": ...}`
+                for images, `{"input_features": ...}` for audio. This call runs the encoder of an
+                encoder-decoder model; vision towers run with the prefill, or in this call if the
+                model does not run packed. Prompts that differ only in text, length and float inputs
+                share one prefill forward.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's
                 own, as in `generate`. A dict acts as `generate`'s keyword arguments:
-                `{"eos_token_id": None}` disables EOS. `max_time` counts from the step that first
-                runs the request.
+                `{"eos_token_id": None}` disables EOS. `max_time` (seconds) counts from the first
+                step that runs the request.
             request_id (`str`, *optional*): A unique id; by default the engine generates one.
             priority (`int`, within 2**31): Lower runs earlier; a long wait outweighs any priority.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
-            streamer (*optional*): As in `generate`; gets the prompt in this call, and `end` however
-                the request ends.
+            streamer (*optional*): As in `generate`. It gets the prompt in this call; its `end` is
+                always called, even if the request fails.
             adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded
                 adapter, `"__base__"` for none, or a folder with a LoRA adapter, whose weights are
                 loaded on demand into memory of the block pool. Default: the active adapter. Rows
                 with different LoRA adapters share forwards.
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after
                 `torch.manual_seed(seed)`.
-            return_logprobs (`bool`): Record log-probabilities of the new tokens, under the model
+            return_logprobs (`bool`): Records log-probabilities of the new tokens, under the model
                 and under the distribution that they were chosen from ([`SequenceResult`]).
-            top_logprobs (`int`): How many of the most probable alternatives to record for each of
-                these tokens.
-            prompt_logprobs (`bool`): Record log-probabilities of the prompt's tokens
+            top_logprobs (`int`): Number of the most probable tokens to record at each position, for
+                `return_logprobs` and `prompt_logprobs`.
+            prompt_logprobs (`bool`): Records log-probabilities of the prompt's tokens
                 ([`RequestResult`]). The whole prompt is then computed: the request neither uses nor
                 fills the prefix cache.
-            cache_salt (`str`, *optional*): As in [`PagedConfig`], for this request; default: the
-                config's. Requests with different salts share no cached prefix.
+            cache_salt (`str`, *optional*): Replaces the `cache_salt` of [`PagedConfig`] for this
+                request. Requests with different salts share no cached prefix.
             schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): Restricts the
                 new tokens to JSON that this schema allows, then EOS (xgrammar, installed by the
                 extra `structured`).
@@ -208,28 +212,30 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 `schema`, `regex` and `grammar` exclude each other.
             assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model
                 drafts tokens, and one forward verifies several of them. Rows with the same
-                assistant are drafted together, in blocks of this engine's memory; rows without an
-                assistant run beside them. Greedy requests get the same tokens as without; sampled
-                ones the same distribution (speculative sampling, arXiv 2211.17192).
-                `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation config work
-                as well.
+                assistant are drafted together, in blocks of this engine's memory, and share steps
+                with rows that have no assistant. The assistant does not change the tokens of greedy
+                requests, nor the distribution of sampled ones (speculative sampling, arXiv
+                2211.17192). `prompt_lookup_num_tokens` and `assistant_early_exit` of the generation
+                config also work.
             assistant_tokenizer (*optional*): The assistant's tokenizer, if its tokens differ from
                 the model's; the engine then needs its own `tokenizer`.
 
         Raises:
             ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat
-                template, an id in use, an unknown adapter, one that PEFT's own `generate` computes
-                (aLoRA, Poly), arguments of another type or outside their limits, options that
-                contradict each other, that only `generate` serves or that the engine's config
-                decides; for an autocast dtype other than that of unfinished requests; for a schema,
-                expression or grammar that cannot be compiled, or without EOS tokens.
-            TypeError: for other arguments, such as generation options beside `generation_config`.
-            ImportError: for a schema, expression or grammar without xgrammar.
+                template, an id in use, an unknown adapter, or an adapter that only PEFT's own
+                `generate` computes (aLoRA, Poly); for arguments of the wrong type or outside their
+                limits; for options that contradict each other, that only `generate` serves or that
+                the engine's config decides; for an autocast dtype that differs from that of
+                unfinished requests; for a schema, expression or grammar that cannot be compiled, or
+                with a model that has no EOS token.
+            TypeError: for unknown arguments, such as generation options outside
+                `generation_config`.
+            ImportError: for a schema, expression or grammar, if xgrammar is not installed.
             OutOfBlocksError: if the request can never fit into the budget.
             IndexError: for a prompt that is longer than the model's table of positions, if it has
                 one (GPT-2, OPT).
         """
-        refuse_arguments(unknown)
+        reject_request_arguments(unknown)
         options = RequestOptions(
             request_id=request_id,
             priority=priority,
@@ -253,36 +259,37 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @guarded
     def cancel(self, request_id: str) -> None:
-        """Ends a request at any point and frees its blocks; the next step returns its result, with
-        the tokens so far. Raises `ValueError` if no unfinished request has that id."""
+        """Ends a request and frees its blocks; the next step returns its result, with the tokens
+        so far. Raises `ValueError` if no unfinished request has that id."""
         core = self._core
         with core.lock:
             state = core.requests.get(request_id)
             if state is None:
                 unfinished = ", ".join(map(repr, core.requests)) or "none"
                 raise ValueError(
-                    f"no unfinished request has the id {request_id!r}: unfinished are {unfinished}"
+                    f"no unfinished request has the id {request_id!r}; unfinished ids: {unfinished}"
                 )
             core.cancel(state)
 
     def step(self) -> list[RequestOutput]:
         """Runs one forward over the requests that fit, and samples one token for each sequence
-        that is ready. Returns the outputs of requests added with `add_request`; `generate` and
-        `stream` get those of their own requests. Outputs of steps that other threads took wait for
-        the next call: all results, and the last 16,384 outputs without a result (the results hold
-        the tokens of dropped outputs).
+        whose logits it computes. Returns the outputs of requests added with `add_request`;
+        `generate` and `stream` read those of their own requests. The next call also returns the
+        outputs of steps that other threads took: all results, and the last 16,384 outputs without a
+        result (the results hold the tokens of dropped outputs).
 
-        You may change the model between two steps. A quick check in each step notices changed
-        attributes, hooks, forwards, adapters and whole weights; a fingerprint (about the time of a
-        decode step) notices a change of a few elements, when cached blocks of earlier steps are
-        about to be reused. A change of weights that is undone while requests are unfinished may
-        escape both: use `weights_update`.
+        You may change the model between two steps. A quick check in each step notices changes of
+        attributes, hooks, forwards, adapters and whole weights. Before cached blocks of earlier
+        steps are reused, a fingerprint (about the time of a decode step) notices changes of a few
+        elements. Both may miss a change of weights that is undone while requests are unfinished:
+        use `weights_update`.
 
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
-        paused it, and the error of a step that cannot be completed, such as `OutOfBlocksError`
-        while others hold the blocks, or `EngineStalledError`. The next step repeats it. If that
-        step raises as well, the requests that it would compute (the running ones; if none runs or
-        blocks are short, the first waiting one) end with the error, and the others go on.
+        paused it. Raises the error of a step that cannot be completed, such as `OutOfBlocksError`
+        while other calls or models hold the blocks, or `EngineStalledError`; the next call repeats
+        that step. If the step raises again, the requests that it would compute (the running ones;
+        if none runs or blocks are short, the first waiting one) end with the error, and the others
+        continue.
         """
         core = self._core
         pending = core.pending_outputs
@@ -298,7 +305,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             return outputs
         except BaseException:  # also a deferred interrupt: the next step returns these outputs
             with core.lock:
-                # unless `clear` has not run
+                # if `clear` has run
                 if outputs and (not pending or pending[0] is not outputs[0]):
                     pending[:0] = outputs
             raise
@@ -312,35 +319,37 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         progress: bool | None = None,
         **options: Any,
     ) -> list[RequestResult]:
-        """Returns the results of all prompts, in order. The result of a request that cannot be
-        served holds its error; one warning gives the number of failed requests and the first
-        error. A step that raises is repeated once, with a warning; if it raises again, its requests
-        end with the error, as in `step`.
+        """Returns the results of all prompts, in order. The result of a failed request holds its
+        error, and one warning gives the number of failed requests and the first error. A step that
+        raises is repeated once, with a warning; if it raises again, its requests end with the
+        error, as in `step`.
 
         Args:
             prompts (iterable of prompts, or a mapping): Each as in `add_request`. Rows of a 2-D
                 tensor are used as they are, padding included, unless a mask is given. A mapping is
-                a tokenizer's output for several texts: `input_ids`, whose padding `attention_mask`
-                removes. With images or sound pass a list of mappings, one per prompt.
+                a tokenizer's output for several texts: `input_ids`, and an optional
+                `attention_mask` that marks their padding. With images or audio, pass a list of
+                mappings, one per prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
-                all, or one each.
-            attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, in the same
-                shape; zero at padding, on the left or right, which is dropped.
-            progress (`bool`, *optional*): Show a progress bar (tqdm). `None`: in a terminal or
-                notebook, once the call has taken 2 seconds.
+                all prompts, or a list with one per prompt.
+            attention_mask (`torch.Tensor`, *optional*): Of the same shape as `prompts`, a 2-D
+                tensor; zero at padding on the left or right, which is removed.
+            progress (`bool`, *optional*): Whether to show a progress bar (tqdm). `None`: in a
+                terminal or notebook, once the call has taken 2 seconds.
             options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`,
                 `stopping_criteria`, `adapter`, `seed`, `return_logprobs`, `top_logprobs`,
                 `prompt_logprobs`, `cache_salt`, `schema`, `regex`, `grammar`, `assistant_model`,
                 `assistant_tokenizer`; with a single prompt also `request_id`, `streamer` and
                 `inputs`. `adapter`, `cache_salt`, `grammar`, `priority`, `regex`, `schema` and
-                `seed` may be lists with one value a prompt; with one seed `s`, prompt number i
+                `seed` may be lists with one value per prompt; with a single seed `s`, prompt `i`
                 draws with `s + i`.
 
         Raises:
             TypeError: for options that `add_request` does not have.
-            ValueError: for one bare prompt instead of a list, a wrong number of configs or of an
-                option's values, a mask that does not fit, a mapping of several rows with other
-                inputs, and `request_id`, `streamer` or `inputs` with several prompts.
+            ValueError: for a single prompt instead of a list; for a wrong number of configs or of
+                an option's values; for a mask of another shape, or with zeros between tokens; for a
+                mapping of several rows with inputs besides token ids; for `request_id`, `streamer`
+                or `inputs` with several prompts.
         """
         stream = RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
@@ -355,9 +364,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         attention_mask: Any = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields the outputs of all prompts as they come. Request ids are assigned in the order of
-        the prompts; closing the iterator cancels unfinished requests. Arguments, `options` and
-        errors are those of `generate`."""
+        """Yields the outputs of all prompts as they become available. Generated request ids follow
+        the order of the prompts; closing the iterator cancels unfinished requests. Arguments,
+        `options` and errors are those of `generate`."""
         return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
         ).stream()
@@ -370,8 +379,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         attention_mask: Any = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` for `async for`: steps run in a worker thread, and several streams share them. A
-        cancelled reader returns at once; its requests end after the step in progress."""
+        """The asynchronous version of `stream`: steps run in a worker thread, and several streams
+        share them. A cancelled reader returns at once; its requests end after the step in
+        progress."""
         stream = RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
         )
@@ -380,9 +390,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     def pause(self) -> Pause:
         """Waits for the step in progress, then blocks further steps until `resume` or the end of
         `with engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and
-        `astream` wait in other threads, and raise in this one. Several threads may pause: steps
-        continue once all have resumed."""
-        return self._core.pauses.begin(is_kept=True)
+        `astream` wait in other threads, and raise `RuntimeError` in this one. If several threads
+        pause, steps continue once all of them have resumed."""
+        return self._core.pauses.begin(is_persistent=True)
 
     def resume(self) -> None:
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
@@ -391,12 +401,12 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @restoring
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
-        """Pauses the engine, so that any thread may change the model in any way; afterwards,
-        however the context ends, no cached block from before is reused. Outside of this context
-        `step` detects a change between two steps, and acts as with `"keep"`.
+        """Pauses the engine, so that any thread may change the model in any way. When the context
+        ends, also by an exception, earlier cached blocks are dropped. Outside of this context,
+        `step` detects changes between two steps and acts as with `"keep"`.
 
         Args:
-            policy (`str`): What happens to unfinished requests, which keep their tokens.
+            policy (`str`): How unfinished requests continue; they keep their tokens.
                 `"recompute"`: their K/V are computed again with the new weights, as after a
                 preemption. `"keep"`: they keep their K/V, and only new tokens use the new weights.
                 Any other value raises `ValueError`.
@@ -420,19 +430,19 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         cache_salt: str | None = None,
     ) -> int:
         """Writes the K/V of a prompt to a safetensors file that only its owner can read (mode
-        600), for `load_prefix` of this engine or of one on the same model in another process. Runs
-        the prompt first, with one new token, to compute what is not cached. Returns the number of
-        tokens in the file: those of the prompt's full blocks.
+        600). `load_prefix` loads it into this engine, or into an engine of the same model in
+        another process. Generates one token first, which computes the blocks that are not cached.
+        Returns the number of tokens in the file: those of the prompt's full blocks.
 
         Args:
             prompt (as in `add_request`): Token ids, text, or the messages of a chat.
-            path (`str` or path): The file; an existing one is replaced atomically.
-            adapter, cache_salt (`str`, *optional*): Those of the requests that will use the prefix,
-                as in `add_request`.
+            path (`str` or path): The file; an existing file is replaced atomically.
+            adapter, cache_salt (`str`, *optional*): As in `add_request`, for the requests that will
+                use the prefix.
 
         Raises:
-            ValueError: for a prompt shorter than a block, or with inputs beside token ids; for a
-                model whose prefixes are not cached, or have states (linear attention).
+            ValueError: for a prompt shorter than a block, or with inputs besides token ids; for a
+                model whose prefixes are not cached, or with states (linear attention).
             OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
@@ -451,21 +461,21 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @guarded
     def load_prefix(self, path: str | os.PathLike[str]) -> int:
-        """Loads the blocks of a `save_prefix` file into the pool's prefix cache: later requests
-        with the same adapter and cache salt whose prompt begins with its tokens reuse them. Returns
+        """Loads the blocks of a `save_prefix` file into the prefix cache. Later requests with the
+        same adapter and cache salt reuse them if their prompts begin with the saved tokens. Returns
         how many tokens the blocks hold.
 
-        Nothing in the file is run (it is safetensors, not pickle), and before anything is allocated
-        its layers, shapes, dtypes, tokens and hash are checked against this model. That finds
+        No code in the file is run (it is safetensors, not pickle). Its layers, shapes, dtypes,
+        tokens and hash are checked against this model before memory is allocated. The checks detect
         damage, not forgery: someone who can write the file can cause wrong tokens, for any prompt,
         adapter and cache salt. Load only files that you trust.
 
         Raises:
-            ValueError: for a file that is no complete saved prefix, or one computed by another
-                model (other weights, code, dtype, adapters, `block_size`, `kv_dtype` or
+            ValueError: for an incomplete file or another kind of file; for a prefix computed by
+                another model (other weights, code, dtype, adapters, `block_size`, `kv_dtype` or
                 `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
                 request, since the pool would be freed at once.
-            OutOfBlocksError: if the pool has no room.
+            OutOfBlocksError: if the pool has too few free blocks.
             OSError: if the file cannot be read.
         """
         tiers: TiersRoom = room("tiers", "`load_prefix`")

@@ -1,5 +1,5 @@
-"""The engine's unfinished requests: adding them, reporting their outputs and ending them, under one
-lock. Scheduling and computing are left to the step loop."""
+"""`EngineCore` adds an engine's requests, reports their outputs and ends them, under one lock.
+Leaves scheduling and computing to the step loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..model.sharding import lead
 from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
-from ..timing import counted, counting
+from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
 from .engine_loop import EngineLoop, check_positions
 from .execution.executor import StableSpan
@@ -45,25 +45,25 @@ class EngineCore(EngineLoop):
     state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        # held by every method, and by callers while they read
+        # held by the methods, and by callers while they read attributes
         self.inner_lock = forks.rlock()
         super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock
         if self.leader is not None:
             self.lock = self.leader.locked(self.inner_lock)
-        self.requests: dict[Hashable, RequestState] = {}  # unfinished ones, by id
-        self.pending_outputs: list[RequestOutput] = []  # outputs for the next `PagedEngine.step`
-        # by event loop, the lock of the reader that waits for a step; the readers keep the lock
-        # alive, and the lock keeps the event loop alive
-        self.readers = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
+        self.requests: dict[Hashable, RequestState] = {}  # unfinished requests, by id
+        self.pending_outputs: list[RequestOutput] = []  # returned by the next `PagedEngine.step`
+        # by event loop, the lock of the `astream` reader that waits for a step; readers keep the
+        # lock alive, and the lock keeps the event loop alive
+        self.reader_locks = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
-        self._stepping_thread: int | None = None  # the id of the thread that takes a step
-        self._num_keepers = 0  # open `keeping_pool` contexts
+        self._stepping_thread_id: int | None = None  # id of the thread that takes a step
+        self._num_pool_users = 0  # number of open `keeping_pool` contexts
         self._has_failed = False  # whether the last step raised
-        self._shortage: Shortage | None = None  # while steps wait for memory of other models
-        self._id_numbers = itertools.count()  # for generated ids
+        self._shortage: Shortage | None = None  # set while steps wait for memory of other models
+        self._id_numbers = itertools.count()  # for generated request ids
         forks.in_child(self)
         ends_with_calls(self)
 
@@ -73,8 +73,9 @@ class EngineCore(EngineLoop):
         return compiler
 
     def make_id(self) -> str:
-        names = (f"request-{number}" for number in self._id_numbers)
-        return next(name for name in names if name not in self.requests)
+        """Returns a new request id, which no unfinished request has."""
+        ids = (f"request-{number}" for number in self._id_numbers)
+        return next(request_id for request_id in ids if request_id not in self.requests)
 
     @guarded
     def add(
@@ -86,9 +87,11 @@ class EngineCore(EngineLoop):
         output_queue: deque[RequestOutput] | None = None,
         reports_tokens: bool = True,
     ) -> str:
-        """Queues a request whose outputs go to `output_queue` (default: `pending_outputs`); without
-        `reports_tokens`, only its result does. Raises the errors of `add_request`."""
-        # without the lock: tokenizing and compiling may take long, and steps go on meanwhile
+        """Queues a request and returns its id. Its outputs go to `output_queue` (default:
+        `pending_outputs`); without `reports_tokens`, only its result does. Raises the errors of
+        `PagedEngine.add_request`."""
+        # without the lock, so that other threads can take steps meanwhile: tokenizing and compiling
+        # may take long
         prompt, inputs = split_inputs(prompt, options.inputs)
         ids: list[int] = []
         if prompt is not None or inputs is None:
@@ -119,37 +122,37 @@ class EngineCore(EngineLoop):
         try:
             with self.lock, counting(self.setup_seconds):
                 if self.loop is None:
-                    self._end_freed()
-                new = make_state(self._with_id(options))
-                loop = self.get_loop(new)  # allocates memory, so only after the checks above
-                self.prepare(new)
+                    self._end_orphaned()
+                new_state = make_state(self._with_id(options))
+                loop = self.get_loop(new_state)  # may allocate memory, hence after the checks
+                self.prepare(new_state)
                 if not self.requests:
                     loop.executor.begin()
                     begin_use(self.memory)
                     if self.leader is not None:
                         self.leader.begin()
-                state = new
-                loop.add(new)
-                self.requests[new.request_id] = new
-                self.shares_prefills |= new.request.num_rows > 1
+                state = new_state
+                loop.add(state)
+                self.requests[state.request_id] = state
+                self.has_shared_prefills |= state.request.num_rows > 1
                 if options.streamer is not None:
-                    options.streamer.put(new.decoding.input_ids.cpu())
-                self.totals.counts["num_prompt_tokens"] += len(new.prompt_ids)
-                return new.request_id
-        except BaseException:  # from the streamer, or an interrupt: remove the request again
+                    options.streamer.put(state.decoding.input_ids.cpu())
+                self.totals.counts["num_prompt_tokens"] += len(state.prompt_ids)
+                return state.request_id
+        except BaseException:  # a failed check, an error of the streamer, or an interrupt
             with self.lock:
                 if state is not None and self.requests.get(state.request_id) is state:
                     self.remove(state)
                     state.end_streamer()
-                else:  # refused, or not in `requests` yet
+                else:  # not in `requests` yet
                     if state is not None and self.loop is not None:
                         self.loop.drop(state)
                     self._release_if_idle()
             raise
 
     def _with_id(self, options: RequestOptions) -> RequestOptions:
-        """Returns the checked options with an id. Raises `ValueError` for options that no request
-        may have now."""
+        """Returns the checked options, with an id. Raises `ValueError` for invalid options, an id
+        in use, or a model that no longer fits the unfinished requests."""
         options = checked_options(options, self.config.cache_salt)
         if self.requests:
             self.check_unchanged()
@@ -164,16 +167,19 @@ class EngineCore(EngineLoop):
             request_id = self.make_id()
         return dataclasses.replace(options, request_id=request_id)
 
-    def check_length(self, ids: list[int], name: Hashable = None, new_tokens: int = 1) -> None:
-        """Raises the errors of `add` for a prompt of token ids that, with `new_tokens` more, never
-        fits, without waiting for a step. Does nothing while no request is unfinished."""
+    def check_length(
+        self, ids: list[int], request_id: Hashable = None, num_new_tokens: int = 1
+    ) -> None:
+        """Raises the errors of `add` if a prompt of token ids can never fit together with
+        `num_new_tokens` new tokens. Does not wait for a step in progress. Checks nothing if no
+        request is unfinished."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
-        if name is None:
-            name = "request"
-        max_length = len(ids) + max(1, new_tokens)
-        request = Request(name, [Sequence(ids)], max_length)
+        if request_id is None:
+            request_id = "request"
+        max_length = len(ids) + max(1, num_new_tokens)
+        request = Request(request_id, [Sequence(ids)], max_length)
         request.limit_positions(self.layout.max_positions)
         with loop.memory.lock:
             loop.scheduler.preemption.check_fits(request)
@@ -182,14 +188,17 @@ class EngineCore(EngineLoop):
         self,
         state: RequestState,
         reason: str | None,
-        last: list[Output] | None = None,
+        last_outputs: list[Output] | None = None,
     ) -> None:
-        """Removes a request, frees its blocks and outputs its result with the `last` tokens
-        (default: all that no output has reported)."""
+        """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
+        all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
+        interrupt that came while the tokenizer decoded the result."""
         result = state.result(reason)
-        if last is None:
-            last = state.remaining_outputs(result)
-        outputs = [RequestOutput(state.request_id, *output) for output in last or [({}, None)]]
+        if last_outputs is None:
+            last_outputs = state.remaining_outputs(result)
+        # a result without tokens needs an output, too
+        last_outputs = last_outputs or [({}, None)]
+        outputs = [RequestOutput(state.request_id, *output) for output in last_outputs]
         outputs[-1].result = result
         self.totals.add(result)
         try:
@@ -198,7 +207,7 @@ class EngineCore(EngineLoop):
             finally:  # the caller gets the result even if the cleanup raises
                 self._report(state, outputs)
         finally:
-            if not state.is_reported:  # an interrupt kept `_report` from beginning
+            if not state.is_reported:  # an interrupt came before `_report` began
                 self._report(state, outputs)
             self.requests.pop(state.request_id, None)
             state.end_streamer()
@@ -208,36 +217,37 @@ class EngineCore(EngineLoop):
     @staticmethod
     def _report(state: RequestState, outputs: list[RequestOutput]) -> None:
         """Queues a request's last outputs for its reader, and sets `is_reported`."""
-        # one call of C: an interrupt between two calls would have the outputs reported twice
-        mark: Iterator[Any] = iter(functools.partial(setattr, state, "is_reported", True), None)
-        state.output_queue.extend(itertools.chain(outputs, mark))
+        # a single call of C code: an interrupt between two calls would queue the outputs twice
+        set_reported: Iterator[Any]
+        set_reported = iter(functools.partial(setattr, state, "is_reported", True), None)
+        state.output_queue.extend(itertools.chain(outputs, set_reported))
 
     def cancel(self, state: RequestState) -> None:
-        """Ends a request early; if called in a step (from a caller's code or a finalizer), ends it
-        after the step."""
-        if self._stepping_thread is None:
+        """Ends a request early. During a step (a call from a caller's code or a finalizer), defers
+        this to the end of the step."""
+        if self._stepping_thread_id is None:
             self.end(state, "cancelled")
         else:
             self._cancelled.append(state)
 
     def free(self) -> None:
-        """Cancels every request and drops the loop. Called again, it finishes what an interrupt
-        ended."""
-        # an `ExitStack` cancels all requests, even if one raises
+        """Cancels every request and drops the loop. If an interrupt ends this call, another call
+        completes it."""
+        # an `ExitStack` cancels all requests, even if one of them raises
         with self.lock, contextlib.ExitStack() as stack:
             stack.callback(self.retire)
             for state in reversed(self.requests.values()):
                 stack.callback(self.cancel, state)
 
-    def _end_freed(self) -> None:
-        """Ends requests that a `free` has left without a loop: it was interrupted, or called in a
+    def _end_orphaned(self) -> None:
+        """Ends requests that have no loop any more: `free` was interrupted, or called during a
         step."""
         for state in list(self.requests.values()):
             self._end_if_unfinished(state)
 
     def _end_cancelled(self) -> None:
         cancelled = self._cancelled.copy()
-        with contextlib.ExitStack() as stack:  # ends all of them, even if one raises
+        with contextlib.ExitStack() as stack:  # ends all requests, even if one of them raises
             for state in cancelled:
                 stack.callback(self._end_if_unfinished, state)
         del self._cancelled[: len(cancelled)]
@@ -247,15 +257,17 @@ class EngineCore(EngineLoop):
             self.end(state, "cancelled")
 
     def end_calls(self) -> None:
-        if self._stepping_thread == threading.get_ident():
+        """After an interrupt of this thread's calls: drops the state of a step that they left
+        (`interrupts.ends_with_calls`)."""
+        if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
-                counted.set(None)
-                self._stepping_thread = None
+                setup_seconds.set(None)
+                self._stepping_thread_id = None
 
     def remove(self, state: RequestState) -> None:
-        """Removes a request without any output. After the last one, releases what the executor
-        holds, and marks the memory as unused."""
+        """Removes a request without any output. After the last request, releases the executor's
+        state, and marks the memory as unused."""
         try:
             if self.loop is not None:
                 self.loop.drop(state)
@@ -273,25 +285,26 @@ class EngineCore(EngineLoop):
                 self._end_use()
 
     def _end_use(self) -> None:
-        if not self.requests and not self._num_keepers:
+        if not self.requests and not self._num_pool_users:
             end_use(self.memory)
 
     @restoring
     def keeping_pool(self) -> Iterator[None]:
-        """Keeps the pool allocated within this context, even without requests."""
+        """A context that keeps the pool allocated, even without requests."""
         with self.lock:
-            self._num_keepers += 1
+            self._num_pool_users += 1
             begin_use(self.memory)
         try:
             yield
         finally:
             with self.lock:
-                self._num_keepers -= 1
+                self._num_pool_users -= 1
                 self._end_use()
 
     @guarded
     def change_weights(self, recompute: bool) -> None:
-        """As `StepLoop.change_weights`; `recompute` also prepares the inputs of requests again."""
+        """As `StepLoop.change_weights`; with `recompute`, also prepares the requests' inputs
+        again."""
         with self.lock:
             if self.loop is not None:
                 self.loop.change_weights(recompute)
@@ -301,18 +314,18 @@ class EngineCore(EngineLoop):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child, where only this thread exists: drops all requests if another thread
-        was in a step."""
+        held the lock."""
         self.pauses.after_fork()
-        self._num_keepers = 0
+        self._num_pool_users = 0
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
-            self._cancelled, self._stepping_thread = [], None
+            self._cancelled, self._stepping_thread_id = [], None
             self.retire()
 
     def _end_unsupported(self) -> None:
-        """Ends requests whose adapter only PEFT's own `generate` computes: the adapter may have
-        become active since `add`."""
+        """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such an
+        adapter, but it may have been activated since."""
         adapters = adapters_for(self.model)
         if adapters is None or not adapters.has_activated(self.model):
             return
@@ -325,19 +338,19 @@ class EngineCore(EngineLoop):
 
     @guarded
     def step(self, span: StableSpan) -> None:
-        """Takes a step and outputs its tokens. Raises the error of a step that cannot be completed,
-        and the next step repeats it; if that raises as well, the requests that it would compute end
-        with the error instead."""
+        """Takes a step and queues its outputs. Raises the error of a step that cannot be completed;
+        the next call repeats that step. If it fails again, the requests that it would compute end
+        with the error, and nothing is raised."""
         if self.loop is None:
-            self._end_freed()
+            self._end_orphaned()
         loop = self.get_loop()
         if not self.requests:
             return
-        num_reasons = len(loop.executor.slowed_by)
-        is_outermost = self._stepping_thread != threading.get_ident()
-        self._stepping_thread = threading.get_ident()
-        # in place of `counting`, which would add its calls to every step
-        token = counted.set(self.setup_seconds)
+        num_slowdowns = len(loop.executor.slowed_by)
+        is_outermost = self._stepping_thread_id != threading.get_ident()
+        self._stepping_thread_id = threading.get_ident()
+        # cheaper than a `counting` context in every step
+        token = setup_seconds.set(self.setup_seconds)
         try:
             self._end_unsupported()
             try:
@@ -350,7 +363,7 @@ class EngineCore(EngineLoop):
                     self._shortage = None
                     raise
                 time.sleep(0.01)
-            self._output(loop)
+            self._queue_outputs(loop)
             self._has_failed = False
         except Exception as error:
             if is_interrupt(error):
@@ -360,66 +373,67 @@ class EngineCore(EngineLoop):
                 raise
             self._fail_requests(loop, error)
         finally:
-            counted.reset(token)
+            setup_seconds.reset(token)
             if is_outermost:
                 if self._cancelled:
                     self._end_cancelled()
-                self._stepping_thread = None
-        if not self.requests or len(loop.executor.slowed_by) > num_reasons:
+                self._stepping_thread_id = None
+        if not self.requests or len(loop.executor.slowed_by) > num_slowdowns:
             self.note_route()
 
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
+        """Ends the requests of a step that raised `error` twice."""
         failing = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
             state.error = error
             self.end(state, "error")
 
-    def _output(self, loop: StepLoop) -> None:
-        """Outputs the tokens of the generations that advanced, and the results of those that
-        ended."""
-        while loop.unreported:  # an interrupt leaves the current one in the queue
+    def _queue_outputs(self, loop: StepLoop) -> None:
+        """Queues the outputs of requests that advanced, and the results of requests that ended."""
+        while loop.unreported:  # after an interrupt, the current request is still there
             state = loop.unreported[0]
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
-                self._output_step(state, loop.unreported)
-            else:  # it has ended already
+                self._queue_step_outputs(state, loop.unreported)
+            else:  # the request has ended already
                 loop.unreported.popleft()
 
-    def _output_step(self, state: RequestState, unreported: deque[Generation]) -> None:
-        """Outputs the last step's tokens of a request and takes it out of `unreported`; outputs its
-        result if it ended."""
-        last: list[Output] | None = None  # empty if its tokens are not reported
+    def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
+        """Queues the outputs of a request's last step, and its result if it ended; removes the
+        request from `unreported`."""
+        step_outputs: list[Output] | None = None  # empty if its tokens are not reported
         if state.error is None:
             try:
-                last = state.outputs()
+                step_outputs = state.outputs()
             except Exception as error:
                 if is_interrupt(error):
                     raise
                 state.error = error
         if state.error is not None:
-            self.end(state, "error", last)
+            self.end(state, "error", step_outputs)
         elif state.is_closed:
-            self.end(state, None, last)
-        elif not last:
+            self.end(state, None, step_outputs)
+        elif not step_outputs:
             unreported.popleft()
         else:
             outputs: list[RequestOutput] = []
-            for tokens, text in last:
+            for tokens, text in step_outputs:
                 outputs.append(RequestOutput(state.request_id, tokens, text))
-            # one call of C: an interrupt between two calls would have the tokens reported twice
-            removal = iter(unreported.popleft, state)
-            state.output_queue.extend(itertools.chain(outputs, removal))  # type: ignore[arg-type]
+            # a single call of C code: an interrupt between two calls would queue the tokens twice
+            pop_state = iter(unreported.popleft, state)
+            state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
 
-    def get_loop(self, new: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to which the caller adds `new`; between requests, as `renew`."""
+    def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
+        """Returns the loop, to which the caller will add `new_state`; without unfinished requests,
+        acts as `renew`."""
         if self.loop is None or not self.requests:
-            return self.renew(new, keeps_pool=self._num_keepers > 0)
-        if new is not None:
-            check_positions(new, self.layout)
+            return self.renew(new_state, keeps_pool=self._num_pool_users > 0)
+        if new_state is not None:
+            check_positions(new_state, self.layout)
         return self.loop
 
     def counts(self) -> Counter[str]:
-        """Returns the fields of [`EngineStats`] that only grow."""
+        """Returns the cumulative counters of [`EngineStats`]."""
         counts = self.loop_counts()
         counts.update(self.totals.counts)
         return counts

@@ -1,6 +1,6 @@
-"""The step loop of an engine and its memory, made again when the model or the block sizes have
-changed; the checks and the preparation of a request before it enters the loop. Requests themselves
-are kept by `engine_core.py`."""
+"""`EngineLoop` makes the step loop and the memory of an engine, and replaces them when the model or
+the block sizes change. It also checks and prepares requests before they enter the loop. Leaves the
+list of requests to `engine_core.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from .generation import RequestState
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
-COUNTS = (
+# counters of a loop, by their names in `EngineStats`
+LOOP_COUNTERS = (
     "num_generated_tokens",
     "num_preemptions",
     "num_steps",
@@ -49,8 +50,8 @@ COUNTS = (
 
 
 class EngineLoop:
-    """The loop that an engine uses for its model's current state. `leader` drives the processes
-    that hold other shards of the model; users of the loop hold `outer_lock`."""
+    """The step loop of an engine, which fits the model's current state. `leader` drives the
+    processes that hold the model's other shards. Callers hold `outer_lock`, the engine's lock."""
 
     def __init__(
         self,
@@ -69,43 +70,46 @@ class EngineLoop:
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
-        # seconds spent on preparations that later requests reuse, by part (`Route`)
+        # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}
-        self.shares_prefills = False  # whether a prompt was computed once for several rows
+        self.has_shared_prefills = False  # whether a prompt was computed once for several rows
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
-        self._config_text = ""  # the model's config when the loop was made
-        self._earlier_counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))  # of earlier loops
+        self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
+        self._earlier_counts: Counter[str] = Counter(
+            dict.fromkeys(LOOP_COUNTERS, 0)
+        )  # of earlier loops
 
     def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
-        """Between requests: returns the loop, to which the caller adds `state`; makes a new one if
-        there is none, if the model has changed or, unless `keeps_pool`, if better block sizes are
-        known. Raises `ValueError` if an engine over several processes cannot serve the model, and
-        the error of `check_positions`, with nothing allocated."""
+        """Called without unfinished requests. Returns the loop, to which the caller will add
+        `state`. Makes a new loop if there is none, if the model has changed or, unless
+        `keeps_pool`, if other block sizes are better. Before it allocates memory, raises
+        `ValueError` if an engine over several processes cannot serve the model, and the errors of
+        `choose_layout` and `check_positions`."""
         model = self.model
         config = self.config
-        empty = empty_cache(model, PagedMemory(config))  # holds no blocks
-        # `verdicts` keeps the verdicts of prompts' checks while the model is unchanged
-        self._capability = Capability(model, empty, make_runner, verdicts={})
-        choose = functools.partial(choose_layout, model, empty, config.batch_invariant)
+        probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
+        # `verdicts` caches the verdicts of checks of prompts while the model is unchanged
+        self._capability = Capability(model, probe_cache, make_runner, verdicts={})
+        choose = functools.partial(choose_layout, model, probe_cache, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         if state is not None:
             check_positions(state, layout)
         device = compute_device(model)
         loop_key = (
-            _layers(empty),
+            _layers(probe_cache),
             layout,
             model.dtype,
             device,
             autocast_dtype(device),
         )
-        sizes = None
+        better_sizes = None
         if self.loop is not None and not keeps_pool:
-            sizes = self.memory.better_sizes()
-        if self.loop is not None and loop_key == self._loop_key and sizes is None:
+            better_sizes = self.memory.better_sizes()
+        if self.loop is not None and loop_key == self._loop_key and better_sizes is None:
             return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
-        # reserved at once: growing step by step would copy the existing blocks
+        # all at once, since growth in steps would copy the existing blocks
         cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         self.loop = make_loop(
             model,
@@ -121,14 +125,14 @@ class EngineLoop:
         self.layout = layout
         self._counters = cache.counters
         self._loop_key = loop_key
-        self._config_text = _config_text(model)
-        if not model.config.is_encoder_decoder:  # its route is known once a request is prepared
+        self._loop_config_repr = _config_repr(model)
+        if not model.config.is_encoder_decoder:  # its route depends on the first request's prompt
             self.note_route()
         return self.loop
 
     def check_unchanged(self) -> None:
-        """Raises `ValueError` if layer groups or autocast dtype differ from those that the loop's
-        unfinished requests began with."""
+        """Raises `ValueError` if the model's layers or the autocast dtype have changed since the
+        loop was made. Called while the loop has unfinished requests."""
         if self.loop is None:
             return
         loop_dtype = self.loop.executor.autocast
@@ -138,8 +142,8 @@ class EngineLoop:
                 f"autocast uses {dtype} here, and {loop_dtype} in unfinished requests: add this"
                 " request when they have ended"
             )
-        if _config_text(self.model) == self._config_text:
-            return  # the usual case, checked quickly
+        if _config_repr(self.model) == self._loop_config_repr:
+            return  # the usual case, without the cost of a cache
         loop_layers = self._loop_key[0]
         layers = _layers(empty_cache(self.model, self.memory))
         if layers != loop_layers:
@@ -155,7 +159,7 @@ class EngineLoop:
         sizes = None
         if self.config.block_size == AUTO:
             lengths = () if previous_sizes is None else previous_sizes.lengths
-            sizes = block_sizes(self.model, self.config, seen=lengths)
+            sizes = block_sizes(self.model, self.config, observed=lengths)
         return PagedMemory(
             self.config,
             sizes=sizes,
@@ -166,7 +170,7 @@ class EngineLoop:
         )
 
     def retire(self) -> None:
-        """Drops the loop and its memory, and keeps the loop's counters."""
+        """Drops the loop and its memory, and keeps the loop's counts."""
         counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
@@ -178,7 +182,7 @@ class EngineLoop:
             self._earlier_counts, self.loop, self.memory = counts, None, memory
 
     def loop_counts(self) -> Counter[str]:
-        """Returns the sums of all loops' counters (`COUNTS`)."""
+        """Returns the counters of [`EngineStats`] that loops keep, summed over all loops so far."""
         counts = self._earlier_counts.copy()
         if self.loop is not None:
             counts.update(self.loop.counts())
@@ -186,6 +190,7 @@ class EngineLoop:
 
     @property
     def route(self) -> Route | None:
+        """How the loop serves requests; `None` without a loop."""
         if self.loop is None:
             return None
         reason = self.layout.unsupported_reason
@@ -200,17 +205,18 @@ class EngineLoop:
             [self._counters],
             slowed_by,
             is_packed=reason is None,
-            prefills_shared=self.shares_prefills,
+            prefills_shared=self.has_shared_prefills,
             num_captured_steps=self.loop_counts()["num_captured_steps"],
             setup_seconds=dict(self.setup_seconds),
         )
 
     def note_route(self) -> None:
+        """Records the route for `last_route(model)`."""
         if self.route is not None:
             note_route(self.model, self.route)
 
     def prepare(self, state: RequestState) -> None:
-        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot serve
+        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot compute
         it."""
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
@@ -220,13 +226,13 @@ class EngineLoop:
         if state.request.prompt_logprobs is not None and reason is not None:
             raise ValueError(
                 f"`prompt_logprobs` needs packed forwards of token ids: {reason}. Leave it out, or"
-                " take the logits of a forward of the model"
+                " compute the logits with a forward of the model"
             )
         self._choose_speculation(state, reason_against_drafts)
 
     def _prepare_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs for the loop's forwards. Raises `ValueError` if they cannot
-        compute it."""
+        """Prepares a prompt with inputs besides token ids. Raises `ValueError` if the loop's
+        forwards cannot compute it."""
         assert state.request.inputs is not None
         if self.config.batch_invariant:
             raise batch_invariant_error(self.model, "prompts are more than token ids")
@@ -235,46 +241,48 @@ class EngineLoop:
             self._prepare_packed(state, prompts)
             return
         self._prepare_rows(state, prompts)
-        # only a request's prompts show whether rows can run side by side
+        # whether rows can run side by side depends on the prompts of requests
         if prompts.join_key is not None and not self.layout.is_side_by_side:
             self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
+        """Prepares prompts with inputs for packed forwards. Raises as `_prepare_inputs`."""
         model = self.model
         prompts.find_positions(model)
-        reason, can_reuse, begins_behind_text = self._capability.check_prompts(prompts)
+        reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
         if reason is not None:
-            raise self._not_served(reason)
-        prompts.merge_key = self._capability.how_prompts_merge(prompts)
+            raise self._inputs_error(reason)
+        prompts.merge_key = self._capability.merge_key(prompts)
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.shift(0))
-        prompts.assign(state.request, 0, keys, begins_behind_text)
+        prompts.assign(state.request, 0, keys, can_begin_after_text)
 
     def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
+        """Prepares prompts with inputs for rectangles. Raises as `_prepare_inputs`."""
         model = self.model
         if not model.config.is_encoder_decoder:
             state.encode_media(model)
         reason = self._capability.reason_against_rows(prompts)
         if reason is not None:
-            raise self._not_served(reason)
-        prompts.set_join_keys(self._capability.how_rows_join(prompts))
-        count = self._capability.max_positions(prompts)
-        state.request.limit_positions(count, prompts.shift(0))
+            raise self._inputs_error(reason)
+        prompts.set_join_keys(self._capability.join_requirements(prompts))
+        max_positions = self._capability.max_positions(prompts)
+        state.request.limit_positions(max_positions, prompts.shift(0))
         prompts.assign(state.request, 0, None, False)
 
-    def _not_served(self, reason: str) -> ServedByGenerateError:
+    def _inputs_error(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(
             f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}. Call"
             ' `model.generate(..., cache_implementation="paged")`'
         )
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
-        """Clears the request's assistance unless its row will be drafted for; `reason`: why
-        drafting is impossible. Raises `ValueError` if the request asks for assistance that cannot
-        run."""
+        """Clears the request's `assistance` unless tokens will be drafted for its row. `reason`
+        says why drafts are impossible, if they are. Raises `ValueError` if the request asks for
+        assistance that is impossible."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None
@@ -290,18 +298,19 @@ class EngineLoop:
                     f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
                     " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
                 )
-        source = option or self.config.speculation or self._parts.drafter
-        if reason is not None or source is None:
+        draft_source = option or self.config.speculation or self._parts.drafter
+        if reason is not None or draft_source is None:
             state.assistance = None
 
 
 def check_positions(state: RequestState, layout: Layout) -> None:
-    """Raises `IndexError` if the model has no positions for a prompt of token ids."""
+    """Limits a request of token ids to the model's table of positions. Raises `IndexError` if its
+    prompt is longer."""
     if state.request.inputs is None:
         state.request.limit_positions(layout.max_positions)
 
 
-def _config_text(model: PreTrainedModel) -> str:
+def _config_repr(model: PreTrainedModel) -> str:
     return repr(vars(model.config.get_text_config(decoder=True)))
 
 

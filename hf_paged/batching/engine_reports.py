@@ -1,5 +1,5 @@
-"""The reports of a `PagedEngine`: its route, statistics, block map and plots. They change nothing
-in the engine."""
+"""The reports of a `PagedEngine`: its route, statistics, block map and plots. They do not change
+the engine."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class EngineReports:
 
     @property
     def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first. `last_route(model)` returns
-        the same."""
+        """How requests are served, and why; `None` before the first request. `last_route(model)`
+        returns the same."""
         with self._core.lock:
             return self._core.route
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether `step` has anything to compute, or outputs to return."""
+        """Whether a request is unfinished, or `step` has outputs to return."""
         return bool(self._core.requests or self._core.pending_outputs)
 
     @guarded
     def stats(self) -> EngineStats:
-        """Returns the engine's current state and its counters."""
+        """Returns the numbers of running and waiting requests and of blocks, and counters since the
+        engine was made."""
         core = self._core
         with core.lock:
             memory = self.memory.stats()
@@ -69,13 +70,14 @@ class EngineReports:
 
     @property
     def memory(self) -> PagedMemory:
-        """The memory that holds the requests' blocks. A new one replaces it when the model's
-        layers, dtype or device change, or when the engine chooses other block sizes."""
+        """The memory that holds the requests' blocks. The engine replaces it when the model's
+        layers, dtype or device change, and when it chooses other block sizes."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """Returns the state of every block by the attention window of its layer group (`None`: full
-        attention): 0 free, -1 cached, else the number of sequences that hold it."""
+        """Returns the states of all blocks, by the attention window of their layer group (`None`:
+        full attention). A state is 0 for a free block, -1 for a cached block, else the number of
+        sequences that hold the block."""
         core = self._core
         with core.lock, self.memory.lock:
             groups = [] if core.loop is None else core.loop.blocks.groups
@@ -92,19 +94,20 @@ class EngineReports:
                 self._core.loop.blocks.check_integrity()
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """Plots `block_map`: the free, used and cached blocks, and by how many sequences blocks are
-        shared. Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one,
-        800 pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
+        """Plots `block_map`: free, used and cached blocks, and how many sequences share each block.
+        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
+        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
         return tools.plot_engine(self, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
-        """Plots, like `plot_memory`, when requests were in the batch, over `unit` (`"steps"` or
-        `"seconds"`). One row for each of the last `max_requests` requests shows prefill, decode,
-        recompute, waiting, preempted, swapped out; each step that verified a draft shows the
-        draft's length and the number of accepted tokens. Covers the last thousands of
-        `timeline.intervals()` and `timeline.verifications()`. Raises `ValueError` for another unit
-        or fewer than 1 request."""
+        """Plots when requests were in the batch, over `unit` (`"steps"` or `"seconds"`); `ax` and
+        the returned figure as in `plot_memory`. One row for each of the last `max_requests`
+        requests shows when it was in prefill, in decode, recomputed, waiting, preempted or swapped
+        out. Each step that verified a draft shows the draft's length and the number of accepted
+        tokens. Covers only the last few thousand `timeline.intervals()` and
+        `timeline.verifications()`. Raises `ValueError` for another unit, or for `max_requests`
+        below 1."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()

@@ -34,15 +34,15 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.timeline import Timeline
 
 UNLIMITED = 1 << 60  # sequences, or tokens per step
-# more blocks than memory holds: a reservation of as many is cut to the available memory
+# more blocks than any memory holds: a reservation of this size is reduced to the available memory
 UNLIMITED_BLOCKS = 1 << 40
-# prompt tokens per step beside decodes: as many as a CPU computes in the time of a few decode steps
+# prompt tokens in a step that also decodes; a CPU computes them in the time of a few decode steps
 CPU_CHUNK_TOKENS = 256
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
-    """Returns an empty paged cache with the layers of the cache that `generate` would build; for an
-    encoder-decoder, its `cross` is to hold the encoder's keys and values."""
+    """Returns an empty paged cache with the layers of the cache that `generate` would build. For an
+    encoder-decoder, its `cross` cache is for the keys and values of the encoder's output."""
     cache = PagedCache.from_empty(stock_cache(model), memory)
     if model.config.is_encoder_decoder:
         cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
@@ -60,9 +60,9 @@ def make_loop(
     timeline: Timeline | None = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
-    model's empty cache. `config` is passed, since calls of other threads may replace the memory's;
-    only `max_num_seqs` replaces that of `config`. Raises `RoomMissingError` if an option needs a
-    room that is not installed."""
+    model's empty cache. `config` is an argument of its own, since calls of other threads may
+    replace the memory's config; `max_num_seqs` overrides its option. Raises `RoomMissingError` if
+    an option needs a room that is not installed."""
     memory = cache.memory
     processes = memory.processes
     make_recorder = parts.recorder
@@ -72,7 +72,7 @@ def make_loop(
         model, cache, layout, config.batch_invariant, make_recorder, processes
     )
     is_packed = layout.unsupported_reason is None
-    # the memory keeps the manager between calls, whose options may differ
+    # the memory keeps the block manager for later calls, whose options may differ
     block_manager.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
@@ -97,7 +97,7 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # never missing for a call's own options: `reason_against` has imported the room before
+        # if a call's own options ask for drafts, `reason_against` has already imported the room
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
@@ -141,9 +141,9 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """Returns the best layout in which each sequence gets the results that it gets alone. With
+    """Returns the best layout in which each sequence gets the same results as alone. With
     `batch_invariant`, raises `ValueError` if rows would still depend on one another, and
-    `RoomMissingError` without the room that computes them in a fixed order."""
+    `RoomMissingError` without the room that computes rows in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -187,17 +187,17 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
-    computes their steps. `batch_invariant` and `processes` are for packed layouts; `processes` are
-    those that compute each step together. The checks of a model leave out `make_recorder`, since
-    they take too few steps to replay any, and `processes`."""
+    computes their steps. `batch_invariant`, and the `processes` that compute each step together,
+    are for packed layouts only. The checks of a model pass neither `make_recorder`, since they take
+    too few steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(
             model, cache, layout.can_mix_lengths, recorder, batch_invariant, processes
         )
         return cache.memory.manager(cache.groups), runner
-    # each sequence also has a slot for its states, even if the model has none: it stands for
-    # everything that steps carry
+    # each sequence also has a slot for its states, even if the model has none: the slot represents
+    # everything that one step passes to the next
     state_spec = StateSpec(is_empty=not state_layers(cache))
     block_manager = cache.memory.manager([*cache.groups, state_spec])
     state_storage: Any = cache.memory.group(state_spec).storage

@@ -1,5 +1,5 @@
-"""Units of work of a step loop: a decoding, the sequences of its rows, and their state between two
-steps. The loop and its ledger advance them."""
+"""The units of work of a step loop: a decoding, the sequences of its rows, and their state between
+two steps. The loop and its ledger advance them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, 
 _MAX_PRIORITY = 2**31 - 1  # keeps `Request.key` exact as a float
 
 Output = tuple[dict[int, int], str | None]
-"""A position's new tokens, by row, and the first row's text."""
+"""The new tokens of one position, by row, and the text that the first row's token adds."""
 
 
 @dataclass(eq=False, repr=False)
@@ -47,38 +47,43 @@ class Generation:
     ([`RequestState`])."""
 
     decoding: Any  # a `Decoding`
-    # for each row of the decoding, its request and the sequence's index in it
+    # by row of the decoding: its request, and the index of its sequence in the request
     rows: list[tuple[Request, int]]
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
-    assistance: Assistance | None = None  # set if its only row, or each part's, is drafted for
-    # with `keep_blocks`, by ended row: its blocks and how many tokens they hold
+    # set if a drafter drafts for its only row, or for the only row of each part
+    assistance: Assistance | None = None
+    # with `keep_blocks`, by ended row: its blocks, and the number of tokens in them
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
-    parts: list[Generation] = field(default_factory=list)  # after `split`, one a row
-    # tokens of the last step, by row; no entry for beams; several if draft tokens were accepted
+    parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
+    # tokens of the last step, by row: one dict per position, several if draft tokens were accepted,
+    # none for beams
     new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # drafts for its only row
-    # counts of verified drafts, by the names of `RequestResult`
+    # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # its rows need no further step
-    # whether it has the logits of all open rows, and no tokens yet
+    # whether the logits of all open rows are computed, and their tokens are not appended yet
     is_sampling: bool = False
-    # whether its reader reads the result alone, and the time of the first token is known
-    is_quiet: bool = False
-    # the generation that this is a part of
+    # whether the loop need not report its steps: its reader reads only the result, and the time of
+    # the first token is recorded
+    skips_reports: bool = False
+    # the generation that was split into this part and others
     parent: Generation | None = None
-    # logits of rows that wait for other rows
+    # by row, `(vocab,)` logits of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.is_single = len(self.rows) == 1  # its only row waits for no other
+        self.is_single = len(self.rows) == 1  # its only row never waits for other rows
 
     @property
     def requests(self) -> list[Request]:
+        """The requests of its rows, without duplicates."""
         return list(dict.fromkeys(request for request, _ in self.rows))
 
     @property
     def is_done(self) -> bool:
+        """Whether it is closed, or all of its parts are done."""
         return self.is_closed or (bool(self.parts) and all(part.is_done for part in self.parts))
 
     @property
@@ -91,8 +96,8 @@ class Generation:
         )
 
     def split(self) -> None:
-        """Makes a part of each row, which advances independently; moves blocks and logits to the
-        parts."""
+        """Makes a part for each row, which advances independently, and moves kept blocks and logits
+        to the parts."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
@@ -102,13 +107,13 @@ class Generation:
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
             parts.append(part)
-        # at once: another thread may read `is_done`
+        # in one statement, since another thread may read `is_done`
         self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
-        """Takes a step's logits `(n, vocab)`, of row `r` at `index_by_row[r]`. If all open rows
-        have logits now, returns these in order, and drops them; else copies those of the rows that
-        wait for others, and returns `None`."""
+        """Takes a step's logits `(n, vocab)`: those of row `r` have the index `index_by_row[r]`. If
+        all open rows have logits now, returns them in order, `(len(open_rows), vocab)`, and keeps
+        none; else keeps copies of the new ones, and returns `None`."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None
@@ -130,13 +135,14 @@ class Generation:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether interrupted sampling can be repeated (`rewind`)."""
+        """Whether an interrupted step can be undone (`rewind`) and repeated."""
         if not self.is_single or self.is_closed:
             return False
         return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
 
     def rewind(self) -> None:
-        """Rewinds the decoding to the tokens that the request has, if it `can_repeat`."""
+        """Drops tokens of the decoding that are not in the request's sequence. Requires
+        `can_repeat`."""
         assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
@@ -144,8 +150,8 @@ class Generation:
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
-        """The sequence of its only row if the next step computes its last token, which a draft may
-        follow, else `None`."""
+        """The sequence of its only row if a draft can join the next step, which then computes only
+        the sequence's last token; else `None`."""
         ((request, index),) = self.rows
         if request.status is not Status.RUNNING or self.is_sampling:
             return None
@@ -156,34 +162,37 @@ class Generation:
             return None
         return None if sequence.draft else sequence
 
-    def take_draft(self, draft: Draft) -> None:
-        """Has the next step verify a draft of its `sequence_to_draft`."""
+    def set_draft(self, draft: Draft) -> None:
+        """Sets the draft of its only row, which the next step verifies. Requires
+        `sequence_to_draft`."""
         ((request, index),) = self.rows
-        self.decoding.draft = draft  # before the scheduler sees the tokens
+        self.decoding.draft = draft  # first, since the scheduler reads the sequence's draft
         request.sequences[index].draft = draft.tokens
 
     def drop_logits(self) -> None:
-        """Drops the logits of rows that wait for other rows; these rows are computed again."""
+        """Drops the logits of rows that wait for other rows. These rows are then recomputed."""
         self._logits = {}
 
     def close(self) -> None:
+        """Marks it as closed, and drops its logits."""
         self._logits, self.is_closed = {}, True
 
-    def draft_by(self, drafter: Drafter) -> None:
-        """Before its request is queued: has the drafter draft for its only row, until
-        `end_drafts`."""
+    def attach_drafter(self, drafter: Drafter) -> None:
+        """Makes the drafter draft for its only row, until `detach_drafter`. Called before its
+        request is queued."""
         self.drafter = drafter
         ((request, _),) = self.rows
         request.drafts_first_token, request.namespace = drafter.attach(self)
 
-    def end_drafts(self) -> None:
+    def detach_drafter(self) -> None:
         if self.drafter is not None:
             self.drafter.detach(self)
 
 
 class RequestState(Generation):
     """A request of an engine, whose outputs go to `output_queue`. Raises the errors of
-    `PagedEngine.add_request`, except those of the prompt, which its caller has raised."""
+    `PagedEngine.add_request` for the generation config and the options; the caller has checked the
+    form of the prompt."""
 
     def __init__(
         self,
@@ -195,15 +204,15 @@ class RequestState(Generation):
         output_queue: deque[RequestOutput] | list[RequestOutput],
         reports_tokens: bool = True,
     ) -> None:
-        takes_ids = options.inputs is None and not model.config.is_encoder_decoder
-        adapter = resolve_adapter(model, options.adapter, takes_ids)
+        has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
+        adapter = resolve_adapter(model, options.adapter, has_only_ids)
         check_cache_salt(options.cache_salt)
         priority = as_whole(
             "priority",
             options.priority,
             -_MAX_PRIORITY,
             _MAX_PRIORITY,
-            after=", lower runs earlier",
+            after=" (lower runs earlier)",
         )
         self.prompt_ids = prompt_ids
         prepare = functools.partial(
@@ -211,23 +220,24 @@ class RequestState(Generation):
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # only grammars have it
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # of grammars only
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
-        check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence a request")
-        # number of prompt tokens (of the decoder, if the model has an encoder)
-        self._start = decoding.length
+        check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
+        # in tokens, without embeddings; of the decoder's prompt, if the model has an encoder
+        self._prompt_length = decoding.length
         tokens = decoding.input_ids[0].tolist()
         namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
-        # positions passed as embeddings, without token ids
+        # prompt positions that were passed as embeddings, without token ids
         num_embedded = 0 if prompts is None else prompts.length - len(tokens)
         sequences = [Sequence([0] * num_embedded + tokens)]
-        size = decoding.max_length + num_embedded, decoding.num_rows
+        max_num_tokens = decoding.max_length + num_embedded
         self.request = Request(
             options.request_id,
             sequences,
-            *size,
+            max_num_tokens,
+            decoding.num_rows,
             priority,
             namespace,
             adapter.key,
@@ -244,158 +254,170 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.output_queue = options.request_id, output_queue
-        self.reports_tokens = reports_tokens  # if not, its reader reads the result alone
-        callers = options.stopping_criteria or ()
+        self.reports_tokens = reports_tokens  # if False, only the result is reported
+        callers_criteria = options.stopping_criteria or ()
         self.request.clocks = [
             criterion
             for criterion in decoding.stopping_criteria
-            if type(criterion) is MaxTimeCriteria and criterion not in callers
+            if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
-        self._text = None if tokenizer is None else TextTracker(tokenizer)
+        self._text_tracker = None if tokenizer is None else TextTracker(tokenizer)
         self._added_at = time.perf_counter()
-        self._first_token_seconds: float | None = None  # seconds, as in `Timings`
-        # an interrupt of the tokenizer, raised after the result is output
+        self._first_token_seconds: float | None = None  # as in `Timings.first_token`
+        # an interrupt that came while the tokenizer decoded; raised after the result is queued
         self.interrupt: BaseException | None = None
-        self.is_reported = False  # whether its reader has its result
-        # the length up to which `outputs` has returned tokens of the open rows; its last outputs
-        self._reported: tuple[int, list[Output]] = (self._start, [])
+        self.is_reported = False  # whether its result is in `output_queue`
+        # length of the decoding at the last call of `outputs`, and the outputs that it returned
+        self._last_report: tuple[int, list[Output]] = (self._prompt_length, [])
 
     def prepare_again(self, model: PreTrainedModel) -> None:
-        """Prepares the inputs again after the weights changed, encoder outputs included."""
+        """Prepares the prompt's inputs again, including encoder outputs, after the weights
+        changed."""
         if self._prepare is not None and self.request.inputs is not None:
             call = self._prepare()[1]
             prompts = self.request.inputs[0]
             assert call is not None
-            encodes = compat.MEDIA in prompts.model_kwargs
+            has_encoded_media = compat.MEDIA in prompts.model_kwargs
             prompts.model_kwargs = _prompts_of(model, call).model_kwargs
-            if encodes:
+            if has_encoded_media:
                 self.encode_media(model)
 
     def encode_media(self, model: PreTrainedModel) -> None:
-        """Encodes images and sound before the prefill, as `generate` does: in a shared prefill, an
-        error in one request's media would fail all requests."""
+        """Encodes the prompt's images and audio with the model's own encoders. Called before the
+        prefill, since an error in a shared prefill would fail all of its requests."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[Output]:
-        """Returns the last step's new tokens with their text, in order; nothing if tokens are not
-        reported. Sets `error` if the tokenizer raises. A call that was interrupted can be repeated,
-        and returns the same."""
+        """Returns the new tokens of the last step with their text, in order; an empty list if
+        tokens are not reported. Sets `error` if the tokenizer raises. A repeated call, also after
+        an interrupted one, returns the same outputs."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._added_at
         if not self.reports_tokens:
-            self.is_quiet = True
+            self.skips_reports = True
             return []
         decoding = self.decoding
-        if self._reported[0] == decoding.length:
-            return self._reported[1]
-        if self.new_tokens and not self.is_single:  # drops padding of rows that ended earlier
-            lengths, (new,) = decoding.lengths, self.new_tokens
+        if self._last_report[0] == decoding.length:
+            return self._last_report[1]
+        if self.new_tokens and not self.is_single:  # drop the padding of rows that ended earlier
+            lengths, (tokens,) = decoding.lengths, self.new_tokens
             self.new_tokens = [
-                {row: token for row, token in new.items() if lengths[row] == decoding.length}
+                {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
             ]
         outputs: list[Output]
-        if self._text is None:
+        if self._text_tracker is None:
             outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
         else:
             outputs = self._with_text(self.new_tokens)
-        self._reported = decoding.length, outputs
+        self._last_report = decoding.length, outputs
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
-        """Returns the tokens of the result that no output has reported, as `outputs` does: a step
-        that failed or was cancelled may have accepted some. The last output has the text that was
-        held back."""
+        """Returns the tokens of the result that no output has reported, in the form of `outputs`: a
+        step that failed or was cancelled may have accepted some. The last output includes the text
+        that the text tracker was holding back."""
         if not self.reports_tokens:
             return []
-        rows = (
+        token_rows = (
             []
             if isinstance(self.decoding, BeamDecoding)
             else [sequence.token_ids for sequence in result.sequences]
         )
-        num_reported = self._reported[0] - self._start
-        by_position = [
-            {row: tokens[position] for row, tokens in enumerate(rows) if len(tokens) > position}
-            for position in range(num_reported, max(map(len, rows), default=0))
+        num_reported = self._last_report[0] - self._prompt_length
+        tokens_by_position = [
+            {
+                row: tokens[position]
+                for row, tokens in enumerate(token_rows)
+                if len(tokens) > position
+            }
+            for position in range(num_reported, max(map(len, token_rows), default=0))
         ]
         try:
-            *earlier, (tokens, text) = self._with_text(by_position)
-            rest = "" if self._text is None else self._text.rest()
-            if rest:
-                text = (text or "") + rest
+            *earlier, (tokens, text) = self._with_text(tokens_by_position)
+            held_text = "" if self._text_tracker is None else self._text_tracker.flush()
+            if held_text:
+                text = (text or "") + held_text
             return [*earlier, (tokens, text)]
-        except BaseException as raised:
-            self._error_of(raised)
-            return [(tokens, None) for tokens in by_position] or [({}, None)]
+        except BaseException as error:
+            self._result_error(error)
+            return [(tokens, None) for tokens in tokens_by_position] or [({}, None)]
 
-    def _with_text(self, by_position: list[dict[int, int]]) -> list[Output]:
-        """Returns the tokens of consecutive positions with their text. An error of the tokenizer
-        becomes `error`, unless there is one already; the tokens from there on have no text. An
-        interrupt leaves the text tracker unchanged."""
+    def _with_text(self, tokens_by_position: list[dict[int, int]]) -> list[Output]:
+        """Returns the tokens of consecutive positions with their text. If the tokenizer raises,
+        sets `error`, unless it is already set, and gives the remaining tokens no text. An interrupt
+        does not change the text tracker."""
         outputs: list[Output] = []
-        tracker = copy.copy(self._text) if len(by_position) > 1 else self._text
+        tracker = (
+            copy.copy(self._text_tracker) if len(tokens_by_position) > 1 else self._text_tracker
+        )
         has_ended = self.decoding.finish_reasons[0] is not None
-        for num_done, new in enumerate(by_position or [{}], 1):
+        for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
             text = None
-            if tracker is not None and 0 in new:
-                is_last = has_ended and not any(0 in later for later in by_position[num_done:])
+            if tracker is not None and 0 in tokens:
+                later_positions = tokens_by_position[next_position:]
+                is_last = has_ended and not any(0 in later for later in later_positions)
                 try:
-                    text = tracker.add([new[0]], last=is_last)
+                    text = tracker.add([tokens[0]], is_last=is_last)
                 except Exception as error:
                     if is_interrupt(error):
                         raise
                     self.error = error if self.error is None else self.error
                     tracker = None
-            outputs.append((new, text))
-        self._text = tracker
+            outputs.append((tokens, text))
+        self._text_tracker = tracker
         return outputs
 
-    def _error_of(self, raised: BaseException) -> Exception:
-        """Returns the error for the result when the tokenizer has `raised`; stores an interrupt in
-        `interrupt`."""
-        if isinstance(raised, Exception) and not is_interrupt(raised):
-            return raised
-        self.interrupt = raised
-        return RuntimeError(f"interrupted by {raised!r} while its tokens were decoded")
+    def _result_error(self, error: BaseException) -> Exception:
+        """Returns the result's error for an exception of the tokenizer. Stores an interrupt in
+        `interrupt`, and returns a `RuntimeError` for it."""
+        if isinstance(error, Exception) and not is_interrupt(error):
+            return error
+        self.interrupt = error
+        return RuntimeError(f"interrupted by {error!r} while its tokens were decoded")
 
     def result(self, reason: str | None) -> RequestResult:
-        """Makes the result; `reason` is `"cancelled"` or `"error"`, or `None` if the request ended
-        by itself. Errors raised here go into the result."""
+        """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
+        that have none; `None` if the request ended by itself. An error raised here becomes the
+        result's error."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
-        for _ in range(2):  # memory may be short for a moment only
+        for _ in range(2):  # a lack of memory may be momentary
             try:
-                sequences, failure = self._sequences(reason)
+                sequences, failure = self._sequence_results(reason)
                 break
-            except Exception as caught:  # after an interrupt the decoding may be inconsistent
-                if is_interrupt(caught):
+            except Exception as error:  # an interrupt may have left the decoding inconsistent
+                if is_interrupt(error):
                     raise
-                failure = caught
+                failure = error
         has_tokens = any(sequence.token_ids for sequence in sequences)
-        if self._first_token_seconds is None and has_tokens:  # chosen in the step that failed
+        if self._first_token_seconds is None and has_tokens:  # from the step that failed
             self._first_token_seconds = time.perf_counter() - self._added_at
-        admitted_at, recorded = self.request.admitted_at, self.request.prompt_logprobs
-        queued = None if admitted_at is None else admitted_at - self._added_at
+        admitted_at, logprobs = self.request.admitted_at, self.request.prompt_logprobs
+        queued_seconds = None if admitted_at is None else admitted_at - self._added_at
         return RequestResult(
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
             sequences=sequences,
             error=failure if self.error is None else self.error,
             timings=Timings(
-                queued, self._first_token_seconds, time.perf_counter() - self._added_at
+                queued_seconds, self._first_token_seconds, time.perf_counter() - self._added_at
             ),
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
-            prompt_logprobs=None if recorded is None else recorded.values,
-            prompt_top_logprobs=recorded.top if recorded is not None and recorded.num_top else None,
+            prompt_logprobs=None if logprobs is None else logprobs.values,
+            prompt_top_logprobs=logprobs.top
+            if logprobs is not None and logprobs.num_alternatives
+            else None,
             **self.draft_counts,
         )
 
     def end_streamer(self) -> None:
-        """After the result is output: ends the streamer, unless the decoding has."""
+        """Ends the streamer, unless the decoding has ended it, and ignores its errors. Called after
+        the result is queued."""
         if self._streamer is not None and not self.decoding.has_ended_streamer:
             try:
                 self._streamer.end()
@@ -403,55 +425,59 @@ class RequestState(Generation):
                 if is_interrupt(error):
                     raise
 
-    def _sequences(self, reason: str | None) -> tuple[list[SequenceResult], Exception | None]:
+    def _sequence_results(
+        self, reason: str | None
+    ) -> tuple[list[SequenceResult], Exception | None]:
+        """Returns the results of the sequences, and an error if beam search finished no sequence or
+        the tokenizer raised. `reason` as in `result`."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if isinstance(decoding, BeamDecoding):
-            if not decoding.is_done:  # no sequence is final
+            if not decoding.is_done:  # no beam is final
                 return [
                     SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons
                 ], None
             if decoding.finish_reasons[0] is None:
                 no_beam = RuntimeError(
-                    "no beam could end: the scores contain nan, or too few tokens have a finite one"
+                    "no beam could end: the scores contain nan, or too few tokens have a finite"
+                    " score"
                 )
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
-            reason = "error"  # for beams that could not end, if others did
-            scores = decoding.returned(decoding.beam_scores).tolist()
-            ids = decoding.returned(decoding.sequences)
+            reason = "error"  # of beams that could not end although others did
+            scores = decoding.select_returned(decoding.beam_scores).tolist()
+            ids = decoding.select_returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
-        for i, (length, ended) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
-            token_ids = ids[i, self._start : length].tolist()
+        for i, (length, finish_reason) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
+            token_ids = ids[i, self._prompt_length : length].tolist()
             text = None
             if self._tokenizer is not None and failure is None:
                 try:
                     text = decode(self._tokenizer, token_ids)
-                except BaseException as raised:
-                    failure = self._error_of(raised)
-            logprobs, top = None, None
+                except BaseException as error:
+                    failure = self._result_error(error)
+            logprobs, top_logprobs = None, None
             if decoding.record_logprobs:
                 logprobs = [pair for pair, _ in decoding.records[i]]
-                if decoding.num_top:
-                    top = [others for _, others in decoding.records[i]]
+                if decoding.num_alternatives:
+                    top_logprobs = [alternatives for _, alternatives in decoding.records[i]]
             score = None if scores is None else scores[i]
+            finish_reason = finish_reason or reason or "cancelled"
             results.append(
-                SequenceResult(
-                    token_ids, ended or reason or "cancelled", text, logprobs, score, top
-                )
+                SequenceResult(token_ids, finish_reason, text, logprobs, score, top_logprobs)
             )
         return results, failure
 
 
 def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
-    """Returns a request's single prompt. Raises `ValueError` if its inputs make several different
-    prompts."""
+    """Returns the single prompt of a request. Raises `ValueError` if its inputs hold several
+    different prompts."""
     model_kwargs = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)
     prompts = prompts_of(unexpanded, model_kwargs, model.config.is_encoder_decoder)
-    if (count := len(prompts.paddings)) > 1:  # repeated by the model's own `generate`
+    if (num_prompts := len(prompts.paddings)) > 1:  # the model's own `generate` may repeat one
         tensors = tensors_of((prompts.input_ids, prompts.model_kwargs))
-        if any(len(x) == count and bool((x != x[:1]).any()) for x in tensors):
-            raise ValueError(f"`inputs` make {count} prompts: pass those of one")
+        if any(len(x) == num_prompts and bool((x != x[:1]).any()) for x in tensors):
+            raise ValueError(f"`inputs` hold {num_prompts} prompts: pass the inputs of one prompt")
         prompts.model_kwargs = first_row(prompts)
         prompts.input_ids = prompts.input_ids[:1]
         prompts.position_ids = prompts.model_kwargs.get("position_ids")

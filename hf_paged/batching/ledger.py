@@ -1,5 +1,5 @@
-"""Which generation each unfinished request belongs to; how the results of a step change requests
-and generations. It chooses no tokens and schedules nothing."""
+"""`Ledger` records which generation each unfinished request belongs to, and updates requests and
+generations with the results of a step. Chooses no tokens and schedules nothing."""
 
 from __future__ import annotations
 
@@ -18,60 +18,63 @@ from .request import Request
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
-"""Generations with the logits of all their open rows, in order."""
+"""Generations that can be sampled, each with the logits of all its open rows, in order."""
 
 
 @dataclass(eq=False, repr=False)
 class Ledger:
-    """The unfinished generations of a loop and their rows. Appends sampled tokens, and ends rows,
-    requests and generations. The caller holds the memory's lock."""
+    """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
+    requests and generations. Callers hold the memory's lock; `deliver` and `split_preempted` take
+    it themselves."""
 
-    blocks: BlockManager
+    block_manager: BlockManager
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     # sum of all generations' `draft_counts`
     draft_counts: Counter[str] = field(default_factory=Counter)
-    # by unfinished request, each sequence's row
+    # by unfinished request: the generation and the row of each of its sequences
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
-    # parts of generations split since the last step, which may have their logits already
-    new_parts: list[Generation] = field(default_factory=list)
-    # generations with a request whose next token has no position in the model's table
+    # parts of generations that were split since the last step; some may already have logits
+    pending_parts: list[Generation] = field(default_factory=list)
+    # generations and requests whose next token has no position in the model's table
     past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
-        """Adds a generation whose requests are queued."""
+        """Adds a generation whose requests the scheduler has queued."""
         for part in generation.parts or [generation]:
             for row, (request, _) in enumerate(part.rows):
                 self.rows.setdefault(request, []).append((part, row))
 
     def remove(self, generation: Generation) -> None:
-        """Removes a generation that an exception may have left half added."""
+        """Undoes an `add` that raised."""
         for request in generation.requests:
             self.rows.pop(request, None)
 
     def generations(self) -> list[Generation]:
-        """Returns all unfinished generations, each once."""
+        """Returns all unfinished generations, without duplicates."""
         return self.generations_of(self.rows)
 
     def recover(self) -> None:
-        """After an exception that may have left rows half changed: assigns each row to its part,
-        and drops all logits except those that are being sampled."""
+        """After an exception that may have split an update of rows: completes the assignment of
+        rows to parts, and drops all logits except those that are being sampled."""
         self.scheduler.queue.suspects.clear()
-        self._enter_parts()
+        self._assign_rows_to_parts()
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.drop_logits()
                 sequence.logits_length = sequence.num_tokens if generation.is_sampling else 0
 
     def drop_finished(self) -> None:
+        """Removes finished requests."""
         self.rows = {
             request: rows for request, rows in self.rows.items() if not request.is_finished
         }
 
     def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Adds the generations whose open rows all have logits now to `ready`."""
+        """Gives a step's logits `(n, vocab)` to its generations, and adds those whose open rows all
+        have logits now to `ready`. Forks the sequences of a prompt that was computed once."""
         indices: dict[Generation, dict[int, int]] = {}
         end = 0
         for sequence, num_logits in zip(plan.sequences, plan.num_logits):
@@ -81,9 +84,9 @@ class Ledger:
             end += num_logits
             request = sequence.request
             rows = self.rows[request]
-            if request.num_rows > len(request.sequences):  # the prompt, computed once for all rows
+            if request.num_rows > len(request.sequences):  # the prompt was computed for all rows
                 with self.memory.lock:
-                    request.fork(self.blocks, len(rows))
+                    request.fork(self.block_manager, len(rows))
             elif len(rows) > 1:
                 rows = [rows[sequence.index]]
             for generation, row in rows:
@@ -91,32 +94,32 @@ class Ledger:
                     indices.setdefault(generation, {})[row] = first
                 elif not generation.is_closed:
                     if not sequence.draft:
-                        # the draft was dropped, or the step that had it failed after its forward
+                        # the draft was dropped, or its step failed after the forward
                         generation.decoding.draft = None
                     ready.append((generation, LogitRows(logits, first, end)))
-        if self.new_parts or indices:
-            self._gather(logits, indices, ready)
+        if self.pending_parts or indices:
+            self._add_ready(logits, indices, ready)
         for generation, _ in ready:
             generation.is_sampling = True
 
-    def _gather(
+    def _add_ready(
         self,
         logits: Tensor | None,
         indices: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds the generations of several rows that have all logits now. `indices`: by generation
-        and row, the index in the step's `logits`, `(n, vocab)`. Also adds new parts that got their
-        logits before they were split."""
-        parts: dict[Generation, dict[int, int]] = {part: {} for part in self.new_parts}
-        self.new_parts = []
+        """Adds to `ready` the generations of several rows that have all their logits now. `indices`
+        holds the index in the step's `logits`, `(n, vocab)`, by generation and row. Also adds parts
+        whose logits were computed before the split."""
+        parts: dict[Generation, dict[int, int]] = {part: {} for part in self.pending_parts}
+        self.pending_parts = []
         for generation, index_by_row in {**parts, **indices}.items():
             gathered = generation.take_logits(logits, index_by_row)
             if gathered is not None:
                 ready.append((generation, LogitRows.of(gathered)))
 
     def append(self, generation: Generation, token: int) -> None:
-        """Appends the token of a generation with a single row, which continues."""
+        """Appends the next token of a generation with a single row, which has not ended."""
         ((request, index),) = generation.rows
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
@@ -126,22 +129,22 @@ class Ledger:
             self.past_positions.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        """Appends a step's tokens to their sequences, and ends the sequences that they finish."""
+        """Appends a step's tokens to the sequences, and ends the rows that are finished."""
         finished = set(sampled.finished)
         if sampled.parents is not None:
             self._apply_beams(generation, sampled, finished)
             return
         generation.new_tokens = []
         draft = generation.decoding.draft
-        earlier: list[dict[int, int]] = []
+        accepted: list[dict[int, int]] = []
         if draft is not None:
             self._commit_draft(generation, draft, sampled.earlier)
-            earlier = [{0: token} for token in sampled.earlier]
-        new: dict[int, int] = {}
+            accepted = [{0: token} for token in sampled.earlier]
+        new_tokens: dict[int, int] = {}
         for row in sampled.rows:
             request, index = generation.rows[row]
             token = sampled.tokens[row]
-            new[row] = token
+            new_tokens[row] = token
             token_ids = request.sequences[index].token_ids
             token_ids.append(token)
             self.num_generated_tokens += 1
@@ -149,7 +152,7 @@ class Ledger:
                 self._end_row(generation, row)
             elif len(token_ids) > request.max_positions:
                 self.past_positions.append((generation, request))
-        generation.new_tokens = [*earlier, new]
+        generation.new_tokens = [*accepted, new_tokens]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
         if finished and generation.decoding.is_done:
@@ -158,7 +161,7 @@ class Ledger:
     def _apply_beams(
         self, generation: Generation, sampled: SampledTokens, finished: set[int]
     ) -> None:
-        """Makes each beam a fork of its parent, and appends its new token."""
+        """Makes each beam a fork of its parent beam, with its new token appended."""
         assert sampled.parents is not None
         generation.new_tokens = []
         for request in generation.requests:
@@ -168,18 +171,18 @@ class Ledger:
             rows = range(first, first + len(self.rows[request]))
             parents = [sampled.parents[row] - first for row in rows]
             tokens = [sampled.tokens[row] for row in rows]
-            request.permute(self.blocks, parents, tokens)
+            request.permute(self.block_manager, parents, tokens)
             self.num_generated_tokens += len(rows)
-            is_over = all(row in finished for row in rows)
-            if is_over and not generation.decoding.is_done:
+            is_finished = all(row in finished for row in rows)
+            if is_finished and not generation.decoding.is_done:
                 self._finish(request)
             if request.exceeds_positions:
                 self.past_positions.append((generation, request))
-        if generation.decoding.is_done:  # beams are dropped without a row that ends
+        if generation.decoding.is_done:  # also if no row is in `finished`
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:
-        """Closes a generation that is done, some of whose rows may still be open."""
+        """Closes a generation whose decoding is done, although some of its rows may be open."""
         if generation.keep_blocks:
             for row in range(len(generation.rows)):
                 if row not in generation.kept_blocks:
@@ -189,11 +192,11 @@ class Ledger:
     def _commit_draft(
         self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
     ) -> None:
-        """Appends the accepted draft tokens to the row, and drops the rest of the draft."""
+        """Appends the accepted draft tokens to the row, and drops the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
         # does nothing if the request was preempted meanwhile
-        sequence.commit_draft(self.blocks, len(accepted))
+        sequence.commit_draft(self.block_manager, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.verified(request, num_draft_tokens, len(accepted))
         for counts in (self.draft_counts, generation.draft_counts):
@@ -207,23 +210,23 @@ class Ledger:
         generation.decoding.draft = None
 
     def split_preempted(self, preempted: Collection[Request]) -> None:
-        """Splits preempted generations whose rows are independent, so that the rows need not wait
-        for each other."""
+        """Counts the preemptions, and splits preempted generations whose rows are independent, so
+        that the rows need not wait for each other."""
         self.num_preemptions += len(preempted)
         with self.memory.lock:  # other threads may end requests
             for generation in self.generations_of(preempted):
                 if generation.can_split:
                     generation.split()
-                    self.new_parts += generation.parts
-            self._enter_parts()
+                    self.pending_parts += generation.parts
+            self._assign_rows_to_parts()
 
-    def _enter_parts(self) -> None:
-        """Replaces generations that were split by the parts of their rows."""
+    def _assign_rows_to_parts(self) -> None:
+        """In `rows`, replaces generations that were split by their parts."""
         for rows in self.rows.values():
             rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
 
     def generations_of(self, requests: Iterable[Request]) -> list[Generation]:
-        """Returns the unfinished generations of these requests, each once."""
+        """Returns the unfinished generations of these requests, without duplicates."""
         rows = (row for request in requests for row in self.rows.get(request, ()))
         return list(dict.fromkeys(generation for generation, _ in rows))
 
@@ -232,25 +235,24 @@ class Ledger:
         sequence = request.sequences[index]
         if generation.keep_blocks:
             if request.is_swapped:
-                self.scheduler.preemption.reset(request)  # blocks on the host cannot be shared
+                # blocks on the host cannot be forked
+                self.scheduler.preemption.reset(request)
             generation.kept_blocks[row] = (
-                self.blocks.fork(sequence.blocks),
+                self.block_manager.fork(sequence.blocks),
                 sequence.num_computed_tokens,
             )
         self.scheduler.finish_sequence(sequence)
 
     def close(self, generation: Generation) -> None:
-        """Ends a generation, its rows, and the requests without other open rows."""
+        """Ends a generation and its rows, and finishes its requests that have no open row left."""
         for request, index in () if generation.parts else generation.rows:
             # other parts may still have open rows of the request
-            if all(
-                other is generation or other.is_closed for other, _ in self.rows.get(request, ())
-            ):
+            if all(part is generation or part.is_closed for part, _ in self.rows.get(request, ())):
                 self._finish(request)
             elif index < len(request.sequences):
                 self.scheduler.finish_sequence(request.sequences[index])
         generation.close()
-        generation.end_drafts()
+        generation.detach_drafter()
 
     def _finish(self, request: Request) -> None:
         if request in self.rows:

@@ -1,5 +1,5 @@
-"""The loop that `PagedEngine` and `generate` share: schedule, compute, sample, update. Which tokens
-are computed and chosen is up to the scheduler and the decodings."""
+"""`StepLoop`, the loop of `PagedEngine` and `generate`: schedule, compute, sample, update. Leaves
+the schedule to the scheduler, and the choice of tokens to the decodings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..plan import StepPlan
 from ..rooms import OnDemand
 from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
-from .decoding.sampler import sample_step, unknown_token
+from .decoding.sampler import sample_step, unknown_token_error
 from .execution.executor import Executor, StableSpan
 from .generation import Generation
 from .ledger import Ledger, Ready
@@ -40,8 +40,8 @@ _INTERRUPTED = "interrupted by {!r} while its token was chosen"
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model. An exception that leaves a step's bookkeeping half done, such
-    as an interrupt, makes the loop `recover`."""
+    """Runs generations on one model. After an exception that splits the bookkeeping of a step, such
+    as an interrupt, the loop recovers (`recover`)."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the block tables
@@ -52,17 +52,16 @@ class StepLoop:
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or failed and are not reported yet; callers remove the ones that
-        # they report
+        # generations that advanced or failed and are not reported yet; callers remove generations
+        # when they report them
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
-        # whether an exception would leave the step's bookkeeping half done
-        self._is_mid_update = False
-        self._is_recovery_due = False  # whether `recover` has begun and not ended
+        self._is_mid_update = False  # whether an exception now would split the step's bookkeeping
+        self._is_recovery_due = False  # whether `recover` began and did not end
 
     def counts(self) -> dict[str, float]:
-        """Returns the loop's counters: the fields of [`EngineStats`] that only grow."""
+        """Returns the loop's counters, by their names in [`EngineStats`]."""
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
             "num_preemptions": self.ledger.num_preemptions,
@@ -82,17 +81,17 @@ class StepLoop:
         return f"{self.scheduler!r}, {blocks}"
 
     def add(self, generation: Generation) -> None:
-        """Queues the generation's requests. Raises `OutOfBlocksError`, with none queued, if one can
-        never fit."""
+        """Queues the generation's requests. If one of them can never fit, queues none and raises
+        `OutOfBlocksError`."""
         try:
             for part in generation.parts or [generation]:
                 is_assisted = part.assistance is not None and part.is_single and not part.is_done
                 if is_assisted and self.executor.runner.takes_drafts:
-                    part.draft_by(self.drafter())
+                    part.attach_drafter(self.drafter())
             self._add(generation)
         except BaseException:
             for part in generation.parts or [generation]:
-                part.end_drafts()
+                part.detach_drafter()
             raise
 
     def _add(self, generation: Generation) -> None:
@@ -115,8 +114,8 @@ class StepLoop:
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when steps raise `error` again and again: those of running
-        requests; if none runs, or if blocks are short, the one that would be admitted next."""
+        """Returns the generations to end when repeated steps raise `error`: those of running
+        requests, or, if none runs or blocks are short, the generation to be admitted next."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -124,7 +123,7 @@ class StepLoop:
         return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
-        """Ends a generation and frees its blocks."""
+        """Ends a generation and frees its blocks, also if an interrupt is raised meanwhile."""
         try:
             self._finish_recovery()
             self._drop(generation)
@@ -143,8 +142,8 @@ class StepLoop:
         generation.kept_blocks.clear()
 
     def change_weights(self, recompute: bool) -> None:
-        """Between steps: invalidates what was computed with the old weights; `recompute` also drops
-        the K/V of unfinished requests."""
+        """Called between steps after the weights changed: invalidates the prefix cache and drafts.
+        `recompute` also drops the K/V of unfinished requests."""
         try:
             if self.drafter.instance is not None:
                 self.drafter.instance.change_weights()
@@ -160,9 +159,9 @@ class StepLoop:
             raise
 
     def step(self, span: StableSpan) -> None:
-        """Schedules, computes and samples once; does nothing while `unreported` is not empty. An
-        interrupt of the forward undoes the step; an interrupt of a caller's code ends that request.
-        Raises `OutOfBlocksError` and `EngineStalledError`."""
+        """Schedules, computes and samples once, unless `unreported` still holds generations. An
+        interrupt of the forward undoes the step; an interrupt of a caller's code ends the request
+        of that caller. Raises the interrupt, `OutOfBlocksError` or `EngineStalledError`."""
         if self.unreported:
             return
         start = time.perf_counter()
@@ -193,31 +192,32 @@ class StepLoop:
             raise
 
     def propose(self) -> None:
-        """Drafts tokens for the rows that speculate, before `compute` and outside of
-        `executor.attention`. Adds generations whose source fails to `unreported`."""
+        """Drafts tokens for the rows that speculate. Called before `compute`, outside of
+        `executor.attention`. Ends generations for which drafting fails, and adds them to
+        `unreported`."""
         drafter = self.drafter.instance
         if drafter is None:
             return
         num_rows = self.scheduler.queue.num_rows
-        # outside of the model's lock, since two models may be each other's assistants: a drafter
-        # locks only the model that it runs
+        # without the model's lock, since two models may be each other's assistants: a drafter locks
+        # only the model that it runs
         for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
             if isinstance(draft, Exception):
                 self._fail(generation, draft)
             else:
-                generation.take_draft(draft)
+                generation.set_draft(draft)
 
     def compute(self) -> Ready:
-        """Schedules and computes once, within `executor.attention`. Returns the generations whose
-        open rows all have logits now. Adds a generation whose forward failed to `unreported`; if
-        several failed together, the next steps compute them in halves, so that only generations end
-        which fail alone. Raises as `step`."""
+        """Schedules and computes once. Called within `executor.attention`. Returns the generations
+        whose open rows all have logits now. A generation whose forward failed ends, and is added to
+        `unreported`. If several generations failed together, the next steps compute them in halves,
+        so that only those that fail alone end. Raises as `step`."""
         ready = Ready()
         self._finish_recovery()
         self._is_mid_update = True
         try:
             with self.executor.lock:
-                # another thread's call may recover the loop only once the logits are delivered
+                # the lock is held until the logits are delivered, since `recover` takes it, too
                 plan, logits = self._compute()
                 self.ledger.deliver(plan, logits, ready)
             self._progress.note(plan, bool(ready or self.unreported), self)
@@ -230,17 +230,17 @@ class StepLoop:
     def sample(
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
-        """Samples the next tokens of generations that `compute` returned, and adds these to
-        `unreported`; `fetch` as in `sample_step`. Returns an interrupt of a caller's code.
-        Generations whose sampling was interrupted are computed again, or fail if sampling cannot be
-        repeated. Another thread may compute other generations meanwhile."""
+        """Samples the next tokens of generations that `compute` returned, and adds these
+        generations to `unreported`; `fetch` as in `sample_step`. If sampling is interrupted,
+        repeats it in a later step, or fails the generation if sampling cannot be repeated. Returns
+        an interrupt of a caller's code. Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
-        repeated: list[Generation] = []
-        applying: Generation | None = None  # whose result is being applied
+        to_repeat: list[Generation] = []
+        applying: Generation | None = None  # the generation whose result is being applied
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
-        # transformers' own streamers may hand the text to a thread of the caller
+        # transformers' own streamers may pass the text to another thread of the caller
         runs_foreign_code = runs_callers_code or any(map(_IS_STREAMED, decodings))
         try:
             if runs_callers_code:
@@ -249,15 +249,15 @@ class StepLoop:
                 self.executor.doubt_model()
             logits = map(_LOGITS, ready)
             results += sample_step(list(zip(decodings, logits)), fetch)
-            # a caller's code may choose any id, and the model's head may be wider than its
+            # a caller's code may choose any id, and the model's head may have more rows than its
             # embedding
-            checks_ids = runs_callers_code or (
+            must_check_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings
             )
             with self.memory.lock:
                 for (generation, _), result in zip(ready, results):
-                    if checks_ids:
-                        result = unknown_token(result, self.executor.num_embeddings) or result
+                    if must_check_ids:
+                        result = unknown_token_error(result, self.executor.num_embeddings) or result
                     applying = generation
                     if type(result) is int:
                         self.ledger.append(generation, result)
@@ -266,17 +266,17 @@ class StepLoop:
                     else:
                         assert isinstance(result, BaseException)
                         if generation.can_repeat and is_interrupt(result):
-                            repeated.append(generation)
+                            to_repeat.append(generation)
                             interrupt = interrupt or result
                         else:
                             interrupt = self._fail(generation, result) or interrupt
                         continue
-                    if not generation.is_quiet or generation.is_closed:
+                    if not generation.skips_reports or generation.is_closed:
                         self.unreported.append(generation)
                     generation.is_sampling = False
-            self._repeat(repeated)
+            self._repeat(to_repeat)
         except BaseException as cause:
-            self._fail_interrupted(ready, repeated, applying, cause, bool(results))
+            self._fail_interrupted(ready, to_repeat, applying, cause, bool(results))
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -285,18 +285,18 @@ class StepLoop:
         return interrupt
 
     def _compute(self) -> tuple[StepPlan, Tensor | None]:
-        """Returns the scheduled step and its logits; `None` if there was nothing to compute or the
-        forward failed. Holds the executor's lock."""
+        """Schedules a step and computes it. Returns the plan and its logits, `None` if there was
+        nothing to compute or the forward failed. The caller holds the executor's lock."""
         with self.executor.runner.ordered():
             self.executor.check_model()
             self.memory.free_abandoned()
             with self.memory.lock:
-                # under the lock, no other thread changes tables before their copies are made
+                # under the lock, since copies must be made before other threads change tables
                 if self.ledger.past_positions:
                     self._end_past_positions()
                 try:
                     plan = self.scheduler.schedule()
-                except NeverFitsError as error:  # later requests go on
+                except NeverFitsError as error:  # ends this request; the others continue
                     for generation in self.ledger.generations_of([error.request]):
                         self._fail(generation, error)
                     return StepPlan.of([]), None
@@ -305,7 +305,7 @@ class StepLoop:
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_peak()
-            # a prefix cache hit may have taken the model's fingerprint
+            # a prefix cache hit may have taken a fingerprint, which shows a change of the model
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
@@ -325,6 +325,8 @@ class StepLoop:
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:
+        """Runs a step's forward and commits the step. If the forward fails, undoes the step, ends
+        the generations that failed, and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -357,14 +359,14 @@ class StepLoop:
         error: BaseException,
         num_unsized: int,
     ) -> None:
-        """Ends the generations that a forward's error concerns; if several shared the forward, the
-        next steps isolate the failing ones. `num_unsized`: number of groups whose block size was
-        unknown before it."""
+        """Ends the generations that a forward's error concerns. If several shared the forward, the
+        next steps isolate the failing ones instead. `num_unsized`: number of layer groups whose
+        block bytes were unknown before the forward."""
         cause: BaseException = error
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-            # the forward showed the blocks' true size, and fewer fit: the step is repeated
+            # the forward showed the true size of blocks, of which fewer fit: repeat the step
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         units = list(dict.fromkeys(generation.parent or generation for generation in failed))
@@ -384,36 +386,36 @@ class StepLoop:
             self._fail(generation, cause)
 
     def _end_past_positions(self) -> None:
-        """Ends generations before a forward that would read past the model's table of positions."""
+        """Ends generations whose next forward would read past the model's table of positions."""
         past_positions = self.ledger.past_positions
         while past_positions:
             generation, request = past_positions.popleft()
             if request.exceeds_positions and not generation.is_closed:
-                most = request.max_positions
+                max_positions = request.max_positions
                 error = IndexError(
                     f"request {request.request_id!r} cannot go on: the model's table of positions"
-                    f" ends after {most} of its tokens. Lower `max_new_tokens` to"
-                    f" {most + 1 - request.num_prompt_tokens}, or shorten the prompt"
+                    f" ends after {max_positions} of its tokens. Lower `max_new_tokens` to"
+                    f" {max_positions + 1 - request.num_prompt_tokens}, or shorten the prompt"
                 )
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
-        """Undoes the scheduled step: the prefix index already names blocks for tokens that were not
-        computed, and states may have advanced."""
+        """Undoes a scheduled step that was not completed: removes blocks that were not computed
+        from the prefix index, and recomputes states that may have advanced."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                # no `split_preempted`: blocks are not short
+                # without `split_preempted`, since blocks are not short
                 self.ledger.num_preemptions += len(self.scheduler.recompute())
             self.executor.forget_model()
 
-    def recover(self, lost: Iterable[Generation] = ()) -> None:
-        """After an exception that may have left bookkeeping half done: makes pools and queues agree
-        with the unfinished requests, which are computed again from their tokens. `lost`: the
-        generations whose logits will not be sampled. If this raises, the next change of the loop
-        repeats it first."""
+    def recover(self, unsampled: Iterable[Generation] = ()) -> None:
+        """After an exception that may have split the bookkeeping: makes pools and queues consistent
+        with the unfinished requests, which are recomputed from their tokens. The logits of
+        `unsampled` generations are dropped. If `recover` raises, the next method that changes the
+        loop repeats it first."""
         self._is_recovery_due = True
-        for generation in lost:
+        for generation in unsampled:
             generation.is_sampling = False
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
@@ -430,8 +432,8 @@ class StepLoop:
             self.recover()
 
     def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends a generation with an error and adds it to `unreported`. Returns `error` for the
-        caller to raise if it is an interrupt."""
+        """Ends a generation with an error and adds it to `unreported`. If `error` is an interrupt,
+        returns it, and the caller raises it."""
         interrupt: BaseException | None = None
         if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error
@@ -439,11 +441,11 @@ class StepLoop:
             interrupt = error
             generation.error = RuntimeError(_INTERRUPTED.format(error))
         self.drop(generation)
-        self.unreported.append(generation)  # another thread may read the error from now on
+        self.unreported.append(generation)  # last: another thread may now read the error
         return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
-        """Undoes these generations' last step; the next steps compute and sample it again."""
+        """Undoes the last step of these generations; later steps compute and sample it again."""
         for generation in generations:
             generation.rewind()
         if generations:
@@ -452,29 +454,33 @@ class StepLoop:
     def _fail_interrupted(
         self,
         ready: Ready,
-        repeated: list[Generation],
+        to_repeat: list[Generation],
         applying: Generation | None,
         cause: BaseException,
         is_mid_update: bool,
     ) -> None:
-        """Ends generations of `ready` whose sampling `cause` interrupted, since their progress is
-        unknown. Those in `repeated` are sampled again; after an interrupt, so are all others that
-        can be repeated, except `applying`, whose token was being appended. `is_mid_update`: whether
-        results were being applied."""
-        for generation in self.unreported:  # they have their tokens, even if `is_sampling` is set
+        """Handles the exception `cause`, which stopped the sampling of `ready`. Generations in
+        `to_repeat` are sampled again; if `cause` is an interrupt, so are others that can be
+        repeated, except `applying`, whose token may be half appended. The remaining ones end, since
+        it is unknown whether they advanced. `is_mid_update`: whether results were being applied."""
+        for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
-        lost = [
+        stopped = [
             generation
             for generation, _ in ready
             if generation.is_sampling and generation not in self.unreported
         ]
         if is_interrupt(cause):
-            repeated = [part for part in lost if part.can_repeat and part is not applying]
+            to_repeat = [
+                generation
+                for generation in stopped
+                if generation.can_repeat and generation is not applying
+            ]
         try:
-            self._repeat(repeated)
+            self._repeat(to_repeat)
             if is_mid_update:
                 self.recover()
         finally:
-            for generation in lost:
-                if generation not in repeated and generation not in self.unreported:
+            for generation in stopped:
+                if generation not in to_repeat and generation not in self.unreported:
                     self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))

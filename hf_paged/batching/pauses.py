@@ -1,5 +1,5 @@
-"""Which threads have paused an engine, and waiting for them to resume. What a pause protects is up
-to the thread."""
+"""Pauses of an engine: records which threads have paused it, and waits until they resume. Leaves
+the steps to the engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..threads import wait
 
 
 class Pause(contextlib.AbstractContextManager["Pause", None]):
-    """One pause of an engine, until `close`. As a context it lasts no longer than this object: an
-    interrupt may keep `__exit__` from beginning."""
+    """One pause of an engine, which lasts until `close`. If it is used as a context, it also ends
+    when this object is collected, since an interrupt may come before `__exit__` begins."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
-        # the id of its thread; empty once it has ended, by one call of C that no interrupt splits
-        self.thread: list[int] = []
+        # id of the thread that paused; empty once the pause has ended. A list, since `clear` is a
+        # single call of C code, which no interrupt can split
+        self.thread_ids: list[int] = []
         self.key = object()
-        # of C, too: takes it from `kept`, and returns it
-        self._enter = functools.partial(pauses.kept.pop, self.key, None)
+        # removes the pause from `persistent` and returns it, also in a single call of C code
+        self._enter = functools.partial(pauses.persistent.pop, self.key, None)
 
     __enter__: Any = property(operator.attrgetter("_enter"))
 
@@ -32,80 +33,83 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         ensure_done(self.close)
 
     def close(self) -> None:
-        """Ends it, unless it has ended."""
+        """Ends the pause; does nothing if it has ended."""
         try:
             with self._pauses.lock:
-                self.thread.clear()
+                self.thread_ids.clear()
                 self._pauses.notify()
         finally:
-            self.thread.clear()  # an interrupt came as it waited for the lock
-            self._pauses.kept.pop(self.key, None)
+            self.thread_ids.clear()  # if an interrupt came while this waited for the lock
+            self._pauses.persistent.pop(self.key, None)
 
 
 class Pauses:
-    """The engine takes no step while a thread pauses it, and `lock`, the engine's, guards this."""
+    """The pauses of an engine, which takes no step while there are any. `lock` is the engine's."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
-        self.kept: dict[object, Pause] = {}  # those that are no contexts, by their keys
+        # by key, pauses that are not used as contexts: kept alive until `end`
+        self.persistent: dict[object, Pause] = {}
         self._pauses: list[weakref.ref[Pause]] = []
         self._ended = threading.Condition(lock)
 
-    def begin(self, is_kept: bool = False) -> Pause:
-        """Waits for the step in progress. `is_kept`: it lasts until `resume` if it is no context,
-        even if the caller drops it."""
+    def begin(self, is_persistent: bool = False) -> Pause:
+        """Waits for the step in progress, and returns a new pause of this thread. With
+        `is_persistent`, a pause that is not used as a context lasts until `end`, even if the caller
+        drops the object."""
         pause = Pause(self)
         try:
             with self.lock:
-                if is_kept:
-                    self.kept[pause.key] = pause
+                if is_persistent:
+                    self.persistent[pause.key] = pause
                 self._pauses.append(weakref.ref(pause))
-                pause.thread.append(threading.get_ident())
+                pause.thread_ids.append(threading.get_ident())
             return pause
         except BaseException:
-            pause.thread.clear()
-            self.kept.pop(pause.key, None)
+            pause.thread_ids.clear()
+            self.persistent.pop(pause.key, None)
             raise
 
     def end(self) -> None:
         """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
         with self.lock:
-            pauses = self._open()
+            pauses = self._open_pauses()
             if not pauses:
                 raise RuntimeError(
                     "the engine is not paused: every `resume` needs a `pause` before it"
                 )
-            thread = threading.get_ident()
-            mine = [pause for pause in pauses if thread in pause.thread]
-            (mine or pauses)[-1].close()
+            thread_id = threading.get_ident()
+            thread_pauses = [pause for pause in pauses if thread_id in pause.thread_ids]
+            (thread_pauses or pauses)[-1].close()
 
     def notify(self) -> None:
+        """Wakes the threads in `wait`. The caller holds the lock."""
         self._ended.notify_all()
 
     def wait(self) -> None:
-        """Waits, with the lock held, until all pauses have ended. Raises `RuntimeError` in a thread
-        that has paused."""
+        """Waits until all pauses have ended. The caller holds the lock. Raises `RuntimeError` in a
+        thread that has paused the engine."""
         if not self._pauses:
             return
-        thread = threading.get_ident()
-        if any(thread in pause.thread for pause in self._open()):
+        thread_id = threading.get_ident()
+        if any(thread_id in pause.thread_ids for pause in self._open_pauses()):
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`,"
                 " or leave the context of `pause` or `weights_update`, before its next step"
             )
-        while self._open():
+        while self._open_pauses():
             wait(self._ended, self.lock, 0.05)
 
-    def _open(self) -> list[Pause]:
-        """Returns those that have not ended, and forgets the others."""
+    def _open_pauses(self) -> list[Pause]:
+        """Returns the pauses that have not ended, and forgets the others."""
         living = [pause for ref in self._pauses if (pause := ref()) is not None]
-        pauses = [pause for pause in living if pause.thread]
+        pauses = [pause for pause in living if pause.thread_ids]
         self._pauses = [weakref.ref(pause) for pause in pauses]
         return pauses
 
     def after_fork(self) -> None:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
         self._ended = threading.Condition(self.lock)
-        thread = threading.get_ident()
-        pauses = [pause for pause in self._open() if thread in pause.thread]
+        thread_id = threading.get_ident()
+        pauses = [pause for pause in self._open_pauses() if thread_id in pause.thread_ids]
         self._pauses = [weakref.ref(pause) for pause in pauses]

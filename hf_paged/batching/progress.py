@@ -1,4 +1,4 @@
-"""Detects that steps make no progress, and raises the error for it. It ends no request."""
+"""Detects steps without progress, and raises an error after many in a row. Ends no request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_STALLED_STEPS = 10_000  # steps in a row that preempted and produced no toke
 
 
 class EngineStalledError(TopicError, RuntimeError):
-    """Several steps in a row produced no token. The message holds the scheduler's state."""
+    """Many steps in a row produced no token. The message shows the scheduler's state."""
 
     topic = Topic.STALLED
 
@@ -23,8 +23,9 @@ class Progress:
         self._num_stalled = 0
 
     def note(self, plan: StepPlan, has_advanced: bool, state: object) -> None:
-        """Counts a step. `has_advanced`: whether a generation got logits in it, or ended. Raises
-        `EngineStalledError`, which shows `state`, after many steps without progress."""
+        """Counts a step. `has_advanced`: whether the step gave a generation its logits, or ended
+        one. After many steps without progress, raises `EngineStalledError` with `state` in its
+        message."""
         self._num_idle += 1
         if plan.sequences or has_advanced:
             self._num_idle = 0

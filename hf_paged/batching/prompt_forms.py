@@ -1,5 +1,5 @@
-"""The forms in which callers pass prompts, converted to token ids and the inputs beside them. It
-checks forms, not lengths or the vocabulary."""
+"""Converts prompts, which callers pass in several forms, to token ids and other model inputs.
+Checks their form, but not their length or vocabulary."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from ..config import is_whole, shown
 from ..model.own_loop import mismatched_rows
 from .arguments import quoted
 
-# list[int], 1-D or (1, length) tensor, a tokenizer's output for one text; with a tokenizer also str
-# or chat messages
+# list[int], a tensor of shape (length,) or (1, length), or a tokenizer's output for one text; with
+# a tokenizer, also str or chat messages
 Prompt = Any
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Returns the prompt and its inputs beside token ids (`None` without any), taken from `inputs`
-    and, if `prompt` is a processor's mapping, from it. Raises `ValueError` unless the inputs are
-    those of one prompt."""
+    """Separates a prompt from its model inputs other than token ids, which are in `inputs` or, if
+    `prompt` is a processor's output, in that mapping; returns both (`None` without such inputs).
+    Raises `ValueError` for invalid names, for padding, and for the inputs of several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
-            f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs beside token ids"
+            f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"
         )
     model_inputs = dict(inputs or {})
     if isinstance(prompt, Mapping) and has_inputs(prompt):
-        others = {name: value for name, value in prompt.items() if name != "input_ids"}
-        model_inputs = {**others, **model_inputs}
+        prompt_inputs = {name: value for name, value in prompt.items() if name != "input_ids"}
+        model_inputs = {**prompt_inputs, **model_inputs}
         prompt = prompt.get("input_ids")
         mask = model_inputs.get("attention_mask")
         if prompt is not None and mask is not None:
@@ -45,25 +45,25 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                 )
             if not isinstance(mask, Tensor) or not bool(mask.all()):
                 raise ValueError(
-                    "the attention mask hides tokens: pass a prompt with images or sound without"
+                    "the attention mask hides tokens: pass a prompt with images or audio without"
                     " padding"
                 )
             del model_inputs["attention_mask"]
-    excluded = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
-    refused = sorted(map(str, excluded & model_inputs.keys()))
-    if refused:
+    disallowed_names = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
+    disallowed = sorted(map(str, disallowed_names & model_inputs.keys()))
+    if disallowed:
         raise ValueError(
-            f"`inputs` has {', '.join(refused)}: pass only model inputs beside token ids there, and"
-            " options in `generation_config`"
+            f"`inputs` has {', '.join(disallowed)}: pass only model inputs besides token ids there,"
+            " and options in `generation_config`"
         )
     mismatch = mismatched_rows(model_inputs, 1)
     if mismatch is not None:
-        raise ValueError(f"`inputs` are not those of one prompt: {mismatch}")
+        raise ValueError(f"`inputs` must be those of one prompt: {mismatch}")
     return prompt, model_inputs or None
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:
-    """Whether a processor's output holds more than token ids and their mask."""
+    """Whether a processor's output holds model inputs besides token ids and their mask."""
     return any(
         name not in ("input_ids", "attention_mask") and value is not None
         for name, value in prompt.items()
@@ -71,8 +71,8 @@ def has_inputs(prompt: Mapping[str, Any]) -> bool:
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of them have a
-    role."""
+    """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of its items
+    are messages with a role."""
     if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
         # usually token ids
         return False
@@ -89,6 +89,8 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> Any:
+    """Returns the token ids of chat messages, rendered with the tokenizer's template. Raises
+    `ValueError` if the tokenizer cannot render them."""
     if tokenizer is None:
         raise ValueError(
             "the prompt is a chat: make the engine with `tokenizer=`, or pass token ids"
@@ -105,9 +107,9 @@ def _chat_ids(messages: Any, tokenizer: Any) -> Any:
         if isinstance(part, Mapping) and part.get("type") != "text":
             raise ValueError(
                 f"a message of the chat holds content of type {shown(part.get('type'))}, which no"
-                " tokenizer reads: pass what `processor.apply_chat_template(messages,"
+                " tokenizer reads: pass the output of `processor.apply_chat_template(messages,"
                 " add_generation_prompt=True, tokenize=True, return_dict=True,"
-                ' return_tensors="pt")` returns'
+                ' return_tensors="pt")`'
             )
     try:
         return tokenizer.apply_chat_template(
@@ -120,8 +122,8 @@ def _chat_ids(messages: Any, tokenizer: Any) -> Any:
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Returns the token ids of one prompt. Raises `ValueError` for anything else, and for text
-    without a tokenizer."""
+    """Returns the token ids of a prompt in any of its forms (`Prompt`). Raises `ValueError` for
+    other values, for several prompts, and for text or a chat without a tokenizer."""
     if isinstance(prompt, Mapping):
         rows = _mapping_ids(prompt)[0]
         if len(rows) != 1:
@@ -148,29 +150,29 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
             )
         prompt = prompt.tolist()
     invalid: Any = None
-    if isinstance(prompt, (bytes, bytearray)):  # their items are whole numbers, too
+    if isinstance(prompt, (bytes, bytearray)):  # their items are also whole numbers
         raise ValueError(
             f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
         )
     try:
         return [operator.index(invalid if isinstance(token, bool) else token) for token in prompt]
     except TypeError:  # not iterable, or not whole numbers
-        finding = f"the prompt is {reprlib.repr(prompt)}"
+        problem = f"the prompt is {reprlib.repr(prompt)}"
         if isinstance(prompt, (list, tuple)) and all(
             isinstance(part, (str, list, tuple, Tensor)) for part in prompt
         ):
-            finding += (
+            problem += (
                 f", which are {len(prompt)} prompts, and a request has one: call"
                 " `engine.generate(prompts)`, or"
             )
-            raise ValueError(f"{finding} `add_request` with each") from None
+            raise ValueError(f"{problem} `add_request` with each") from None
         raise ValueError(
-            f"{finding}: pass token ids, one list of whole numbers for each request"
+            f"{problem}: pass token ids, one list of whole numbers for each request"
         ) from None
 
 
 def _is_single(prompts: Any) -> bool:
-    """Whether `prompts` is a single prompt: neither a list of prompts nor a mapping."""
+    """Whether `prompts` is a single prompt: text, token ids or a chat, but not a mapping."""
     if isinstance(prompts, Tensor):
         return prompts.dim() < 2
     if isinstance(prompts, (list, tuple)) and prompts and is_whole(prompts[0]):
@@ -182,27 +184,27 @@ def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
     """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
-    `generate`'s errors."""
-    is_one = _is_single(prompts)
-    if attention_mask is not None and not is_one:
+    `ValueError` as `PagedEngine.generate` does for these three arguments."""
+    is_single = _is_single(prompts)
+    if attention_mask is not None and not is_single:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
             raise ValueError(
-                "`attention_mask` goes with one tensor of shape (rows, length); a mapping holds"
-                " its own"
+                "`attention_mask` needs `prompts` as a tensor of shape (rows, length); a mapping"
+                " holds its own mask"
             )
         prompts = {"input_ids": prompts, "attention_mask": attention_mask}
     if isinstance(prompts, Mapping) and has_inputs(prompts):
         ids = prompts.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise ValueError(
-                "the mapping of prompts has inputs beside `input_ids` and `attention_mask`, whose"
+                "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, whose"
                 " rows are unknown: pass a list of such mappings, one per prompt, with `input_ids`"
                 " of shape (1, length)"
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):
-        prompts, is_one = _mapping_ids(prompts)
-    if is_one:
+        prompts, is_single = _mapping_ids(prompts)
+    if is_single:
         raise ValueError(
             f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"
         )
@@ -216,46 +218,49 @@ def split_prompts(
         configs = list(configs) * len(prompts)
     if len(configs) != len(prompts):
         raise ValueError(
-            f"{len(configs)} generation configs were passed for {len(prompts)} prompts: pass one,"
-            " or one for each"
+            f"{len(configs)} generation configs were passed for {len(prompts)} prompts: pass one"
+            " for all, or one per prompt"
         )
     return list(zip(prompts, configs))
 
 
 def _mapping_ids(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
-    """Returns the unpadded ids of every text in a tokenizer's output, and whether it holds a single
-    text."""
+    """Returns the ids of each text in a tokenizer's output, without padding, and whether the output
+    is that of a single text. Raises `ValueError` for invalid ids or masks."""
     if "input_ids" not in inputs:
         raise ValueError(
             f"the mapping of prompts has no `input_ids`, only {quoted(map(str, inputs))}: tokenize"
             " the texts"
         )
     ids = _as_lists("input_ids", inputs["input_ids"])
-    is_one = bool(ids) and not isinstance(ids[0], (list, tuple))
-    ids = [ids] if is_one else ids
+    is_single = bool(ids) and not isinstance(ids[0], (list, tuple))
+    ids = [ids] if is_single else ids
     if inputs.get("attention_mask") is None:
-        return ids, is_one
+        return ids, is_single
     masks = _as_lists("attention_mask", inputs["attention_mask"])
-    masks = [masks] if is_one else masks
+    masks = [masks] if is_single else masks
     are_lists = all(isinstance(mask, (list, tuple)) for mask in masks)
     if not are_lists or list(map(len, masks)) != list(map(len, ids)):
         raise ValueError(
-            "the attention mask has other lengths than `input_ids`: pass both as the tokenizer"
-            " returned them"
+            "the lengths of the attention mask differ from those of `input_ids`: pass both as the"
+            " tokenizer returned them"
         )
     prompts = []
     for row, mask in enumerate(masks):
         columns = [column for column, is_token in enumerate(mask) if is_token]
         if columns and columns[-1] - columns[0] >= len(columns):
             raise ValueError(
-                f"the attention mask hides tokens inside of row {row}: it may hide padding at its"
+                f"the attention mask hides tokens inside row {row}: it may only hide padding at the"
                 " ends"
             )
         prompts.append([ids[row][column] for column in columns])
-    return prompts, is_one
+    return prompts, is_single
 
 
 def _as_lists(name: str, value: Any) -> list[Any]:
+    """Returns an array, or a list of arrays, as (nested) lists. Raises `ValueError` for other
+    values of the mapping's entry `name`."""
+
     def as_list(array: Any) -> Any:
         return array.tolist() if hasattr(array, "tolist") else array
 

@@ -1,5 +1,5 @@
-"""Requests and their sequences: tokens, how many of them are computed, status. Plain Python: no
-tensors, no policy."""
+"""Requests and their sequences: their tokens, how many of these are computed, their status. Holds
+no tensors and no policy."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """The tokens of one row. With `num_computed_tokens == num_tokens` it has its logits and waits
-    for the next token."""
+    """The tokens of one row. When `num_computed_tokens == num_tokens`, its logits are computed and
+    it waits for the next token."""
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
-    index: int = 0  # position in `request.sequences`
-    # tokens with K and V in its blocks; those of a step count once it is committed
+    index: int = 0  # in `request.sequences`
+    # tokens whose K and V are in its blocks; a step's tokens count once the step is committed
     num_computed_tokens: int = 0
-    # draft tokens, which follow the last token and are computed in the same step; they stay in the
-    # block tables until the step's sampling has accepted or rejected them
+    # draft tokens, computed in one step with the last token, which they follow; their K and V stay
+    # in the blocks until sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list)
-    # for models with states, while there is a draft: the blocks and the state from before it
+    # the blocks and the state before the draft, if the model has states
     before_draft: SequenceBlocks = NO_BLOCKS
-    # while preempted: its length when it last had logits; at that length it needs no forward
+    # while preempted: its length when it last had logits; at this length it needs no forward
     logits_length: int = 0
-    # `NO_BLOCKS` while it waits for (re)computation, and once it is finished
+    # `NO_BLOCKS` while it waits to be computed or recomputed, and once it is finished
     blocks: SequenceBlocks = NO_BLOCKS
-    # the swapper's record, while its blocks are on the host
-    swapped: Any = None
+    swapped: Any = None  # the swapper's record while its blocks are on the host
     is_finished: bool = False
 
     @property
@@ -53,8 +52,8 @@ class Sequence:
 
     @property
     def keys(self) -> list[Any]:
-        """Its tokens' keys in the prefix index: the token ids, or hashable values that stand for
-        other inputs."""
+        """The keys of the sequence's tokens in the prefix index: token ids, or hashable values that
+        represent other inputs."""
         keys, inputs = self.request.keys, self.request.inputs
         if keys is None or inputs is None:
             return self.token_ids
@@ -63,57 +62,59 @@ class Sequence:
 
     @property
     def computes_whole_prompt(self) -> bool:
-        """Whether its next forward computes the rest of the prompt at once, because the prompt has
-        inputs beside token ids."""
+        """Whether the next forward computes the rest of the prompt at once, because the prompt has
+        inputs besides token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
-    def append_draft(self, blocks: BlockManager, limit: int) -> int:
-        """Appends its last token and up to `limit` draft tokens to its blocks; returns the number
-        of draft tokens. If blocks are short, drops the draft and returns 0: a draft preempts no
-        request."""
+    def append_draft(self, block_manager: BlockManager, limit: int) -> int:
+        """Allocates slots for the last token and up to `limit` draft tokens, and returns the number
+        of draft tokens. If blocks are short, drops the draft and returns 0, since a draft must not
+        preempt other requests."""
         del self.draft[max(0, limit) :]
-        count = len(self.draft)
-        if count:
-            blocks.register(
+        num_draft_tokens = len(self.draft)
+        if num_draft_tokens:
+            block_manager.register(
                 self.blocks,
                 self.keys,
                 self.num_computed_tokens,
                 self.request.namespace,
             )
-            before = NO_BLOCKS
-            if blocks.has_states:
-                before = blocks.fork(self.blocks)
-            if blocks.append(self.blocks, 1 + count):
-                self.before_draft = before
-                return count
-            blocks.free(before)
+            before_draft = NO_BLOCKS
+            if block_manager.has_states:
+                before_draft = block_manager.fork(self.blocks)
+            if block_manager.append(self.blocks, 1 + num_draft_tokens):
+                self.before_draft = before_draft
+                return num_draft_tokens
+            block_manager.free(before_draft)
         self.draft = []
         return 0
 
-    def commit_draft(self, blocks: BlockManager, num_accepted: int = 0) -> None:
-        """Keeps the K and V of the first `num_accepted` draft tokens, and drops the rest. A state
-        cannot be truncated: unless all tokens were accepted, a sequence with states gets back the
-        state from before the step, whose tokens are then recomputed."""
+    def commit_draft(self, block_manager: BlockManager, num_accepted: int = 0) -> None:
+        """Keeps the K and V of the first `num_accepted` draft tokens, and drops the other draft
+        tokens. Since a state cannot be truncated, a sequence with states returns to its blocks and
+        state before the step unless all draft tokens were accepted; the step's accepted tokens are
+        then recomputed."""
         if not self.draft:
             return
-        before, self.before_draft = self.before_draft, NO_BLOCKS
-        if before is NO_BLOCKS or num_accepted == len(self.draft):
+        unused_blocks, self.before_draft = self.before_draft, NO_BLOCKS
+        if unused_blocks is NO_BLOCKS or num_accepted == len(self.draft):
             self.num_computed_tokens += num_accepted
-            blocks.truncate(self.blocks, self.num_computed_tokens)
+            block_manager.truncate(self.blocks, self.num_computed_tokens)
         else:
-            before, self.blocks = self.blocks, before
+            unused_blocks, self.blocks = self.blocks, unused_blocks
             self.num_computed_tokens = self.blocks.tables[0].num_tokens
-        blocks.free(before)
+        block_manager.free(unused_blocks)
         self.draft = []
 
-    def fork_from(self, other: Sequence, blocks: BlockManager) -> None:
-        """Takes over the tokens and counts of `other`, with a fork of its blocks."""
+    def fork_from(self, parent: Sequence, block_manager: BlockManager) -> None:
+        """Copies the tokens and counts of `parent`, and forks its blocks. Does not free this
+        sequence's earlier blocks."""
         self.blocks = NO_BLOCKS
-        if other.blocks is not NO_BLOCKS:
-            self.blocks = blocks.fork(other.blocks)
-        self.token_ids, self.swapped = list(other.token_ids), other.swapped
-        self.num_computed_tokens = other.num_computed_tokens
-        self.logits_length = other.logits_length
+        if parent.blocks is not NO_BLOCKS:
+            self.blocks = block_manager.fork(parent.blocks)
+        self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
+        self.num_computed_tokens = parent.num_computed_tokens
+        self.logits_length = parent.logits_length
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -122,73 +123,75 @@ class Sequence:
 class Rope(Protocol):
     """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
 
-    restarts: bool  # whether a sequence is recomputed when its factors change
+    must_recompute: bool  # whether a sequence is recomputed when its factors change
 
-    def factors(self, length: int) -> int: ...
+    def factors(self, length: int) -> int:
+        """Returns a number that identifies the factors of a sequence of `length` tokens."""
 
 
 class RopeNamespace(NamedTuple):
-    """The namespace of prefixes computed with other rotary factors than the default ones."""
+    """The namespace of prefixes computed with rotary factors that differ from the default ones."""
 
-    usual: Hashable  # the namespace with the default factors
-    factors: int
+    default: Hashable  # the namespace with the default factors
+    factors: int  # as from `Rope.factors`
 
 
 class RowsError(Exception):
     """An error of a step that concerns only some of its requests; the others repeat the step."""
 
-    cause: Exception | None = None  # the error that the concerned requests end with
+    cause: Exception | None = None  # the error with which these requests end; default: this one
 
     def concerns(self, request: Request) -> bool:
+        """Whether the error concerns this request."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One prompt with the sequences that grow from it (samples or beams): the unit of admission and
-    of preemption."""
+    """One prompt and the sequences that continue it (samples or beams). Requests are admitted and
+    preempted as a whole."""
 
     request_id: Hashable
-    # at first usually one, which holds the prompt and is forked once it is computed
+    # usually a single sequence with the prompt, which is forked once the prompt is computed
     sequences: list[Sequence]
-    max_num_tokens: int  # the maximal length of a sequence
+    max_num_tokens: int  # maximum length of a sequence
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
-    namespace: Hashable = None  # prefixes are shared only within it: the adapter and the cache salt
+    # the adapter and the cache salt: prefixes are shared only between requests of one namespace
+    namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
-    # for a prompt with inputs beside token ids: the call's `Prompts`, which the runner reads, and
-    # the row in them; the model's own forward computes such a prompt as a whole
+    # for a prompt with inputs besides token ids, which the model's own forward computes as a whole:
+    # the call's `Prompts`, which the runner reads, and the row in them
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
-    # blocks of the encoder output, while it runs
-    encoded: SequenceBlocks = NO_BLOCKS
-    # the prefix index's keys of the prompt's tokens, if not their ids
+    encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while it runs
+    # keys of the prompt's tokens in the prefix index; `None`: the token ids
     keys: list[Hashable] | None = None
-    # tokens up to the last placeholder of media content: a reused prefix has at least so many, or
-    # at most `num_text`, the tokens before the first placeholder (0 unless the model's own forward
-    # may begin after cached tokens)
+    # Number of tokens up to the last media placeholder, and before the first one (0 if the model's
+    # own forward cannot begin after cached tokens). A reused prefix has at least `num_content`
+    # tokens, or at most `num_text`.
     num_content: int = 0
     num_text: int = 0
     status: Status = Status.WAITING
-    # the scheduler's sort key: number of earlier arrivals plus weighted priority, that number
+    # the scheduler's sort key: (arrival number plus weighted priority, arrival number)
     key: tuple[float, int] = (0, 0)
-    # when it was first in a batch, in seconds of `time.perf_counter`
+    # time of its first step, in seconds of `time.perf_counter`
     admitted_at: float | None = None
-    num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was added
-    # unfinished sequences, including those still to be forked
+    num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was made
+    # number of unfinished sequences, including those still to be forked
     num_open_rows: int = field(init=False)
-    # while its rows are recomputed: tokens that the first row computes for all
+    # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0
-    # whether the first new token is drafted as well: a separate step computes the last prompt token
+    # whether the first new token is also drafted; the last prompt token then needs a separate step
     drafts_first_token: bool = False
-    # total length of its sequences when it was last preempted while running alone
+    # total length of its sequences when it was last preempted while no other request ran
     num_tokens_alone: int = -1
-    rope_factors: int = 0  # identifies its rotary factors (`Scheduler.rope`)
+    rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
-    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    # criteria of `max_time`, whose clocks start with the step that first runs the request
+    num_hit_tokens: int = 0  # prompt tokens in the prefix cache when it was first admitted
+    # `max_time` criteria, whose clocks start with the first step that runs the request
     clocks: Collection[Any] = ()
     # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
     prompt_logprobs: Any = None
@@ -200,37 +203,38 @@ class Request:
         self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in sequences)
 
     def adopt(self, sequences: Iterable[Sequence]) -> None:
+        """Appends sequences, and sets their `request` and `index`."""
         for sequence in sequences:
             sequence.request, sequence.index = self, len(self.sequences)
             self.sequences.append(sequence)
 
-    def limit_positions(self, count: int | None, shift: int = 0) -> None:
-        """Limits its length to the `count` positions of the model's table, of which the prompt
-        takes `shift` more than it has tokens. Raises `IndexError` if the prompt goes past the
-        table."""
-        if count is None:
+    def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
+        """Limits the length of sequences to the `num_positions` of the model's table; `None`: no
+        limit. The prompt takes `shift` more positions than it has tokens. Raises `IndexError` if
+        the prompt does not fit into the table."""
+        if num_positions is None:
             return
         length = max(sequence.num_tokens for sequence in self.sequences) + shift
-        if length > count:
+        if length > num_positions:
             raise IndexError(
                 f"the prompt of request {self.request_id!r} takes {length} positions, and the"
-                f" model's table of positions holds {count}: shorten the prompt"
+                f" model's table of positions holds {num_positions}: shorten the prompt"
             )
-        self.max_positions = count - shift
+        self.max_positions = num_positions - shift
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
 
     def update_factors(self, rope: Rope) -> bool:
-        """Updates its rotary factors and namespace; returns whether they changed. Prefixes with
-        different factors are not shared."""
+        """Updates the rotary factors and returns whether they changed. Also updates the namespace,
+        since prefixes with different factors cannot be shared."""
         length = self.num_prompt_tokens
-        if rope.restarts:
+        if rope.must_recompute:
             length = max(sequence.num_tokens for sequence in self.open_sequences)
         factors = rope.factors(length)
         if factors == self.rope_factors:
             return False
         namespace = self.namespace
         if isinstance(namespace, RopeNamespace):
-            namespace = namespace.usual
+            namespace = namespace.default
         if namespace is not UNCACHED:
             namespace = RopeNamespace(namespace, factors)
         self.rope_factors = factors
@@ -238,7 +242,7 @@ class Request:
         return True
 
     def start_clocks(self, now: float) -> None:
-        """Starts the clocks of `max_time` at `now`, in seconds of `time.time`."""
+        """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
         for criterion in self.clocks:
             criterion.initial_timestamp = now
 
@@ -261,37 +265,39 @@ class Request:
 
     @property
     def is_computed(self) -> bool:
-        """Whether all its tokens are computed, so that it waits for the next ones."""
+        """Whether all tokens of the open sequences are computed."""
         return not any(
             sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished
         )
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether it was preempted with all its logits, and has nothing to compute until a sequence
-        gets a token."""
+        """Whether the request was preempted when all its logits were computed, so that it needs no
+        forward until its next tokens are sampled."""
         return all(
             sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
-    def fork(self, blocks: BlockManager, count: int) -> None:
-        """Adds forks of its first sequence, for `count` sequences in all."""
-        forks = [Sequence([]) for _ in range(count - len(self.sequences))]
+    def fork(self, block_manager: BlockManager, num_sequences: int) -> None:
+        """Forks the first sequence until there are `num_sequences` sequences."""
+        forks = [Sequence([]) for _ in range(num_sequences - len(self.sequences))]
         for fork in forks:
-            fork.fork_from(self.sequences[0], blocks)
+            fork.fork_from(self.sequences[0], block_manager)
         self.adopt(forks)
 
-    def permute(self, blocks: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Replaces sequence `i` by `parents[i]` plus `tokens[i]`, and frees the blocks of the
-        replaced ones; copies no K or V. Finished sequences stay."""
-        old = [copy.copy(sequence) for sequence in self.sequences]
-        moved = [
-            row for row, parent in enumerate(parents) if row != parent and not old[row].is_finished
+    def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
+        """Makes sequence `i` a fork of sequence `parents[i]` with `tokens[i]` appended, and frees
+        the blocks of replaced sequences. Copies no K or V. Finished sequences do not change."""
+        previous = [copy.copy(sequence) for sequence in self.sequences]
+        replaced_rows = [
+            row
+            for row, parent in enumerate(parents)
+            if row != parent and not previous[row].is_finished
         ]
-        for row in moved:
-            self.sequences[row].fork_from(old[parents[row]], blocks)
-        for row in moved:
-            blocks.free(old[row].blocks)
+        for row in replaced_rows:
+            self.sequences[row].fork_from(previous[parents[row]], block_manager)
+        for row in replaced_rows:
+            block_manager.free(previous[row].blocks)
         for sequence, token in zip(self.sequences, tokens):
             if not sequence.is_finished:
                 sequence.token_ids.append(token)

@@ -1,5 +1,5 @@
-"""Outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics. Plain data,
-which is never changed by later steps."""
+"""The outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics. They
+are plain data, which later steps do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..model.registry import Route
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the request was added."""
+    """Times of a request, in seconds since it was added; `None` for events that have not
+    happened."""
 
     queued: float | None = None  # until the request was first in a batch
     first_token: float | None = None  # until its first new token
@@ -28,19 +29,19 @@ class SequenceResult:
     One sequence of a request.
 
     Args:
-        token_ids (`list[int]`): The new tokens, up to and including the last one.
+        token_ids (`list[int]`): The new tokens, without padding; an EOS token is included.
         finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or
-            `"error"`. Single beams get `"error"` if beam search found fewer sequences than
-            requested.
-        text (`str`, *optional*): The decoded new tokens, if the engine has a tokenizer (that can
-            decode them).
-        logprobs (`list[tuple[float, float]]`, *optional*): For each new token its log-probability
-            under the model (full vocabulary, no processors: `log_softmax` of `output_logits`) and
-            under the distribution it was chosen from (`log_softmax` of `output_scores`; for beams,
-            the term that it adds to the beam's score).
-        score (`float`, *optional*): The score of a beam, length penalty included.
-        top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token the
-            `top_logprobs` most probable tokens under the model, best first, each with its
+            `"error"`. If beam search finishes fewer sequences than requested, the missing ones have
+            `"error"`.
+        text (`str`, *optional*): The decoded new tokens; `None` if the engine has no tokenizer, or
+            the tokenizer raised.
+        logprobs (`list[tuple[float, float]]`, *optional*): For each new token, its log-probability
+            under the model (full vocabulary, before logits processors: `log_softmax` of
+            `output_logits`), and under the distribution that it was chosen from (`log_softmax` of
+            `output_scores`; for beams, the term that it adds to the beam's score).
+        score (`float`, *optional*): The score of a beam, including the length penalty.
+        top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token, the
+            `top_logprobs` most probable tokens under the model, best first, each with its two
             log-probabilities as in `logprobs`.
     """
 
@@ -60,21 +61,21 @@ class RequestResult:
     Args:
         request_id (`str`): The id passed to, or returned by, `add_request`.
         prompt_ids (`list[int]`): The prompt.
-        sequences (`list[SequenceResult]`): One, or `num_return_sequences`, best beam first.
+        sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first.
         error (`Exception`, *optional*): The error that ended the request early, or that the
             tokenizer raised.
         timings ([`Timings`]): Time in the queue, to the first token, and to the end.
-        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when it was first
-            admitted.
+        num_prefix_hit_tokens (`int`): Prompt tokens found in the prefix cache when the request was
+            first admitted.
         num_preemptions (`int`): How often the request was preempted.
         prompt_logprobs (`list[float | None]`, *optional*): The log-probability of each prompt token
-            under the model, given the tokens before it; `None` for the first, and for tokens not
-            computed before the request ended.
-        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): At the position of each
+            under the model, given the tokens before it; `None` for the first token, and for tokens
+            that were not computed before the request ended.
+        prompt_top_logprobs (`list[list[tuple[int, float]]]`, *optional*): For the position of each
             prompt token, the `top_logprobs` most probable tokens, best first, with their
             log-probabilities; empty where `prompt_logprobs` is `None`.
         num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Number of verified drafts, of
-            tokens in them, and of accepted tokens.
+            draft tokens in them, and of accepted draft tokens.
     """
 
     request_id: str
@@ -117,14 +118,14 @@ class RequestResult:
 
 @dataclass
 class RequestOutput:
-    """New tokens of one request from one step. A step that accepts a draft returns several
-    outputs, in order.
+    """The new token of each sequence of a request. A step that accepts draft tokens returns
+    several outputs, in order.
 
     Args:
         request_id (`str`): The request's id.
         new_tokens (`dict[int, int]`): The new token of each sequence, by its index in the request.
             Empty for beam search, whose tokens are final only at the end.
-        text (`str`, *optional*): The text that the first sequence's new tokens add, if the engine
+        text (`str`, *optional*): The text that the first sequence's new token adds, if the engine
             has a tokenizer.
         result ([`RequestResult`], *optional*): Set when the request has ended.
     """
@@ -143,12 +144,12 @@ class RequestOutput:
 @dataclass(frozen=True)
 class Histogram:
     """
-    Counts of values by upper limit.
+    Counts of values in buckets.
 
     Args:
-        bounds (`tuple[float, ...]`): Upper limits (inclusive), in rising order.
-        counts (`tuple[int, ...]`): For each limit, the number of values up to it and above the
-            previous one; last, the number above all limits.
+        bounds (`tuple[float, ...]`): The inclusive upper bounds of the buckets, in ascending order.
+        counts (`tuple[int, ...]`): The number of values in each bucket; the last entry is the
+            number of values above all bounds. Empty before the first value.
         total (`float`): The sum of the values.
     """
 
@@ -163,8 +164,7 @@ class Histogram:
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# in seconds: 1, 2, 5 times powers of ten, as in Prometheus' own metrics; from the times of small
-# models to minutes
+# bounds in seconds: 1, 2 and 5 times powers of ten, from the times of small models to minutes
 FIRST_TOKEN_SECONDS = Histogram(
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 )
@@ -177,14 +177,13 @@ class RequestTotals:
     """Totals over the requests of an engine, for [`EngineStats`]."""
 
     def __init__(self) -> None:
-        # finished requests; tokens of all prompts; of finished requests, tokens found in the prefix
-        # cache
+        # `num_prompt_tokens` counts all requests, the others only finished ones
         self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
 
     def add(self, result: RequestResult) -> None:
-        """Adds a request that has ended."""
+        """Adds the result of a request that has ended."""
         self.counts["num_finished"] += 1
         self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         first = result.timings.first_token
@@ -192,11 +191,11 @@ class RequestTotals:
         if first is None or last is None:
             return
         lengths = [len(sequence.token_ids) for sequence in result.sequences]
-        num_later = max(lengths, default=0) - 1
+        num_later_tokens = max(lengths, default=0) - 1
         self.first_token_seconds = self.first_token_seconds.with_value(first)
-        if num_later > 0:
+        if num_later_tokens > 0:
             self.output_token_seconds = self.output_token_seconds.with_value(
-                (last - first) / num_later
+                (last - first) / num_later_tokens
             )
 
 
@@ -206,33 +205,35 @@ class EngineStats:
     The current state of a `PagedEngine`, and counters since it was made.
 
     Args:
-        num_blocks (`int`, *optional*): Blocks that may be in use at once; `None`: no limit was set.
-        used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks held by a sequence;
-            by more than one; kept for the prefix cache; the most held at once since
-            `PagedEngine.memory` was made.
-        used_bytes, peak_bytes (`int`): Bytes of the used blocks, and of the peak, over all layers.
+        num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None`: no limit was set.
+        used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks that sequences hold;
+            blocks that several sequences hold; other blocks in the prefix cache; the maximum of
+            `used_blocks` since `PagedEngine.memory` was made.
+        used_bytes, peak_bytes (`int`): Bytes of `used_blocks` and of `peak_blocks`, over all
+            layers.
         budget_bytes (`int`, *optional*): As in [`MemoryStats`].
         tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks (`int`): As in
             [`MemoryStats`].
         block_sizes (`dict`): As in [`MemoryStats`].
         waste_percent (`float`): Share of allocated slots that were unused at the peak.
-        num_running, num_waiting (`int`): Requests in the batch, and waiting for room.
+        num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
+            admitted.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the
             engine was made.
-        num_captured_steps (`int`): Forwards replayed from a graph; a step with adapters that cannot
-            share a forward has several forwards.
-        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, tokens in them,
-            and accepted tokens (`PagedConfig.speculation`, `assistant_model`), since the engine was
-            made.
+        num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
+            step runs several forwards if its adapters cannot share one.
+        num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, draft tokens in
+            them, and accepted draft tokens (`PagedConfig.speculation`, `assistant_model`), since
+            the engine was made.
         num_adapter_hits, num_adapter_loads, num_adapter_evictions (`int`): For adapters in folders,
-            since the engine was made: requests first admitted while the pool already held their
-            adapter, loads from files, and evictions.
+            since the engine was made: requests whose adapter was already in the pool when they were
+            first admitted, loads from files, and evictions.
         seconds (`float`): Time spent in steps.
         tokens_per_second (`float`): Generated tokens over `seconds`.
         first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since
-            the engine was made: time from arrival to the first new token; mean time of each later
-            token, over a request's longest sequence.
+            the engine was made: the time from arrival to the first new token, and the mean time per
+            later token of the longest sequence.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
         kv_dtype (`str`, *optional*): The storage dtype of K/V (`PagedConfig.kv_dtype`).
     """
@@ -276,8 +277,9 @@ class EngineStats:
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> Any:
-    """Decodes tokens. A panic of a tokenizer in Rust, which is no `Exception`, becomes a
-    `RuntimeError`, so that it ends one request and no thread."""
+    """Returns the text of tokens, without special tokens. Raises the tokenizer's errors. A panic of
+    a tokenizer in Rust, which is not an `Exception`, becomes a `RuntimeError`, so that it ends one
+    request instead of the thread."""
     try:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
     except (Exception, KeyboardInterrupt, SystemExit):
@@ -286,39 +288,41 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
         raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
 
 
-# a part of a character decodes to the replacement character until its other bytes follow
-_HALF = re.compile("\N{REPLACEMENT CHARACTER}$")
-# text that `clean_up_tokenization`, which attaches " .", " n't" and " ' " to the word before, may
-# still change: a space, and the beginning of a pattern
-_UNCLEAN = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
+# an incomplete character, which decodes to the replacement character until its other bytes follow
+_INCOMPLETE = re.compile("\N{REPLACEMENT CHARACTER}$")
+# also endings that `clean_up_tokenization` may still change, since it removes the space before "."
+# and "n't", and around "'": a space, or the beginning of such a pattern
+_INCOMPLETE_OR_CLEANABLE = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
 
 
 class TextTracker:
-    """Turns tokens into text piece by piece, holding back text that later tokens may still change.
-    The pieces make up the text of all tokens."""
+    """Decodes tokens incrementally, and holds back text that later tokens may still change. The
+    returned pieces concatenate to the text of all tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         text_tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         cleans_up = getattr(text_tokenizer, "clean_up_tokenization_spaces", False)
-        self._open = _UNCLEAN if cleans_up else _HALF
+        self._incomplete = _INCOMPLETE_OR_CLEANABLE if cleans_up else _INCOMPLETE
         self.token_ids: list[int] = []
-        # index of the first token that is decoded, for context; number of tokens already returned
-        self._start = self._shown = 0
+        # index of the first token that is decoded again, as context; number of tokens whose text
+        # was returned
+        self._context_start = self._num_returned = 0
 
-    def add(self, token_ids: list[int], last: bool = False) -> str:
-        """Returns the text that `token_ids` add. If the tokenizer raises, nothing is added."""
+    def add(self, token_ids: list[int], is_last: bool = False) -> str:
+        """Adds tokens, and returns the text that they complete; all remaining text if `is_last`. If
+        the tokenizer raises, nothing is added."""
         token_ids = self.token_ids + token_ids
-        previous_text = decode(self.tokenizer, token_ids[self._start : self._shown])
-        text = decode(self.tokenizer, token_ids[self._start :])
+        previous_text = decode(self.tokenizer, token_ids[self._context_start : self._num_returned])
+        text = decode(self.tokenizer, token_ids[self._context_start :])
         self.token_ids = token_ids
-        if not last and (len(text) <= len(previous_text) or self._open.search(text)):
+        if not is_last and (len(text) <= len(previous_text) or self._incomplete.search(text)):
             return ""
-        self._start, self._shown = self._shown, len(self.token_ids)
+        self._context_start, self._num_returned = self._num_returned, len(self.token_ids)
         return str(text[len(previous_text) :])
 
-    def rest(self) -> str:
-        """Returns the text held back so far."""
-        if self._shown == len(self.token_ids):
+    def flush(self) -> str:
+        """Returns the text that is held back."""
+        if self._num_returned == len(self.token_ids):
             return ""
-        return self.add([], last=True)
+        return self.add([], is_last=True)

@@ -1,5 +1,5 @@
-"""One `StepLoop` for overlapping `generate` calls on a model: they share forwards, and each call
-samples in its own thread. Which requests run is up to the loop's scheduler."""
+"""`SharedLoop`, one `StepLoop` for overlapping `generate` calls on a model: the calls share
+forwards, and each call samples in its own thread. Leaves the schedule to the loop's scheduler."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from .generation import Generation
 from .ledger import Ready
 from .loop import StepLoop
 
-# limits of the seconds that a step waits for callers that sample
+# minimum and maximum of the seconds that a step waits for callers that sample
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
-_POLL = 0.05  # seconds after which a waiting thread checks for signals, and for missing blocks
+# seconds after which a waiting thread checks for signals, and a step short of blocks is repeated
+_POLL = 0.05
 
 T = TypeVar("T")
 MakeLoop = Callable[[], StepLoop]
@@ -36,36 +37,37 @@ MakeLoop = Callable[[], StepLoop]
 
 @dataclass(eq=False)
 class Caller:
-    """A `generate` call in the loop, and its thread."""
+    """A `generate` call in the loop."""
 
     generation: Generation
-    wake: threading.Condition
-    thread: int = field(default_factory=threading.get_ident)
-    ready: Ready = field(default_factory=list)  # logits that it has not taken yet
-    sampling: Ready = field(default_factory=list)  # logits that it took last
-    error: Exception | None = None
-    # time of `time.perf_counter`; `None` while it waits for logits
-    samples_since: float | None = None
-    is_late: bool = False  # whether its last sampling took longer than the others wait
+    wake: threading.Condition  # notified when its thread has logits, an error or a step to take
+    thread_id: int = field(default_factory=threading.get_ident)
+    ready: Ready = field(default_factory=list)  # logits that its thread has not taken yet
+    sampling: Ready = field(default_factory=list)  # logits that its thread took last
+    error: Exception | None = None  # the error that ended its generation
+    # when its logits were ready, in seconds of `time.perf_counter`; `None` while it waits for them
+    sampling_since: float | None = None
+    is_late: bool = False  # whether its last sampling took longer than a step waits
 
 
 class SharedLoop:
-    """Iteration-level scheduling (Orca, OSDI 2022) over callers: the thread of a caller that waits
-    for logits takes the step for all, unless another thread does. It first waits briefly for
-    callers that still sample, except for callers that were late before. A caller's processors,
-    criteria and streamer run in its own thread, with no lock held."""
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers. If no thread takes a step, the
+    thread of a caller that waits for logits takes it for all callers. Before the step, it waits
+    briefly for callers that are sampling, except those that were late the last time. The
+    processors, criteria and streamer of a caller run in its own thread, without a lock."""
 
     def __init__(self, loop: StepLoop) -> None:
         self.loop = loop
-        self.users = set[object]()  # open `shared_loop` contexts
+        self.users = set[object]()  # one object per open `shared_loop` context
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
-        self._stepper: Caller | None = None  # the caller whose thread takes a step now
+        self._stepper: Caller | None = None  # the caller whose thread is taking a step
         # generations to drop after the current step, which may write to their blocks
-        self._to_drop: list[Generation] = []
+        self._deferred_drops: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
-        self._shortage: Shortage | None = None  # while no step can run for lack of blocks
-        self._retry_at = 0.0  # earliest time of the next step
+        self._shortage: Shortage | None = None  # set while steps fail for lack of blocks
+        # earliest time of the next step, in seconds of `time.perf_counter`
+        self._retry_at = 0.0
         forks.in_child(self)
         ends_with_calls(self)
 
@@ -75,15 +77,16 @@ class SharedLoop:
         checks_weights: bool,
         replays: bool,
         finish: Callable[[StepLoop], T],
-        make: MakeLoop,
+        make_loop: MakeLoop,
     ) -> T:
-        """Runs the generation to its end and returns `finish(loop)`, called before its blocks are
-        freed. Raises the error that ended the generation. A call nested in this thread's step runs
-        in a separate loop from `make`. `checks_weights` and `replays` as in `Executor.begin`."""
+        """Runs the generation to its end and returns `finish(loop)`, which is called before its
+        blocks are freed. Raises the error that ended the generation. A call that this thread makes
+        within its own step runs in a separate loop, from `make_loop`. `checks_weights` and
+        `replays` as in `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
-        if stepper is not None and stepper.thread == threading.get_ident():
-            with shared_loop(self.loop.memory, object(), make) as nested:
-                return nested.run(generation, checks_weights, replays, finish, make)
+        if stepper is not None and stepper.thread_id == threading.get_ident():
+            with shared_loop(self.loop.memory, object(), make_loop) as nested:
+                return nested.run(generation, checks_weights, replays, finish, make_loop)
         executor = self.loop.executor
         span = StableSpan(
             is_call=True, is_open=not (checks_weights or replays), is_committed=not checks_weights
@@ -115,6 +118,8 @@ class SharedLoop:
                 self._leave(generation)
 
     def _sample(self, caller: Caller, ready: Ready, span: StableSpan) -> None:
+        """Samples the caller's generations. Raises an interrupt of its code, and the error that
+        ended its generation."""
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
@@ -127,20 +132,20 @@ class SharedLoop:
             raise caller.error
 
     def _report_errors(self) -> None:
-        """Passes the errors of generations that failed to their callers."""
+        """Passes the errors of failed generations to their callers."""
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
-            if caller is not None:  # it may have left meanwhile
+            if caller is not None:  # otherwise it has left
                 caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """Copies tokens to the host; if there is one caller, also launches its next step ahead
-        (`run_ahead`)."""
+        """Copies tokens to the host. For a single caller, `run_ahead` does so, and launches the
+        next step meanwhile."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
-                on_host: list[int] = tokens.tolist()
-                return on_host
+                host_tokens: list[int] = tokens.tolist()
+                return host_tokens
             self._stepper = caller
         try:
             return run_ahead(tokens)
@@ -148,74 +153,78 @@ class SharedLoop:
             self._end_step([])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Returns logits of the caller's rows. Raises the error that ended its generation."""
+        """Waits until the caller's generations have logits, and returns them; takes steps if no
+        other thread does. Raises the error that ended its generation."""
         now = time.perf_counter()
         with self._lock:
-            if caller.samples_since is not None:
-                caller.is_late = now - caller.samples_since > self._patience
-                caller.samples_since = None
+            if caller.sampling_since is not None:
+                caller.is_late = now - caller.sampling_since > self._patience
+                caller.sampling_since = None
             caller.sampling = []
         while True:
             with self._lock:
                 if caller.error is not None:
                     raise caller.error
                 if caller.ready:
-                    caller.sampling, caller.ready, caller.samples_since = (
+                    caller.sampling, caller.ready, caller.sampling_since = (
                         caller.ready,
                         [],
                         time.perf_counter(),
                     )
                     return caller.sampling
-                delay = self._delay()
-                steps = self._stepper is None and delay <= 0
-                if steps:
+                delay = self._seconds_until_step()
+                should_step = self._stepper is None and delay <= 0
+                if should_step:
                     self._stepper = caller
                 else:
                     wait(caller.wake, self._lock, min(delay, _POLL) if delay > 0 else _POLL)
-            if steps:
+            if should_step:
                 self._step()
 
     @property
     def _patience(self) -> float:
+        """Seconds that a step waits for callers that sample: as many as the last step took, within
+        limits."""
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
-    def _delay(self) -> float:
-        """Returns how many seconds the next step waits for callers that sample, or for blocks."""
-        since = [
-            caller.samples_since
+    def _seconds_until_step(self) -> float:
+        """Returns how many seconds the next step still waits for callers that sample, or for
+        blocks."""
+        start_times = [
+            caller.sampling_since
             for caller in self._callers.values()
-            if caller.samples_since and not caller.is_late
+            if caller.sampling_since and not caller.is_late
         ]
-        begins = max(self._retry_at, max(since, default=0.0) + self._patience)
-        return begins - time.perf_counter()
+        step_time = max(self._retry_at, max(start_times, default=0.0) + self._patience)
+        return step_time - time.perf_counter()
 
-    def _is_short(self) -> bool:
-        """Whether to wait for blocks that others hold: calls of other threads may free some, or
-        other models hold the memory, for `PATIENCE` at most."""
+    def _should_await_blocks(self) -> bool:
+        """Whether to wait for blocks, because calls of other threads may free some, or because
+        other models hold the memory (then for at most `waits.PATIENCE` seconds)."""
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
         return shortage.should_retry() or shortage.should_await_other_models
 
     def is_progressing(self, thread: int) -> bool:
-        """Implements `cache.waits.Holder`. A loop that is short of blocks has preempted its
-        requests, which hold none."""
+        """Implements `cache.waits.Holder`. A loop that is short of blocks makes no progress: it has
+        preempted its requests, which hold no blocks."""
         stepper = self._stepper
-        callers = [caller for caller in list(self._callers.values()) if caller.thread != thread]
-        if any(caller.samples_since is not None for caller in callers):
+        callers = [caller for caller in list(self._callers.values()) if caller.thread_id != thread]
+        if any(caller.sampling_since is not None for caller in callers):
             return True
-        if stepper is not None and stepper.thread == thread:
-            # the step that is short of blocks, or waits for this call
+        if stepper is not None and stepper.thread_id == thread:
+            # the step itself asks, since it is short of blocks, or it waits for this call
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 
     @property
     def _waiting(self) -> list[Caller]:
         """The callers that wait for logits."""
-        return [caller for caller in self._callers.values() if caller.samples_since is None]
+        return [caller for caller in self._callers.values() if caller.sampling_since is None]
 
     @property
-    def _keeper(self) -> Generation | None:
-        """The first generation that waits for logits and keeps blocks of rows that ended."""
+    def _first_with_kept_blocks(self) -> Generation | None:
+        """The first generation that waits for logits and holds blocks of ended rows."""
         for caller in self._waiting:
             generation = caller.generation
             if any(part.kept_blocks for part in generation.parts or [generation]):
@@ -223,6 +232,8 @@ class SharedLoop:
         return None
 
     def _step(self) -> None:
+        """Takes a step for all callers. If blocks are short and waiting is useless, ends a
+        generation that holds blocks, or the first waiting one."""
         start = time.perf_counter()
         ready: Ready = []
         try:
@@ -231,44 +242,44 @@ class SharedLoop:
                 ready = self.loop.compute()
             self._shortage, self._retry_at = None, 0.0
         except OutOfBlocksError as error:
-            # others hold the blocks that the first waiting request needs
-            first = self.loop.first_waiting
-            if first is None:
+            # other calls or models hold the blocks that the first waiting request needs
+            first_waiting = self.loop.first_waiting
+            if first_waiting is None:
                 raise
-            if not self._is_short():
-                ended = self._keeper or first
-                ended.error = error
-                self.loop.unreported.append(ended)
-                self._shortage = None  # the others now wait for the blocks that it frees
+            if not self._should_await_blocks():
+                generation = self._first_with_kept_blocks or first_waiting
+                generation.error = error
+                self.loop.unreported.append(generation)
+                self._shortage = None  # the other generations get the blocks that it frees
         finally:
             self._step_seconds = time.perf_counter() - start
             self._end_step(ready)
 
     def _end_step(self, ready: Ready) -> None:
-        """Passes the errors and logits of a step to their callers. If this raises, `_leave` ends
-        the step."""
+        """Passes the errors and logits of a step to the callers. If this raises, `_leave` ends the
+        step."""
         now = time.perf_counter()
         with self._lock:
-            while self._to_drop:
-                self.loop.drop(self._to_drop.pop())
+            while self._deferred_drops:
+                self.loop.drop(self._deferred_drops.pop())
             for caller in self._callers.values():
-                caller.is_late |= caller.samples_since is not None
+                caller.is_late |= caller.sampling_since is not None
             self._report_errors()
             for generation, logits in ready:
-                owner = self._callers.get(generation.parent or generation)
-                if owner is not None:
-                    owner.ready.append((generation, logits))
-                    if owner.samples_since is None:
-                        owner.samples_since = now
+                ready_caller = self._callers.get(generation.parent or generation)
+                if ready_caller is not None:
+                    ready_caller.ready.append((generation, logits))
+                    if ready_caller.sampling_since is None:
+                        ready_caller.sampling_since = now
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
             self._stepper = None
             self._wake_next_stepper()
 
-    def _end_broken_step(self) -> None:
-        """After an exception at the beginning or the end of a step: passes the errors to their
-        callers; logits that no caller got are computed again."""
+    def _abort_step(self) -> None:
+        """Ends a step that an exception left open at its beginning or end: passes errors to the
+        callers, and recomputes logits that no caller got."""
         self._stepper = None
         delivered = {
             generation
@@ -286,69 +297,72 @@ class SharedLoop:
         )
 
     def _wake_next_stepper(self) -> None:
-        """Wakes a caller that waits for logits, to take the next step."""
+        """Wakes a caller that waits for logits, so that its thread takes the next step."""
         for caller in self._waiting[:1]:
             caller.wake.notify()
 
     def _leave(self, generation: Generation) -> None:
+        """Removes a caller, and drops its generation, now or after the current step."""
         with self._lock:
             caller = self._callers.get(generation)
             try:
                 if caller is not None and self._stepper is caller:
-                    self._end_broken_step()
+                    self._abort_step()
                 if self._stepper is None or generation.is_done:
                     self.loop.drop(generation)
                 else:
-                    self._to_drop.append(generation)
+                    self._deferred_drops.append(generation)
                 self._callers.pop(generation, None)
             finally:
                 self._wake_next_stepper()
 
     def end_calls(self) -> None:
-        thread = threading.get_ident()
+        """Removes this thread's callers (`interrupts.ends_with_calls`)."""
+        thread_id = threading.get_ident()
         for caller in list(self._callers.values()):
-            if caller.thread == thread:
+            if caller.thread_id == thread_id:
                 self._leave(caller.generation)
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a forked child: undoes a step of another thread, and drops the calls of other threads,
         which do not exist there."""
-        thread = threading.get_ident()
-        if self._stepper is not None and self._stepper.thread != thread:
+        thread_id = threading.get_ident()
+        if self._stepper is not None and self._stepper.thread_id != thread_id:
             self.loop.undo_step()
             self._stepper = None
         for caller in list(self._callers.values()):
             caller.wake = threading.Condition(self._lock)
-            if caller.thread != thread:
+            if caller.thread_id != thread_id:
                 self._leave(caller.generation)
 
 
-_guard = forks.lock()
+_loops_lock = forks.lock()
 _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
     weakref.WeakKeyDictionary()
 )
-if hasattr(os, "register_at_fork"):  # the parent's other callers do not exist in the child
+if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist in the child
     os.register_at_fork(after_in_child=lambda: _loops.clear())
 
 
 @restoring
-def shared_loop(memory: PagedMemory, key: Hashable, make: MakeLoop) -> Iterator[SharedLoop]:
-    """Yields the loop that calls of equal `key`, which can share forwards, use on this memory. The
-    first call makes the loop, and the last one drops it, since the loop holds the model."""
+def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iterator[SharedLoop]:
+    """Yields the loop on this memory for calls of equal `key`, which can share forwards. The first
+    context makes the loop with `make_loop`, and the last one drops it, since the loop holds the
+    model."""
     user = object()
     shared = None
     try:
-        with _guard:
+        with _loops_lock:
             loops = _loops.setdefault(memory, {})
             shared = loops.get(key)
             if shared is None:
-                shared = loops[key] = SharedLoop(make())
+                shared = loops[key] = SharedLoop(make_loop())
             if shared not in memory.holders:
                 memory.holders.append(shared)
             shared.users.add(user)
         yield shared
     finally:
-        with _guard:
+        with _loops_lock:
             if shared is not None:
                 shared.users.discard(user)
                 if not shared.users and loops.get(key) is shared:

@@ -1,5 +1,6 @@
-"""Callers of `generate` and `stream`: they queue requests, take steps until these end, and cancel
-the rest on exit. They never share outputs: a caller reads those of its own requests."""
+"""The calls of `PagedEngine.generate`, `stream` and `astream`: each queues requests, takes steps
+until they end, and cancels unfinished requests on exit. A call reads only the outputs of its own
+requests."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
 from ..threads import submit
 from ..topics import Topic
-from .arguments import RequestOptions, refuse_arguments
+from .arguments import RequestOptions, reject_request_arguments
 from .engine_core import EngineCore
 from .execution.executor import StableSpan
 from .prompt_forms import prompt_ids, split_inputs, split_prompts
@@ -32,75 +33,77 @@ logger = logging.getLogger(__name__)
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
-MAX_PENDING_OUTPUTS = 1 << 14  # outputs without a result: some megabytes
-SLOW_SECONDS = 2.0  # a call that takes longer shows its progress
+MAX_PENDING_OUTPUTS = 1 << 14  # limit of outputs without a result, which take a few megabytes
+SLOW_SECONDS = 2.0  # by default, a call that takes longer shows a progress bar
 
 
 def _is_interactive() -> bool:
-    """Whether a person may be watching: standard error is a terminal, or this is a notebook."""
+    """Whether a user may be watching: standard error is a terminal, or this is a notebook."""
     if "ipykernel.zmqshell" in sys.modules:
         return True
     try:
         return bool(sys.stderr.isatty())
     except (AttributeError, ValueError):
-        # it is None, closed, or replaced by a logging library
+        # `stderr` is None, closed, or replaced by a logging library
         return False
 
 
 def trim_pending(outputs: list[RequestOutput]) -> None:
     """Drops all but the last `MAX_PENDING_OUTPUTS` outputs without a result; the results will hold
-    their tokens."""
+    the dropped tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
-    others = [output for output in outputs if not output.finished]
-    dropped = set(map(id, others[:-MAX_PENDING_OUTPUTS]))
+    unfinished = [output for output in outputs if not output.finished]
+    dropped = set(map(id, unfinished[:-MAX_PENDING_OUTPUTS]))
     outputs[:] = [output for output in outputs if id(output) not in dropped]
 
 
 class RequestStream:
-    """One call of `PagedEngine.generate`, `stream` or `astream`, which takes steps until its
-    requests end."""
+    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompts` are the prompts, their
+    generation configs and the attention mask, as in `split_prompts`. Raises the errors of
+    `PagedEngine.generate`."""
 
     def __init__(
         self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any
     ) -> None:
-        refuse_arguments(options.keys() - RequestOptions.__annotations__.keys())
+        reject_request_arguments(options.keys() - RequestOptions.__annotations__.keys())
         self.engine, self.tokenizer = engine, tokenizer
-        queue = split_prompts(*prompts)
-        count = len(queue)
+        prompts_and_configs = split_prompts(*prompts)
+        num_prompts = len(prompts_and_configs)
         for name in ("request_id", "streamer", "inputs"):
-            if count > 1 and options.get(name) is not None:
+            if num_prompts > 1 and options.get(name) is not None:
                 raise ValueError(
-                    f"`{name}` is for one request, and there are {count} prompts: call"
+                    f"`{name}` is for one request, and there are {num_prompts} prompts: call"
                     " `add_request` for each"
                 )
         seed: Any = options.get("seed")
-        if is_whole(seed) and -(2**63) <= seed < 2**64:  # each request refuses other seeds
+        if is_whole(seed) and -(2**63) <= seed < 2**64:  # `add` raises for other seeds
             # a negative seed draws as its two's complement
-            options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(count)]}
-        lists = {}
+            options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(num_prompts)]}
+        values_by_option = {}
         for name in _PER_PROMPT:
             values = options.get(name)
             if isinstance(values, (list, tuple)):
-                lists[name] = values
-                if len(values) != count:
+                values_by_option[name] = values
+                if len(values) != num_prompts:
                     raise ValueError(
-                        f"{len(values)} values of `{name}` were passed for {count} prompts: pass"
-                        " one for each"
+                        f"{len(values)} values of `{name}` were passed for {num_prompts} prompts:"
+                        " pass one per prompt"
                     )
         self._queue = []
-        for index, (prompt, config) in enumerate(queue):
-            row_options = {name: values[index] for name, values in lists.items()}
-            request_options = RequestOptions(**{**options, **row_options})
+        for index, (prompt, config) in enumerate(prompts_and_configs):
+            prompt_options = {name: values[index] for name, values in values_by_option.items()}
+            request_options = RequestOptions(**{**options, **prompt_options})
             self._queue.append((prompt, config, request_options))
-        # the engine appends the requests' outputs
+        # outputs of the requests, which the engine appends and `_run` reads
         self.output_queue: deque[RequestOutput] = deque()
         self.span = StableSpan()
         self.request_ids: list[str] = []  # in the order of the prompts
-        self.unfinished: set[str] = set()
+        self.unfinished: set[str] = set()  # ids of requests without a result
 
     def _run(self) -> Iterator[RequestOutput | None]:
-        """Yields `None` once all requests are added, then their outputs."""
+        """Yields `None` once all requests are added, then their outputs. A request that cannot be
+        added gets a result with the error."""
         for prompt, config, options in self._queue:
             try:
                 request_id = self.engine.add(
@@ -139,8 +142,8 @@ class RequestStream:
                 self._step(span)
 
     def _step(self, span: StableSpan) -> None:
-        """Takes a step for the requests, unless another thread's step has filled the output queue.
-        Warns if the step raises: the next one repeats it, and ends its requests if it raises
+        """Takes a step, unless another thread's step has filled the output queue. If the step
+        raises, logs a warning; the next step repeats it, and ends its requests if it raises
         again."""
         engine = self.engine
         with engine.lock:
@@ -150,10 +153,10 @@ class RequestStream:
             states = engine.requests.items()
             queue = self.output_queue
             reporting = {request_id for request_id, state in states if state.output_queue is queue}
-            lost = self.unfinished - reporting
-            if lost:
+            missing = self.unfinished - reporting
+            if missing:
                 raise RuntimeError(
-                    f"requests {sorted(lost)} ended without a result: another thread has reused"
+                    f"requests {sorted(missing)} ended without a result: another thread has reused"
                     " their ids or freed them"
                 )
             try:
@@ -163,7 +166,7 @@ class RequestStream:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                span.is_open = span.is_committed = False  # the failed step has left the span
+                span.is_open = span.is_committed = False  # the failed step has ended the span
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,
@@ -174,47 +177,48 @@ class RequestStream:
 
     @guarded
     def _end(self) -> None:
-        """Cancels the requests that report to the output queue, which has no reader any more, and
-        ends the span of their steps."""
+        """Ends the span of the steps, and cancels the requests that still report to the output
+        queue, which nobody reads any more."""
         engine = self.engine
         with engine.lock, contextlib.ExitStack() as stack:
-            # an `ExitStack` cancels all of them, even if one raises
+            # an `ExitStack` cancels all requests, even if one of them raises
             if engine.loop is not None:
                 engine.loop.executor.leave(self.span)
             for state in reversed(engine.requests.values()):
                 if state.output_queue is self.output_queue:
                     stack.callback(engine.cancel, state)
 
-    def _closing(self) -> Generator[RequestOutput | None, None, None]:
+    def _run_and_end(self) -> Generator[RequestOutput | None, None, None]:
+        """Yields from `_run`, and calls `_end` when the generator is closed."""
         try:
             yield from self._run()
         finally:
-            ensure_done(self._end)  # even if an interrupt kept it from beginning
+            ensure_done(self._end)  # calls it even if an interrupt comes first
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""
-        outputs = self._closing()
+        outputs = self._run_and_end()
         try:
             yield from filter(None, outputs)
         finally:
             outputs.close()
 
     def results(self, progress: bool | None) -> list[RequestResult]:
-        """Runs the requests to their ends. `progress`: whether to show a bar; `None`: in an
-        interactive session, if the call takes long."""
+        """Runs the requests to their ends, and returns their results in the order of the prompts.
+        `progress`: whether to show a progress bar; `None`: in an interactive session, once the call
+        has taken `SLOW_SECONDS`."""
         self.span.is_call = True
         results: dict[str, RequestResult] = {}
-        is_shown = _is_interactive() if progress is None else progress
+        shows_bar = _is_interactive() if progress is None else progress
         delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
         bar: Any = None
-        outputs = self._closing()
+        outputs = self._run_and_end()
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
-                    # the bar is made late, since tqdm takes a lock, which a forked child may find
-                    # locked
-                    if is_shown and bar is None and time.perf_counter() - start >= delay:
+                    # only when needed: tqdm takes a lock, which may stay locked in a forked child
+                    if shows_bar and bar is None and time.perf_counter() - start >= delay:
                         bar = stack.enter_context(
                             tqdm(
                                 unit="request",
@@ -244,36 +248,36 @@ class RequestStream:
         return ordered
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """`stream` with each step in a worker thread. Readers of one event loop take one step at a
-        time, which fills the output queues of all. A cancelled reader does not wait for the step's
-        end."""
-        outputs = self._closing()
-        end = object()
-        reading = threading.Lock()  # a generator cannot be closed while it runs
+        """As `stream`, with each step in a worker thread. The readers of an event loop take one
+        step at a time, which fills the output queues of all of them. A cancelled reader does not
+        wait for the end of the step."""
+        outputs = self._run_and_end()
+        exhausted = object()
+        generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
-        steps = self.engine.readers.setdefault(event_loop, asyncio.Lock())
+        step_lock = self.engine.reader_locks.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
-            with reading:
+            with generator_lock:
                 return function(*args)
 
         async def read() -> Any:
-            # adding requests and ending need no step
-            turn = steps if self.unfinished else contextlib.nullcontext()
-            async with turn:
+            # the first call adds the requests, and the last one ends them: both take no step
+            lock = step_lock if self.unfinished else contextlib.nullcontext()
+            async with lock:
                 if self.output_queue:
                     return None
-                return await submit(locked, next, outputs, end)
+                return await submit(locked, next, outputs, exhausted)
 
         pending: asyncio.Task[Any] | None = None
         try:
             while True:
                 if self.output_queue:
-                    output = next(outputs)  # does not wait
+                    output = next(outputs)  # returns at once
                 else:
                     pending = asyncio.ensure_future(read())
                     output = await asyncio.shield(pending)  # cancellation cannot stop the thread
-                if output is end:
+                if output is exhausted:
                     return
                 if output is not None:
                     yield output
@@ -281,9 +285,10 @@ class RequestStream:
             closing: asyncio.Future[Any] | None = None
             try:
                 closing = submit(locked, outputs.close)
-            except RuntimeError:  # no thread, or no executor any more: here, behind any step
+            except RuntimeError:  # no thread or executor is available: close in this thread
                 locked(outputs.close)
             if closing is not None and (pending is None or pending.done()):
                 await asyncio.shield(closing)
-            elif pending is not None:  # retrieves the step's exception, for which no reader waits
+            elif pending is not None:
+                # retrieve the step's exception, so that asyncio does not log it
                 pending.add_done_callback(lambda task: task.cancelled() or task.exception())

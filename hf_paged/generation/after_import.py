@@ -1,4 +1,4 @@
-"""Runs code when an optional library is imported; it never imports the library itself."""
+"""Runs code after an optional library has been imported; it never imports the library itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _AfterImport(NamedTuple):
-    """A finder of the import system for one module: an action follows the module's import."""
+    """A finder for the import system that runs an action after one module has been imported."""
 
     module_name: str
     action: Action
@@ -23,8 +23,8 @@ class _AfterImport(NamedTuple):
     ) -> ModuleSpec | None:
         if name != self.module_name:
             return None
-        others = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-        specs = (finder.find_spec(name, path, target) for finder in others)
+        finders = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
@@ -40,8 +40,8 @@ class _AfterImport(NamedTuple):
 
 
 def after_import(name: str, action: Action) -> None:
-    """Runs `action` with the module `name`: now if it has been imported, and whenever it is
-    imported or reloaded. Idempotent."""
+    """Runs `action` on the module `name`: now if it has been imported, and whenever it is imported
+    or reloaded later. Idempotent."""
     if name in sys.modules:
         action(import_module(name))  # waits if another thread is importing it
     finder = _AfterImport(name, action)

@@ -41,23 +41,23 @@ from ..topics import Topic
 from .call import Call, caches_in
 from .candidate import RIGHT_PADDED, Candidate
 
-# With fewer tokens, computing them takes about as long as the fingerprint of all weights that the
-# prefix cache needs.
+# Computing fewer tokens takes about as long as fingerprinting all weights, which the prefix cache
+# requires.
 MIN_CACHED_TOKENS = 128
-# With fewer steps, running them without replays takes no longer than reading the model's state,
-# which replays need.
+# Running fewer steps without replays takes no longer than reading the model's state, which replays
+# require.
 MIN_REPLAYED_STEPS = 16
 
 
 def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
-    """Prepares a call's decoding loop for the engine; `None`, after it has noted the reason, if the
-    engine cannot serve it. Then raises `ValueError` if `batch_invariant` is set, which only the
-    engine supports."""
+    """Prepares a call's decoding loop for the engine. If the engine cannot serve the loop, notes
+    the reason in the call and returns `None`; raises `ValueError` instead if the call needs
+    `batch_invariant`, which only the engine supports."""
     with contextlib.ExitStack() as stack:
         adapters = adapters_for(call.model)
         names = None
         if adapters is not None:
-            # else PEFT would apply them to the rows of a forward, which are not the call's rows
+            # hidden from PEFT, which would apply them to the rows of a forward, not to the call's
             names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
@@ -76,7 +76,7 @@ def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCa
         return None
     parts = cache_parts(caches[0])
     cache = parts[0]
-    if cache not in call.built or not all(part.is_empty for part in parts):
+    if cache not in call.built_caches or not all(part.is_empty for part in parts):
         return None
     crosses = [part for part in parts[1:] if isinstance(part, PagedCache)]
     cache.cross = crosses[0].empty_twin(cache.memory, kind="cross") if crosses else None
@@ -90,7 +90,7 @@ def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCa
         call.reason += f"; not on the engine: {reason}"
         return None
     call.route_name, call.reason = "engine", batch.layout.reason
-    call.details |= dict(
+    call.route_fields |= dict(
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
     )
@@ -101,7 +101,8 @@ class BatchCall(Candidate):
     """A decoding loop of a `generate` call that the engine serves."""
 
     def run(self) -> Any:
-        """Returns or raises what `_sample` or `_beam_search` would have."""
+        """Runs the loop on the engine. Returns the result of transformers' `_sample` or
+        `_beam_search`, or raises their error."""
         call = self.call
         memory = self.cache.memory
         decoding: Decoding
@@ -109,14 +110,14 @@ class BatchCall(Candidate):
             decoding = BeamDecoding(self.model, self.inputs)
         else:
             decoding = SampleDecoding(self.inputs, self.streamer)
-        # prefix caching must be able to save more time than the weights' fingerprint takes
+        # whether prefix caching can save more time than fingerprinting the weights takes
         num_tokens = len(self.paddings) * decoding.max_length
         num_steps = decoding.max_length - decoding.length
         keeps_prefixes = num_tokens >= MIN_CACHED_TOKENS
         replays = keeps_prefixes or num_steps >= MIN_REPLAYED_STEPS
         generation = self._generation(decoding, keeps_prefixes)
-        self._let_speculate(generation)
-        call.built.clear()  # the loop may take over these caches
+        self._set_up_drafts(generation)
+        call.built_caches.clear()  # the loop may take over these caches
         make = functools.partial(
             make_loop,
             self.model,
@@ -129,17 +130,17 @@ class BatchCall(Candidate):
             executor = shared.loop.executor
             finish = functools.partial(self._result, generation)
             claim = NOTHING
-            if generation.keep_blocks:  # finished rows keep their blocks until the call ends
+            if generation.keep_blocks:  # rows then keep their blocks until the call ends
                 preemption = shared.loop.scheduler.preemption
-                needed = sum(map(preemption.num_needed, generation.requests))
-                claim = claimed(memory, needed, lambda: shared.loop.blocks.num_total)
+                num_needed = sum(map(preemption.num_needed, generation.requests))
+                claim = claimed(memory, num_needed, lambda: shared.loop.blocks.num_total)
             try:
                 with claim:
                     return shared.run(generation, keeps_prefixes, replays, finish, make)
             finally:
                 rows = generation.parts or [generation]
                 drafts = sum((row.draft_counts for row in rows), Counter[str]())
-                call.details |= dict(
+                call.route_fields |= dict(
                     num_captured_steps=executor.runner.num_captured_steps,
                     num_draft_tokens=drafts["num_draft_tokens"],
                     num_accepted_tokens=drafts["num_accepted_tokens"],
@@ -147,25 +148,26 @@ class BatchCall(Candidate):
                 call.counters.append(executor.runner.counters)
                 call.slowed_by |= executor.slowed_by
 
-    def _let_speculate(self, generation: Generation) -> None:
-        """Sets up speculation, and splits rows with drafts, which advance separately. N-grams draft
-        only where that changes no random numbers."""
+    def _set_up_drafts(self, generation: Generation) -> None:
+        """Chooses the source of drafts, and splits a generation whose rows have drafts, since they
+        advance separately. N-grams draft only where this does not change the random numbers that
+        rows draw."""
         decoding = generation.decoding
-        is_alone = len(generation.rows) == 1
+        is_single_row = len(generation.rows) == 1
         assistance = self.assistance
-        if is_sharded(self.model):  # the processes would measure different times
+        if is_sharded(self.model):  # draft lengths depend on times, which differ by process
             return
         may_use_ngrams = assistance is None and self.paged_config.speculation == "ngram"
         if may_use_ngrams and self.layout.reason_against_drafts is None:
             if isinstance(decoding, SampleDecoding) and self.prompts is None:
-                if is_alone or (generation.can_split and not decoding.do_sample):
+                if is_single_row or (generation.can_split and not decoding.do_sample):
                     assistance = Assistance()
         generation.assistance = assistance
-        if assistance is not None and not is_alone:
+        if assistance is not None and not is_single_row:
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """A key: calls with equal keys can share a forward, in any of their threads."""
+        """Calls of any threads with equal keys can share forwards."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None
@@ -179,7 +181,7 @@ class BatchCall(Candidate):
             autocast_dtype(device),
             torch.is_inference_mode_enabled(),
             stream,
-            # modes that override torch's functions belong to one thread
+            # torch's function and dispatch modes are those of one thread
             threading.get_ident() if any(num_modes()) else None,
         )
 
@@ -193,9 +195,9 @@ class BatchCall(Candidate):
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
             adapter = self._adapter(row)
-            # the namespace of engine requests
             namespace: Hashable = UNCACHED
             if keeps_prefixes:
+                # as for requests of an engine
                 namespace = (adapter, self.paged_config.cache_salt)
             request = Request(
                 f"row {row}",
@@ -211,7 +213,7 @@ class BatchCall(Candidate):
                 shift = prompts.shift(prompt, layout.depends_on_splits)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                prompts.assign(request, prompt, keys, self.verdict.begins_behind_text)
+                prompts.assign(request, prompt, keys, self.verdict.can_begin_behind_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
@@ -236,19 +238,19 @@ class BatchCall(Candidate):
         if parts:
             decoding = decoding.join([part.decoding for part in parts])
         length = self.num_embedded + decoding.length - 1  # no forward computes the last token
-        self.call.sizes = {"self": (num_rows, length)}
+        self.call.cache_sizes = {"self": (num_rows, length)}
         if self.prompts is not None:
-            self.call.sizes["cross"] = num_rows, self.prompts.num_encoder_tokens
+            self.call.cache_sizes["cross"] = num_rows, self.prompts.num_encoder_tokens
         if not generation.keep_blocks:
             return decoding.result()
-        # the returned cache must equal that of plain `generate`: rows that ended early get the K/V
+        # the returned cache must equal plain `generate`'s: rows that ended early also get the K/V
         # of the padding that follows them
-        kept = [part.kept_blocks[0] for part in parts] or [
+        kept_blocks = [part.kept_blocks[0] for part in parts] or [
             generation.kept_blocks[row] for row in range(num_rows)
         ]
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
-        for row, (blocks, num_tokens) in enumerate(kept):
+        for row, (blocks, num_tokens) in enumerate(kept_blocks):
             sequence = Sequence(self._tokens(ids, row))
             sequence.request = generation.rows[row][0]
             sequence.blocks = blocks
@@ -270,17 +272,17 @@ class BatchCall(Candidate):
             if not len(plan) and not shortage.wait():
                 first = unfinished[0]
                 count = first.num_tokens - 1 - first.num_computed_tokens
-                needed = sum(table.num_needed(count) for table in first.blocks.tables)
+                num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
-                    f"the returned cache needs {needed} blocks, {loop.blocks.num_free} are free:"
-                    " raise `num_blocks`, or leave `return_dict_in_generate` out"
+                    f"the returned cache needs {num_needed} blocks, {loop.blocks.num_free} are"
+                    " free: raise `num_blocks`, or leave `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)
-        # the call discards it on an error: transformers' frames, which the traceback keeps, hold it
-        self.call.built.append(cache)
+        # so that the call discards it after an error: the traceback keeps frames that hold it
+        self.call.built_caches.append(cache)
         with loop.memory.changing():
             cache.take(
-                [loop.blocks.fork(blocks) for blocks, _ in kept],
+                [loop.blocks.fork(blocks) for blocks, _ in kept_blocks],
                 tuple(self.paddings),
                 length,
             )
@@ -288,21 +290,21 @@ class BatchCall(Candidate):
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
-    """Plans one step that computes tokens of each sequence, up to its last but one, as far as there
-    are blocks."""
+    """Plans one step that computes missing tokens of these sequences, except the last token of
+    each, as far as there are blocks."""
     items = []
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():
         for sequence in sequences:
-            num_left = sequence.num_tokens - 1 - sequence.num_computed_tokens
-            count = min(budget, num_left)
+            num_missing = sequence.num_tokens - 1 - sequence.num_computed_tokens
+            count = min(budget, num_missing)
             if not count:
                 break
-            has_room = loop.blocks.append(sequence.blocks, count)
-            if not has_room and loop.scheduler.reclaim():
-                has_room = loop.blocks.append(sequence.blocks, count)
-            if not has_room:
-                count = 1  # token by token, sliding windows free blocks
+            is_allocated = loop.blocks.append(sequence.blocks, count)
+            if not is_allocated and loop.scheduler.reclaim():
+                is_allocated = loop.blocks.append(sequence.blocks, count)
+            if not is_allocated:
+                count = 1  # token by token, since sliding windows then free blocks
                 if not loop.blocks.append(sequence.blocks, count):
                     break
             items.append((sequence, count))

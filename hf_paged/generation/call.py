@@ -34,7 +34,7 @@ from ..interrupts import ends_with_calls, restoring
 from ..model.own_loop import map_tensors, tensors_of
 from ..model.registry import note_route, route_of, warn_once
 from ..step import ReadCounters
-from ..timing import counted
+from ..timing import setup_seconds
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,13 @@ def caches_in(model_kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
-    """The number of rows that `generate` expands each prompt to."""
+    """The number of rows to which `generate` expands each prompt."""
     return max(config.num_beams or 1, config.num_return_sequences or 1)
 
 
 def first_rows(value: Any, repeats: int) -> Any:
-    """Every `repeats`-th row of the tensors in a model's input; `None` if the rows that follow it
-    differ."""
+    """Selects every `repeats`-th row of the tensors in a model's input, of which the following rows
+    are copies; `None` if they are not."""
     for tensor in tensors_of(value):
         if len(tensor) % repeats:
             return None
@@ -69,40 +69,42 @@ def first_rows(value: Any, repeats: int) -> Any:
 
 
 class Call:
-    """The caches and switches of one `generate` call, which it undoes when it ends."""
+    """One `generate` call: its caches, its route, and its switches, which are undone when it
+    ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        self.claim = contextlib.ExitStack()  # on blocks, while its caches hold any
+        self.claim = contextlib.ExitStack()  # the claim on blocks, while the caches may hold any
         self.memory: PagedMemory | None = None  # the model's, if the call uses it
-        self.built: list[PagedCache] = []
-        self.caches: list[PagedCache] = []  # those in `built`, or the caller's
+        self.built_caches: list[PagedCache] = []
+        self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
         self.counters: list[ReadCounters] = []  # of the caches
         self.repeats = 1  # rows per prompt
-        # ids and inputs before the expansion to rows
+        # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
-        self.swaps_images = False  # whether expanded rows got images of other rows
+        self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
-        self.remedy: str | None = None  # if a paged cache was requested: how the call gets one
+        self.remedy: str | None = None  # how the call gets a paged cache, if it requested one
         self.reads_in_place = False
         self.is_running = False
         self.own_code_reason: str | None = None  # why the model's own code reads keys and values
         self.slowed_by: set[str] = set()  # reasons that the kernels report
-        # on the engine, by the kind of cache: (rows, positions per row)
-        self.sizes: dict[str, tuple[int, int]] = {}
-        self.details: dict[str, Any] = {"is_packed": False, "setup_seconds": {}}  # for `route_of`
+        # in a call on the engine, by kind of cache: (rows, positions per row)
+        self.cache_sizes: dict[str, tuple[int, int]] = {}
+        # other fields for `route_of`
+        self.route_fields: dict[str, Any] = {"is_packed": False, "setup_seconds": {}}
 
     @restoring
     def running(self) -> Iterator[None]:
         """A context for the call: undoes its switches at the end, and frees its caches if it
         fails."""
         variables: dict[ContextVar[Any], Any] = {
-            current: self,
+            current_call: self,
             mask_observer: None,
             unsupported_reasons: self.slowed_by,
-            counted: self.details["setup_seconds"],
+            setup_seconds: self.route_fields["setup_seconds"],
         }
         plain_bytes = None
         self.thread = threading.get_ident()
@@ -118,7 +120,7 @@ class Call:
                     self._switch()
                 yield
             plain_bytes = sum(
-                cache.plain_bytes(*self.sizes.get(cache.kind, ())) for cache in self.caches
+                cache.plain_bytes(*self.cache_sizes.get(cache.kind, ())) for cache in self.caches
             )
             if self._lacks_cache and capturing.get() is None:
                 warn_once(
@@ -129,8 +131,8 @@ class Call:
                     ),
                 )
         except BaseException:
-            # the traceback keeps frames alive that hold these caches, so they are freed here
-            for cache in self.built:
+            # freed here, since the traceback keeps frames alive that hold these caches
+            for cache in self.built_caches:
                 cache.discard()
             raise
         finally:
@@ -140,11 +142,11 @@ class Call:
                 self._full_reason(),
                 self.counters,
                 self.slowed_by,
-                **self.details,
+                **self.route_fields,
             )
             if capturing.get() is None:
                 note_route(self.model, route)
-            self.built, self.caches = [], []  # they may hold blocks
+            self.built_caches, self.caches = [], []  # they may hold blocks
             self.claim.close()
             if self.memory is not None:
                 self.memory.end_call(self, plain_bytes)
@@ -153,7 +155,7 @@ class Call:
 
     def end_calls(self) -> None:
         if self.thread == threading.get_ident():
-            for cache in self.built:
+            for cache in self.built_caches:
                 cache.discard()
 
     @property
@@ -162,7 +164,7 @@ class Call:
         return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:
-        """The reason, and how the model's own code got keys and values, if it read them."""
+        """The reason and, if the model's own code read keys and values, how it got them."""
         if self._lacks_cache:
             return Topic.NOT_PAGED(self.reason)
         if self.own_code_reason is None or self.route_name != "hf_loop":
@@ -170,7 +172,7 @@ class Call:
         is_in_place = any(counter.in_place for counter in self.counters)
         is_gathered = any(counter.gathered for counter in self.counters)
         are_views = is_in_place and not is_gathered
-        how = "read where rows lie side by side" if are_views else "gathered"
+        how = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
 
     def note_unpaged(self, reason: str, remedy: str) -> None:
@@ -179,18 +181,18 @@ class Call:
         self.reason, self.remedy = reason, remedy
 
     def use_caches(
-        self, caches: list[PagedCache], config: GenerationConfig, is_built: bool
+        self, caches: list[PagedCache], config: GenerationConfig, are_built: bool
     ) -> None:
-        """Makes the call store keys and values in `caches`, which attention reads in place. Caches
-        that were built for the call end with it."""
+        """Makes the call store keys and values in `caches`, where attention reads them in place.
+        `are_built`: whether they were built for the call, so that they end with it."""
         self.route_name = "hf_loop"
         self.repeats = rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
         is_first = not self.caches
         self.caches += caches
         self.counters += [cache.counters for cache in caches]
-        if is_built:
-            self.built += caches
+        if are_built:
+            self.built_caches += caches
         else:
             self.reason = "the caller's PagedCache is used"
         if config.output_attentions:
@@ -204,7 +206,7 @@ class Call:
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Waits until the caches that the call built can hold all rows of a decoding loop with
-        these arguments, beside other calls that cannot be preempted."""
+        these arguments, next to other calls that cannot be preempted."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoded = model_kwargs.get("encoder_outputs")
@@ -214,13 +216,13 @@ class Call:
             lengths["self"] += embeds.shape[1]
         if encoded is not None:
             lengths["cross"] = encoded[0].shape[1]
-        needed = 0
-        for cache in self.built:
+        num_needed = 0
+        for cache in self.built_caches:
             length = lengths[cache.kind]
-            spanned = cache.rows.manager.num_spanned(0, length, length)
-            needed += num_rows * sum(spanned)
-        manager = self.built[0].rows.manager
-        claim = claimed(self.built[0].memory, needed, lambda: manager.num_total)
+            num_blocks = cache.rows.manager.num_spanned(0, length, length)
+            num_needed += num_rows * sum(num_blocks)
+        manager = self.built_caches[0].rows.manager
+        claim = claimed(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
         self.claim.enter_context(claim)
 
     def note_inputs(
@@ -230,8 +232,8 @@ class Call:
         input_ids: Any = None,
         **model_kwargs: Any,
     ) -> None:
-        """Notes the inputs that `generate` has prepared before it expands rows; only the first,
-        outermost expansion counts."""
+        """Stores the inputs that `generate` is about to expand to rows; only the first, outermost
+        expansion counts."""
         if isinstance(input_ids, torch.Tensor) and self.unexpanded is None:
             inputs = {name: unshared(value) for name, value in model_kwargs.items()}
             self.unexpanded = (input_ids, inputs)
@@ -245,17 +247,17 @@ class Call:
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         self.own_code_reason = foreign_attention(modules)
         if self.own_code_reason:
-            return  # the model's code may attend to padding, so padding is stored, too
+            return  # the model's own code may attend to padding, so it must be stored
         self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
 
     def _observe(self, mask: PagedMask) -> None:
-        """Finds the left padding in the model's causal mask, whose positions need not be stored."""
+        """Finds the left padding in the model's causal mask, so that it is not stored."""
         arguments = mask.arguments
         if not mask.pattern.causal or arguments.get("q_offset", 0) != 0:
             return
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):
-            # the padded text is not in these layers
+            # these layers do not store the padded text
             return
         columns = mask.visible_columns
         if columns is None:
@@ -263,12 +265,12 @@ class Call:
         paddings, ends = columns
         if any(end != arguments["kv_length"] for end in ends):
             return
-        for cache in self.built:
+        for cache in self.built_caches:
             if cache.kind == "self" and cache.is_empty:
                 cache.expect_padding(paddings, arguments["kv_length"])
 
 
-current: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
-# The prepared call of a model whose overridden `generate` bypasses ours; it runs with the model's
-# decoding loop.
-prepared: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)
+current_call: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
+# The call of a model whose overridden `generate` bypasses ours: made when the model prepares its
+# cache, and run with the model's decoding loop.
+prepared_call: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)

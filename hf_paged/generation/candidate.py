@@ -1,4 +1,4 @@
-"""Decides whether the engine can serve a `generate` call: tables of the reasons against it."""
+"""Decides whether the engine can serve a `generate` call, by tables of the reasons against it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ RIGHT_PADDED = Topic.RIGHT_PADDING(
 )
 
 
-def _applying(reasons: dict[str, Any]) -> Iterator[str]:
-    """The reasons whose conditions hold."""
+def _true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
+    """Yields the reasons whose conditions are true."""
     return itertools.compress(reasons, reasons.values())
 
 
 class Candidate:
-    """A decoding loop of a `generate` call, as the engine needs it. `reason_against` sets the
+    """A decoding loop of a `generate` call that the engine may serve. `reason_against` sets the
     layout, the paddings, the prompts and the verdict."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Candidate:
         self.adapters = adapters  # one per row or per prompt, if the call names them
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
-        # not the memory's config, which may be that of another thread's call
+        # not from the memory, whose config may be that of another thread's call
         self.paged_config = PagedConfig.coerce(self.config.cache_config)
         # inputs of the model's forward
         self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
@@ -66,7 +66,7 @@ class Candidate:
             )
         self.layout = Layout()
         self.paddings: list[int] = []  # left padding of each row
-        # each prompt once, if prompts are more than token ids with consecutive positions
+        # each prompt once; `None` if prompts are nothing but token ids with consecutive positions
         self.prompts: Prompts | None = None
         self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
 
@@ -75,8 +75,8 @@ class Candidate:
         return next(self._reasons(), None)
 
     def _reasons(self) -> Iterator[str]:
-        """Yields reasons, of which the first counts: later checks may assume that earlier ones
-        passed."""
+        """Yields the reasons, of which only the first counts: later checks may assume that earlier
+        ones have passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_joining(), None)
         is_invariant = self.paged_config.batch_invariant
@@ -90,7 +90,7 @@ class Candidate:
         if self.adapters is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
-            yield from _applying(
+            yield from _true_reasons(
                 {
                     Topic.ADAPTERS("`adapter_names` needs packed forwards of token ids"): (
                         not is_packed or self.prompts is not None
@@ -110,20 +110,20 @@ class Candidate:
         config = self.config
         model_kwargs = self.model_kwargs
         override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
-        reports = config.output_attentions or config.output_hidden_states
+        returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
         if not model.config.is_encoder_decoder:  # an encoder may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
-        return _applying(
+        return _true_reasons(
             {
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
-                # `generate` was called without its decorators
+                # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
                 Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
-                    config.return_dict_in_generate and reports
+                    config.return_dict_in_generate and returns_internals
                 ),
-                # transformers' loop then passes all tokens in every step
+                # without it, transformers' loop passes all tokens in every step
                 Topic.OPTIONS(f"`use_cache` is {model_kwargs.get('use_cache')!r}"): (
                     not model_kwargs.get("use_cache", True)
                 ),
@@ -134,41 +134,42 @@ class Candidate:
                     config.max_time is not None and is_sharded(model)
                 ),
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
-                    self.call.swaps_images
+                    self.call.has_swapped_images
                 ),
                 Topic.INPUTS(str(mismatch)): mismatch is not None,
             }
         )
 
     def _reasons_against_joining(self) -> Iterator[str]:
-        """Yields why rows can neither be packed nor run beside rows of other calls."""
+        """Yields the reasons why rows can neither be packed nor run side by side with rows of other
+        calls."""
         yield from self._reasons_against_prompts()
         model = self.model
-        others = self._other_inputs()
+        inputs_reason = self._other_inputs()
         layout = choose_layout(model, self.cache, self.paged_config.batch_invariant)
         self.layout = layout
         reason = layout.unsupported_reason
-        if others is not None:
+        if inputs_reason is not None:
             self.prompts = prompts = self._find_prompts()
             if prompts is None:
-                yield others
+                yield inputs_reason
             elif reason is None:
                 prompts.find_positions(model)
                 capability = Capability(model, self.cache, make_runner)
                 self.verdict = capability.check_prompts(prompts)
                 reason = self.verdict.unsupported_reason
             if reason is not None:
-                yield f"{others}, and {reason}"
+                yield f"{inputs_reason}, and {reason}"
         is_padded = not layout.can_mix_lengths and any(self.paddings)
         if reason is None:
-            yield from _applying(
+            yield from _true_reasons(
                 {
                     Topic.PADDING("padding changes the rows' results"): is_padded,
                     Topic.POSITIONS(
                         "its table of positions grows only in forwards that are not packed"
-                    ): self._outgrows_table(),
+                    ): self._needs_longer_table(),
                     Topic.BATCH("the longest row decides the rotary factors of all"): (
-                        self._shares_factors()
+                        self._mixes_rotary_factors()
                     ),
                 }
             )
@@ -178,15 +179,15 @@ class Candidate:
             yield Topic.PADDING(f"padding changes the rows' results, and {reason}")
 
     def _reasons_against_prompts(self) -> Iterator[str]:
-        """Yields why the prompts are not rows of tokens with left padding alone. If there is no
-        reason, sets `paddings`."""
+        """Yields the reasons why the prompts are not plain rows of tokens, padded only on the left.
+        If there are none, sets `paddings`."""
         model_kwargs = self.model_kwargs
         ids = self.inputs.input_ids
         keep = model_kwargs.get("logits_to_keep")
         keeps_last = isinstance(keep, int) and keep == 1
         has_rows = ids.dim() == 2
         num_tokens = ids.shape[1] + self.num_embedded if has_rows else 0
-        yield from _applying(
+        yield from _true_reasons(
             {
                 Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
                 Topic.OPTIONS("`logits_to_keep` is set"): keep is not None and not keeps_last,
@@ -197,15 +198,15 @@ class Candidate:
             }
         )
         mask = model_kwargs.get("attention_mask")
-        of_rows = [ids]
+        row_tensors = [ids]
         if mask is not None:
             if mask.shape != (len(ids), num_tokens):
                 yield Topic.INPUTS("the attention mask has another shape than the token ids")
-            of_rows.append(mask)
+            row_tensors.append(mask)
         columns = padding_columns(mask, len(ids), num_tokens)
         positions = model_kwargs.get("position_ids")
         repeats = self.call.repeats
-        yield from _applying(
+        yield from _true_reasons(
             {
                 RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
                 Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,
@@ -214,34 +215,35 @@ class Candidate:
                     and (positions.dim() not in (2, 3) or positions.shape[-1] != num_tokens)
                 ),
                 Topic.INPUTS("the rows expanded from one prompt differ"): repeats > 1
-                and any(first_rows(value, repeats) is None for value in of_rows),
+                and any(first_rows(value, repeats) is None for value in row_tensors),
             }
         )
         assert columns is not None
         self.paddings = list(columns[0])
 
     def _other_inputs(self) -> str | None:
-        """Says which inputs the prompts have beyond token ids with consecutive positions; `None` if
-        there are none."""
-        others = list(other_names(self.model_kwargs))
-        if "labels" in others and is_stock(self.model, "prepare_inputs_for_generation"):
-            others.remove("labels")  # transformers' code drops them
-        if others:
-            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(others)}")
+        """Returns a reason that names the inputs of the prompts other than token ids with
+        consecutive positions; `None` if there are none."""
+        names = list(other_names(self.model_kwargs))
+        if "labels" in names and is_stock(self.model, "prepare_inputs_for_generation"):
+            names.remove("labels")  # transformers' code drops them
+        if names:
+            return Topic.INPUTS(f"model inputs other than token ids: {', '.join(names)}")
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
             # (rows, length), or with axes in front
             device = positions.device
             columns = torch.arange(positions.shape[-1], device=device)
             paddings = torch.tensor(self.paddings, device=device)
-            consecutive = columns - paddings[:, None]
-            differs = (positions != consecutive) & (consecutive >= 0)
+            expected = columns - paddings[:, None]
+            differs = (positions != expected) & (expected >= 0)
             if bool(differs.any()):
                 return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
         return None
 
     def _find_prompts(self) -> Prompts | None:
-        """Each prompt once; `None` if the model overrides the expansion of rows."""
+        """Makes `Prompts` with each prompt once; `None` if the model overrides the expansion of
+        rows, so that the prompts are not known."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
             unexpanded = self.inputs.input_ids, self.model_kwargs
@@ -250,24 +252,26 @@ class Candidate:
         is_decoder = bool(self.model.config.is_encoder_decoder)
         return prompts_of(unexpanded, self.model_kwargs, is_decoder)
 
-    def _outgrows_table(self) -> bool:
-        """Whether a row may need more positions than the model's table has in packed forwards."""
+    def _needs_longer_table(self) -> bool:
+        """Whether a row may need more positions than the model's table has, which packed forwards
+        do not grow."""
         limit = self.layout.max_positions
-        if limit is None or not self.layout.grows_unpacked:
+        if limit is None or not self.layout.can_grow_unpacked:
             return False
         longest = self.config.max_length + self.num_embedded - min(self.paddings)
         return longest > limit + 1
 
-    def _shares_factors(self) -> bool:
-        """Whether rows of different lengths would get other rotary factors than each row alone."""
+    def _mixes_rotary_factors(self) -> bool:
+        """Whether the rotary factors of a batch may differ from those that a row gets alone, since
+        rows differ in length."""
         if not any(self.paddings):
             return False
         rope = find_length_rope(self.model, self.model.modules())
         if rope is None:
             return False
-        unpadded = self.inputs.input_ids.shape[1] - max(self.paddings)
-        shortest = rope.factors(unpadded + self.num_embedded)
-        return shortest != rope.factors(self.config.max_length + self.num_embedded)
+        min_length = self.inputs.input_ids.shape[1] - max(self.paddings)
+        min_factors = rope.factors(min_length + self.num_embedded)
+        return min_factors != rope.factors(self.config.max_length + self.num_embedded)
 
     @property
     def num_embedded(self) -> int:
@@ -279,8 +283,9 @@ class Candidate:
         return int(embeds.shape[1] - num_tokens)
 
     def _reasons_against_staying(self, reason: str) -> Iterator[str]:
-        """Yields why rows cannot stay in their batch on the engine; `reason` says why they cannot
-        join others. If there is no reason, sets the layout to that of such rows."""
+        """Yields the reasons why the engine cannot run the rows together, in their original batch;
+        `reason` says why they cannot join others. If there are none, sets the layout of such
+        rows."""
         model = self.model
         repeats = self.call.repeats
         self.prompts = prompts = self.prompts or self._find_prompts()
@@ -289,7 +294,7 @@ class Candidate:
             return
         positions = prompts.position_ids
         num_repeated = len(prompts.input_ids) * repeats
-        yield from _applying(
+        yield from _true_reasons(
             {
                 Topic.OPTIONS(
                     f"the cache is returned (`return_dict_in_generate`), and {reason}"
@@ -303,13 +308,13 @@ class Candidate:
             }
         )
         capability = Capability(model, self.cache, make_runner)
-        why = capability.reason_against_rows(prompts)
-        if why and any(prompts.paddings):  # a model may attend to padding
+        rows_reason = capability.reason_against_rows(prompts)
+        if rows_reason and any(prompts.paddings):  # the model may attend to padding
             prompts.paddings = [0] * len(prompts.paddings)
-            why = capability.reason_against_rows(prompts)
-        if why:
-            yield why if why in reason else f"{reason}, and {why}"
-        prompts.set_join_keys(capability.how_rows_join(prompts))
-        count = capability.max_positions(prompts)
-        self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=count)
+            rows_reason = capability.reason_against_rows(prompts)
+        if rows_reason:
+            yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
+        prompts.set_join_keys(capability.join_requirements(prompts))
+        max_positions = capability.max_positions(prompts)
+        self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=max_positions)
         self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

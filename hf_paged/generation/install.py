@@ -38,21 +38,21 @@ from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
-from ..model.sharding import alone, deferring
+from ..model.sharding import deferring_signals, reserving
 from ..switches import NOTHING
 from ..topics import Topic
 from .after_import import after_import, forget_import
 from .batch_call import batch_of
-from .call import Call, caches_in, current, prepared, rows_per_prompt
+from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method
 from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
 _PEFT = "peft.peft_model"
-_RENAMED = "past_key_values"  # an argument that newer versions of transformers have renamed
+_OLD_CACHE_NAME = "past_key_values"  # before newer versions of transformers renamed the argument
 
 _lock = forks.lock()
-_is_default = False  # whether calls that name no cache are paged
+_is_paged_by_default = False  # whether calls that name no cache use a paged cache
 
 
 # -- replacements of GenerationMixin methods -----------------------------------------------------
@@ -69,17 +69,22 @@ def _generate(generate: Invocation) -> Any:
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
-            # transformers would pass a call with "paged" to its continuous batching before it
-            # prepares anything
+            # transformers would serve "paged" by its continuous batching, before any preparation
             kwargs["cache_implementation"] = NAME
         streamer = kwargs.get("streamer")
         if isinstance(streamer, (list, tuple)):
             kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
     elif isinstance(requested, str):
-        close = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
-        if close:
-            raise ValueError(f"`cache_implementation` is {requested!r}: did you mean {close[0]!r}?")
-    elif requested is None and not _is_default and generate.option("cache_config") is not None:
+        close_matches = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
+        if close_matches:
+            raise ValueError(
+                f"`cache_implementation` is {requested!r}: did you mean {close_matches[0]!r}?"
+            )
+    elif (
+        requested is None
+        and not _is_paged_by_default
+        and generate.option("cache_config") is not None
+    ):
         warn_once(
             model,
             Topic.NOT_PAGED(
@@ -88,9 +93,9 @@ def _generate(generate: Invocation) -> Any:
                 ' cache_implementation="paged", or leave `cache_config` out'
             ),
         )
-    prepared.set(None)
+    prepared_call.set(None)
     _wrap_overrides(type(model))
-    run = _run_untraced if is_requested or _is_default else _run
+    run = _run_untraced if is_requested or _is_paged_by_default else _run
     return run(generate, is_requested)
 
 
@@ -106,12 +111,12 @@ def _run(generate: Invocation, is_requested: bool) -> Any:
         return generate.run()
 
 
-_run_untraced = torch.compiler.disable(_run)  # a compiled function may call `generate`
+_run_untraced = torch.compiler.disable(_run)  # for compiled functions that call `generate`
 
 
 def _check_arguments(generate: Invocation) -> None:
-    """Raises `ValueError` early for arguments that would fail after allocation, or whose error
-    would not name them."""
+    """Raises `ValueError` or `TypeError` for arguments that would otherwise fail after memory has
+    been allocated, or with an error that does not name them."""
     model = generate.model
     kwargs = generate.kwargs
     config = generate.generation_config
@@ -125,7 +130,7 @@ def _check_arguments(generate: Invocation) -> None:
             f" cache_config={{{options_text}}}"
         )
     ids = _checked_ids(generate)
-    for name in (_RENAMED, *compat.CACHE_NAMES):
+    for name in (_OLD_CACHE_NAME, *compat.CACHE_NAMES):
         cache = kwargs.get(name)
         if isinstance(cache, (str, Mapping, PagedConfig)):
             raise ValueError(
@@ -152,8 +157,8 @@ def _check_arguments(generate: Invocation) -> None:
 
 
 def _checked_ids(generate: Invocation) -> Any:
-    """The argument with the prompts' token ids, of any type. Raises `ValueError` if it is invalid
-    and the model takes only token ids."""
+    """Returns the argument with the prompts' token ids. Raises `ValueError` for a mapping and, if
+    the model takes only token ids, for invalid ones."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None
@@ -165,49 +170,53 @@ def _checked_ids(generate: Invocation) -> Any:
         )
     main_input = getattr(model, "main_input_name", None)
     if main_input == "input_ids" and not model.config.is_encoder_decoder:
-        has_more = any(kwargs.get(name) is not None for name in ("inputs_embeds", _RENAMED))
-        is_alone = not has_more and not caches_in(kwargs)
-        mask = kwargs.get("attention_mask") if is_alone else None
-        check_ids(ids, mask, is_alone)
+        has_other_inputs = any(
+            kwargs.get(name) is not None for name in ("inputs_embeds", _OLD_CACHE_NAME)
+        )
+        is_whole_prompt = not has_other_inputs and not caches_in(kwargs)
+        mask = kwargs.get("attention_mask") if is_whole_prompt else None
+        check_ids(ids, mask, is_whole_prompt)
     return ids
 
 
 def _prepare_cache(prepare: Invocation) -> Any:
-    if prepare.noted(capturing) is not None:
-        return None  # no loop uses the cache
+    if prepare.value_of(capturing) is not None:
+        return None  # the captured loop does not run, so it needs no cache
     model = prepare.model
     arguments = prepare.bound.arguments
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
-    call = prepare.noted(current)
+    call = prepare.value_of(current_call)
     is_passed = bool(caches_in(model_kwargs))
-    uses_default = _is_default and not is_passed and generation_config.use_cache is not False
-    chosen = generation_config.cache_implementation
+    uses_default = (
+        _is_paged_by_default and not is_passed and generation_config.use_cache is not False
+    )
+    implementation = generation_config.cache_implementation
     config = None
-    if chosen in REQUESTED or (chosen is None and uses_default):
+    if implementation in REQUESTED or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
-        # not "dynamic": assistants copy this config, and transformers refuses that value for them
+        # not "dynamic", which transformers refuses for assistants, whose config copies this one
         generation_config.cache_implementation = None
     result = prepare.run()
-    with deferring(model):
+    with deferring_signals(model):
         if call is None:
             call = Call(model)
-            prepared.set(call)
+            prepared_call.set(call)
         if config is not None and not is_passed:
-            _page(call, config, arguments)
+            _page_caches(call, config, arguments)
         parts = [part for cache in caches_in(model_kwargs) for part in cache_parts(cache)]
         caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
-            call.use_caches(caches, generation_config, is_built=not is_passed)
+            call.use_caches(caches, generation_config, are_built=not is_passed)
         elif config is not None:
             call.note_unpaged(*_why_not_paged(model, is_passed, arguments))
-        if config is not None and config.batch_invariant and not call.built:
+        if config is not None and config.batch_invariant and not call.built_caches:
             raise batch_invariant_error(model, call.reason)
     return result
 
 
 def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
-    """Why a call that requested a paged cache has none, and how it gets one."""
+    """Why a call that requested a paged cache has none, and how it could get one."""
     if is_passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
     if arguments["generation_config"].use_cache is False:
@@ -220,9 +229,9 @@ def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tu
     )
 
 
-def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
-    """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by a
-    `PagedCache` on this memory."""
+def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
+    """Sets the call's memory, and replaces each `DynamicCache` that the model has just built with a
+    `PagedCache` in this memory."""
     model = call.model
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
@@ -230,45 +239,45 @@ def _page(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
     num_prompts = arguments.get("batch_size") or 1
     num_rows = num_prompts * rows_per_prompt(generation_config)
     if call.is_running:
-        call.stack.enter_context(alone(model))
+        call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
     call.memory = memory = memory_for(model, config, lengths)
     if call.is_running:
         memory.begin_call(call)
 
-    def paged(cache: Any, kind: str) -> Any:
+    def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
             return cache
-        twin = PagedCache.from_empty(cache, memory, kind)
+        paged_cache = PagedCache.from_empty(cache, memory, kind)
         if kind == "self":
             blocks_per_row = length // memory.block_size + 1
-            twin.reserve(num_rows * blocks_per_row, num_rows)
+            paged_cache.reserve(num_rows * blocks_per_row, num_rows)
         if generation_config.is_assistant:
-            twin.activate_past_recording()
-        return twin
+            paged_cache.activate_past_recording()
+        return paged_cache
 
     for name in compat.CACHE_NAMES:
         cache = model_kwargs.get(name)
         if isinstance(cache, EncoderDecoderCache):
-            cache.self_attention_cache = paged(cache.self_attention_cache, "self")
-            cache.cross_attention_cache = paged(cache.cross_attention_cache, "cross")
+            cache.self_attention_cache = to_paged(cache.self_attention_cache, "self")
+            cache.cross_attention_cache = to_paged(cache.cross_attention_cache, "cross")
         elif cache is not None:
-            model_kwargs[name] = paged(cache, "self")
+            model_kwargs[name] = to_paged(cache, "self")
 
 
 def _expand_inputs(expand: Invocation) -> Any:
-    call = expand.noted(current)
+    call = expand.value_of(current_call)
     if call is None:
         return expand.run()
     call.note_inputs(**expand.kwargs)
     expanded = expand.run()
     if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
         _, repeated = expanded
-        call.swaps_images |= _swaps_images(expand.kwargs, repeated)
+        call.has_swapped_images |= _has_swapped_images(expand.kwargs, repeated)
     return expanded
 
 
-def _swaps_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
+def _has_swapped_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
     """Whether the expansion repeated images one by one although rows have several images, as
     transformers 5.17 does: `[A, A, B, B]` for two rows that each have the images `[A, B]`."""
     size = inputs.get("expand_size", 1)
@@ -292,20 +301,20 @@ def _loop_call(decode: Invocation, call: Call | None) -> LoopCall:
 
 @guarded
 def _decode(decode: Invocation) -> Any:
-    call = decode.noted(current)
-    capture = decode.noted(capturing)
+    call = decode.value_of(current_call)
+    capture = decode.value_of(capturing)
     if capture is not None:
         return capture.add(_loop_call(decode, call))
-    prepared_call = decode.noted(prepared)
+    bypassing_call = decode.value_of(prepared_call)
     running = NOTHING
-    if prepared_call is not None:
-        prepared.set(None)
-        call = prepared_call
+    if bypassing_call is not None:
+        prepared_call.set(None)
+        call = bypassing_call
         running = call.running()
     with running:
-        if call is not None and call.built:
+        if call is not None and call.built_caches:
             loop_call = _loop_call(decode, call)
-            with deferring(decode.model):
+            with deferring_signals(decode.model):
                 batch = batch_of(call, loop_call)
                 if batch:
                     return batch.run()
@@ -319,20 +328,20 @@ def _decode(decode: Invocation) -> Any:
 
 
 def _encode_media(encode: Invocation) -> Any:
-    if encode.noted(capturing) is None or encode.model.config.is_encoder_decoder:
+    if encode.value_of(capturing) is None or encode.model.config.is_encoder_decoder:
         return encode.run()
     return encode.bound.arguments["model_kwargs"]
 
 
 def _warn_of_padding(warn: Invocation) -> Any:
-    """Skips the check in our steps, which have a mask or no padding: it would wait for the
+    """Skips the check in paged forwards, which have a mask or no padding: it would wait for the
     device."""
     if compat.attention_of(warn.model.config) == NAME:
         return None
     return warn.run()
 
 
-_OF_GENERATION: dict[str, Callable[[Invocation], Any]] = {
+_GENERATION_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     "generate": _generate,
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
@@ -343,17 +352,17 @@ _OF_GENERATION: dict[str, Callable[[Invocation], Any]] = {
     compat.ASSISTED_DECODING: _decode,
 }
 _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
-    **_OF_GENERATION,
+    **_GENERATION_REPLACEMENTS,
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
-"""By class and name of each replaced method: the original, if there was one, and the wrapper in its
-place."""
+"""By class and name of each replaced method: the class's own method, if it had one, and the
+wrapper."""
 
 
 def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
-    """Wraps a method, and the function inside its decorators (`no_grad`, `deprecate_kwarg`): a
-    caller who unwraps `generate` gets ours."""
+    """Wraps a method and, inside its decorators (`no_grad`, `deprecate_kwarg`), the undecorated
+    function, so that a caller who unwraps `generate` also gets a wrapper."""
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -368,8 +377,8 @@ def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Meth
 
 
 def _method(owner: type, name: str) -> Method:
-    """A method of a class, as a function that takes the model first; transformers 5.17 has one that
-    is static."""
+    """Returns a method of a class as a function that takes the model first, also if it is static,
+    as one is in transformers 5.17."""
     function: Method = getattr(owner, name)
 
     def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -380,8 +389,8 @@ def _method(owner: type, name: str) -> Method:
 
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
-    """Replaces a method by `wrapper`, or by one of `_REPLACEMENTS`, unless it is replaced already.
-    Call with `_lock` held."""
+    """Replaces a method with `wrapper`, by default one for its function in `_REPLACEMENTS`, unless
+    it has been replaced already. Called with `_lock` held."""
     if (owner, name) not in _installed:
         if wrapper is None:
             wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
@@ -390,12 +399,12 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
 
 
 def _native() -> rooms.NativeRoom:
-    room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
-    return room
+    native_room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
+    return native_room
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds the methods of continuous batching to `PeftModel`, which then call those of the model
+    """Adds the methods of continuous batching to `PeftModel`, where they call those of the model
     inside."""
     with _lock:
         for name, method in _native().through_wrapper.items():
@@ -404,8 +413,8 @@ def _add_to_peft(module: Any) -> None:
 
 
 def _wrap_overrides(model_class: type) -> None:
-    """Wraps the input expansion of a class that overrides it (Qwen2-VL on transformers 5.17), to
-    note its inputs."""
+    """Wraps the input expansion of a class that overrides it (Qwen2-VL in transformers 5.17), so
+    that calls can store their inputs."""
     name = compat.EXPAND_INPUTS
     owner = next(base for base in model_class.__mro__ if name in vars(base))
     if (owner, name) not in _installed:
@@ -432,16 +441,16 @@ def install(
             names a `cache_implementation`, and no cache is passed. A later call without this option
             does not undo it.
     """
-    global _is_default
+    global _is_paged_by_default
     native = None if continuous_batching is False else _native()
     with _lock:
         if not _installed:
             interface.register()
             compat.allow_cache_implementation(NAME, True)
-            for name in _OF_GENERATION:
+            for name in _GENERATION_REPLACEMENTS:
                 _replace(GenerationMixin, name)
             _replace(PreTrainedModel, compat.WARN_OF_PADDING)
-        _is_default |= by_default
+        _is_paged_by_default |= by_default
         if native is not None:
             config = None if isinstance(continuous_batching, bool) else continuous_batching
             native.set_default(PagedConfig.coerce(config, "continuous_batching"))
@@ -469,9 +478,9 @@ def install_of_environment() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`, except for running calls. Raises `RuntimeError`, before any change, if
+    """Undoes `install`, except for running calls. Raises `RuntimeError`, and changes nothing, if
     another library has wrapped a method since."""
-    global _is_default
+    global _is_paged_by_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
@@ -480,7 +489,7 @@ def uninstall() -> None:
                     " that first"
                 )
                 raise RuntimeError(message)
-        _is_default = False
+        _is_paged_by_default = False
         forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
             _native().destroy_kept()

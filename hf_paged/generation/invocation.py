@@ -1,4 +1,4 @@
-"""`Invocation`: a call of a method of transformers that hf_paged has replaced."""
+"""`Invocation`: a call of a transformers method that hf_paged has replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Method = Callable[..., Any]
 
 @dataclass
 class Invocation:
-    """A call of a method that `install` has replaced."""
+    """A call of a method that `install` has replaced: the original method and the arguments."""
 
     original: Method
     model: Any
@@ -29,20 +29,21 @@ class Invocation:
     def bound(self) -> inspect.BoundArguments:
         return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
 
-    def noted(self, variable: ContextVar[Any]) -> Any:
-        """The variable's value if its model is this one, else `None`."""
+    def value_of(self, variable: ContextVar[Any]) -> Any:
+        """Returns the value of `variable`, which has a `model`, if that is the model of this call;
+        else `None`."""
         value = variable.get()
         return value if value is not None and value.model is self.model else None
 
     @property
     def generation_config(self) -> Any:
-        """The argument `generation_config` of a call of `generate`."""
+        """The argument `generation_config`, if this is a call of `generate`."""
         positional = self.args[1] if len(self.args) > 1 else None
         return self.kwargs.get("generation_config", positional)
 
     def option(self, name: str) -> Any:
-        """The value of an option of `generate`: from the keyword, which may unset it, the argument
-        `generation_config` or the model's config, in this order; `None` if unset."""
+        """Returns the value of an option of `generate`; `None` if it is not set. A keyword, even if
+        it is `None`, precedes the argument `generation_config`, and that the model's config."""
         if name in self.kwargs:
             return self.kwargs[name]
         model_config = getattr(self.model, "generation_config", None)

@@ -1,4 +1,4 @@
-"""Computes one prefill for all rows of a prompt, under transformers' own loop."""
+"""Computes one prefill for all rows of a prompt in transformers' own loop."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from transformers.cache_utils import Cache
 from .. import compat
 from ..cache.paged_cache import PagedCache
 from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
-from ..model.structure import reasons_of_rows
-from .call import current, first_rows
+from ..model.structure import row_dependencies
+from .call import current_call, first_rows
 from .invocation import Invocation
 
 # Python modules of cache layers whose `reorder_cache` repeats all that they hold
-_REPEATABLE_LAYERS = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
+_REPEATABLE_MODULES = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
 
 
 def share_prefill(prefill: Invocation) -> Any:
-    """Computes only one of the rows that were expanded from a prompt, where that gives the same
-    results."""
-    call = prefill.noted(current)
+    """Runs the prefill for only one of the rows that were expanded from each prompt, if this gives
+    the same results, and repeats its outputs."""
+    call = prefill.value_of(current_call)
     arguments = prefill.bound.arguments
     first = None
-    # the original runs chunked prefill
+    # chunked prefill is left to the original
     is_whole = arguments["generation_config"].prefill_chunk_size is None
     if call is not None and call.caches and call.repeats > 1 and is_whole:
-        first = _of_first_rows(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
+        first = _first_row_inputs(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
     if first is None or not _rows_are_independent(prefill.model):
         return prefill.run()
     ids, inputs = first
     arguments["input_ids"] = ids
     arguments["model_kwargs"] = inputs
-    # of each cache, the attributes before the prefill
+    # the attributes of each cache before the prefill
     attributes = {
         id(value): {*vars(value)} for value in inputs.values() if isinstance(value, Cache)
     }
@@ -45,24 +45,24 @@ def share_prefill(prefill: Invocation) -> Any:
     num_prompts = len(ids)
     rows = torch.arange(num_prompts, device=ids.device).repeat_interleave(call.repeats)
     for cache in caches:
-        # reordering the rows of a cache layer can also repeat one
+        # reordering rows can also repeat them
         cache.reorder_cache(rows)
-        if id(cache) in attributes:  # the model's forward may have set tensors of rows on it
+        if id(cache) in attributes:  # the model's forward may have added tensors with rows
             for name in vars(cache).keys() - attributes[id(cache)]:
                 setattr(cache, name, select_rows(name, getattr(cache, name), rows, num_prompts))
     for name, value in outputs.items():
         outputs[name] = select_rows(name, value, rows, num_prompts)
-    call.details["prefills_shared"] = True
+    call.route_fields["prefills_shared"] = True
     return outputs
 
 
-def _of_first_rows(
+def _first_row_inputs(
     input_ids: torch.Tensor,
     model_kwargs: dict[str, Any],
     repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """The inputs of every `repeats`-th row; `None` if the rows that follow it differ, or a cache is
-    not empty."""
+    """Selects the inputs of every `repeats`-th row, of which the following rows are copies; `None`
+    if they are not, if an input cannot be selected by row, or if a cache is not empty."""
     if mismatched_rows(model_kwargs, len(input_ids)) is not None:
         return None
     ids = first_rows(input_ids, repeats)
@@ -77,7 +77,6 @@ def _of_first_rows(
             continue
         is_scalar = isinstance(value, (bool, int, float, str))
         if value is not None and not is_scalar:
-            # scalars have no rows
             if name not in ROW_INPUTS:
                 return None
             if name.endswith("position_ids") and value.dim() != 2:
@@ -89,20 +88,20 @@ def _of_first_rows(
 
 
 def _can_repeat_rows(layer: Any) -> bool:
-    """Whether `reorder_cache` repeats all that a cache layer holds: a model's own class may hold
-    states that an inherited method leaves out."""
+    """Whether `reorder_cache` repeats everything that a cache layer holds. A class of a model may
+    hold states that the method it inherits leaves out."""
     for base in type(layer).__mro__:
-        is_repeatable = base.__module__.startswith(_REPEATABLE_LAYERS)
+        is_repeatable = base.__module__.startswith(_REPEATABLE_MODULES)
         if not is_repeatable and "reorder_cache" not in vars(base):
             return False
     return True
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no dropout, batch-wide experts, user code or per-row
-    module state."""
+    """Whether rows do not affect one another: the model has no dropout, experts with a capacity for
+    the batch, hooks, replaced forwards or states in modules."""
     modules = list(model.modules())
-    if next(reasons_of_rows(model, modules), None) is not None:
+    if next(row_dependencies(model, modules), None) is not None:
         return False
     return not any(
         "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules

@@ -1,5 +1,5 @@
-"""Decides in which layout a model runs: from its modules and config, then by comparing forwards.
-There is no list of model names; `checks` runs the forwards."""
+"""Chooses the layout in which a model runs: from its modules and config, then by comparing forwards
+(`checks`). There is no list of model names."""
 
 from __future__ import annotations
 
@@ -38,68 +38,70 @@ from .checks import (
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
 from .sharding import processes_of
-from .structure import KV_LAYERS, Modules, reasons
+from .structure import KV_LAYERS, Modules, reasons_against
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
 _lock = forks.lock()
-_REFUSED, _OPEN, _DONE = range(3)  # of a check in one process: ruled out, not run yet, run
-# Types of module attributes that determine what a forward computes, such as a function that
-# replaces the class's `forward`.
-_DESCRIBED = {bool, str, types.FunctionType, types.MethodType, functools.partial}
+# states of a check in one process; the least of all processes' states counts
+_RULED_OUT, _PENDING, _DONE = range(3)
+# Types of the module attributes that are part of `_code_key`, since they determine what a forward
+# computes: for example a function that replaces the class's `forward`.
+_KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
     weakref.WeakKeyDictionary()
 )
 
 Verdicts = dict[Hashable, Any]
-"""Verdicts by kind of call. A caller keeps them while weights and configs do not change: for 100
-modules `_checked` takes 1 ms, `_quick_key` 0.15 ms."""
+"""By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller may
+keep verdicts while weights and configs do not change, since looking one up takes 0.15 ms for a
+model of 100 modules, and `_checked` 1 ms."""
 
 
 class Capability:
-    """Checks how rows may go through the model's forwards. `cache`, built for the model, stays
-    empty; `make` makes the runners of the checks; `verdicts` are those that the caller keeps."""
+    """Checks how rows may share the model's forwards. `cache` was built for the model, and stays
+    empty. `make_runner` makes the runners of the checks. `verdicts` are kept by the caller."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        make: MakeRunner,
+        make_runner: MakeRunner,
         verdicts: Verdicts | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._make = make
+        self._make_runner = make_runner
         self._caller_verdicts = verdicts
-        # while a layout is chosen: the model's `_code_key`, which takes a millisecond
-        self._code: Hashable = None
-        self._keeps_code = False
+        # the model's `_code_key`, kept while a layout is chosen: computing it takes a millisecond
+        self._last_code_key: Hashable = None
+        self._keeps_code_key = False
 
     def choose_layout(self) -> Layout:
-        """The best layout in which each sequence gets the results that it gets alone."""
+        """Returns the best layout in which each sequence gets the results that it gets alone."""
         model = self._model
-        with step_lock(model):  # other threads' steps with several adapters put hooks on the model
-            self._keeps_code = True
+        with step_lock(model):  # steps of other threads may put hooks for adapters on the model
+            self._keeps_code_key = True
             try:
                 return self._choose_layout()
             finally:
-                self._keeps_code, self._code = False, None
+                self._keeps_code_key, self._last_code_key = False, None
 
     def _choose_layout(self) -> Layout:
-        packed = self._verdict(self_check, "packed")
-        if isinstance(packed, Layout):
-            return packed
+        packed_verdict = self._verdict(self_check, "packed")
+        if isinstance(packed_verdict, Layout):
+            return packed_verdict
         layout = self._verdict(side_check, "side by side")
         if not isinstance(layout, Layout):
             layout = TOGETHER
         if layout is TOGETHER and not self._model.config.is_encoder_decoder:
             layout = layout._replace(max_positions=self.max_positions())
-        return layout._replace(unsupported_reason=packed)
+        return layout._replace(unsupported_reason=packed_verdict)
 
     def reason_against_invariance(self) -> str | None:
-        """Why a packed model cannot serve `batch_invariant`; the runners must compute each row as
-        if it were alone."""
+        """Why a model that runs packed cannot serve `batch_invariant`; `None` if it can.
+        `make_runner` must make batch-invariant runners."""
         device = compute_device(self._model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
@@ -109,13 +111,14 @@ class Capability:
         return self._verdict(invariance_check, "packed")
 
     def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
-        """Why rows with different adapters of these modules cannot share a packed forward; the
-        runners must give each of three rows another adapter."""
+        """Why rows with different adapters of these modules cannot share a packed forward; `None`
+        if they can. The runners must apply a different adapter to each of three rows."""
         return self._verdict(mixing_check, "packed", kind=modules)
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
-        """Checks `prompts` (`execution.prompts.Prompts`) of a packed model. The verdict holds for
-        all prompts whose inputs have the same names."""
+        """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
+        holds for all prompts with equal `names`, `axis_counts` and `hides_tokens`, if text precedes
+        the content of either all or none of them."""
         has_text = prompts.num_text(self._model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
         verdict = self._verdict(prompts_check, "packed", prompts, kind)
@@ -123,19 +126,19 @@ class Capability:
             return verdict
         return PromptsVerdict(verdict)
 
-    def how_prompts_merge(self, prompts: Any) -> Hashable | None:
-        """A key: one forward may prefill the prompts of several requests if their keys are equal;
-        `None`: each prompt needs its own forward."""
-        likeness = prompts.similarity_key(self._model.config)
-        if likeness is None:
+    def merge_key(self, prompts: Any) -> Hashable | None:
+        """Returns a key for `Prompts` of one request: one forward may prefill the prompts of
+        requests with equal keys. `None`: the prompts need a separate forward."""
+        similarity_key = prompts.similarity_key(self._model.config)
+        if similarity_key is None:
             return None
         kind = prompts.names, prompts.axis_counts
         verdict = self._verdict(merge_check, "packed", prompts, kind)
-        return likeness if verdict is True else None
+        return similarity_key if verdict is True else None
 
     def reason_against_rows(self, prompts: Any) -> str | None:
-        """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout
-        `TOGETHER`."""
+        """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`;
+        `None` if they can."""
         kind = (
             tuple((name, str(type(prompts.model_kwargs[name]))) for name in _input_names(prompts)),
             len(prompts.paddings) > 1,
@@ -146,21 +149,22 @@ class Capability:
         return self._verdict(rows_check, "together", prompts, kind)
 
     def max_positions(self, prompts: Any = None) -> int | None:
-        """`Layout.max_positions` in the layout `TOGETHER`; `prompts`: for a model with an encoder,
-        `Prompts` with its outputs."""
+        """Returns `Layout.max_positions` for the layout `TOGETHER`. `prompts`: `Prompts` with the
+        encoder's outputs, for a model with an encoder."""
         kind = _input_names(prompts) if self._model.config.is_encoder_decoder else ()
         count = self._verdict(positions_check, "together", prompts, kind)
         return None if isinstance(count, str) else count
 
-    def how_rows_join(self, prompts: Any) -> tuple[bool, bool] | None:
-        """The result of `join_check` for these `Prompts`; `None` also for caches or inputs that
-        cannot be joined."""
+    def join_requirements(self, prompts: Any) -> tuple[bool, bool] | None:
+        """Returns the result of `join_check` for these `Prompts`; `None` also for caches or inputs
+        whose rows cannot be joined."""
         cache = self._cache
         if cache.cross is None:
             return None
         names = _input_names(prompts)
-        foreign = {type(layer) for layer in (*cache.layers, *cache.cross.layers)} - KV_LAYERS
-        if foreign or not {"decoder_attention_mask", "decoder_position_ids"}.isdisjoint(names):
+        layer_types = {type(layer) for layer in (*cache.layers, *cache.cross.layers)}
+        unsupported = {"decoder_attention_mask", "decoder_position_ids"}
+        if not layer_types <= KV_LAYERS or not unsupported.isdisjoint(names):
             return None
         kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
         verdict = self._verdict(join_check, "together", prompts, kind)
@@ -173,8 +177,9 @@ class Capability:
         prompts: Any = None,
         kind: Any = None,
     ) -> Any:
-        """The caller's verdict, the first of `structure.reasons`, or the result of `check`, which
-        runs several short forwards once for each state of the model and `kind` of call."""
+        """Returns the verdict that the caller keeps, if it is still valid; else the first of
+        `structure.reasons_against`, or the result of `check`. The check runs several short
+        forwards, once for each state of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._checked(check, layout, prompts, kind)
@@ -191,48 +196,48 @@ class Capability:
         cache = self._cache
         modules = list(model.modules())
         processes = processes_of(model)
-        reason = next(reasons(model, cache, modules, layout), None)
+        reason = next(reasons_against(model, cache, modules, layout), None)
         if reason is not None and processes is None:
             return reason
-        code = self._code or self._find_code(modules)
-        key = _key(check, kind, cache, code)
+        code_key = self._last_code_key or self._find_code_key(modules)
+        key = _key(check, kind, cache, code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
-            state = _DONE if key in verdicts else _OPEN
+            state = _DONE if key in verdicts else _PENDING
         if processes is not None:
-            # modules may differ between processes; either all of them run the check, or none
+            # modules may differ between processes, and either all of them run the check or none
             if reason is not None:
-                state = _REFUSED
+                state = _RULED_OUT
             state = processes.minimum(state)
-            if state == _REFUSED:
+            if state == _RULED_OUT:
                 return reason or Topic.RANKS("another rank cannot use this layout")
         if state == _DONE:
             return verdicts[key]
         try:
             with step_lock(model), timed("self_check"):
-                trial = Trial(model, cache, self._make, prompts)
+                trial = Trial(model, cache, self._make_runner, prompts)
                 verdict = check(trial)
                 # only verdicts that let requests share prefixes depend on what forwards write
                 if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
                     judge_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
-            if not error.lasts:  # the cause may be temporary: the next call checks again
+            if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # the check may have noted what forwards write, which the key depends on
-        _store(model, _key(check, kind, cache, self._find_code(modules)), verdict)
+        # a new key: the check may have noted writes of forwards, which the key leaves out
+        _store(model, _key(check, kind, cache, self._find_code_key(modules)), verdict)
         return verdict
 
-    def _find_code(self, modules: Modules) -> Hashable:
-        """Returns the model's `_code_key`, and keeps it while a layout is chosen."""
-        code = _code_key(self._model, modules)
-        if self._keeps_code:
-            self._code = code
-        return code
+    def _find_code_key(self, modules: Modules) -> Hashable:
+        """Computes the model's `_code_key`, and keeps it while a layout is chosen."""
+        code_key = _code_key(self._model, modules)
+        if self._keeps_code_key:
+            self._last_code_key = code_key
+        return code_key
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
-    """Notes that a packed forward failed for `reason` after `self_check` had passed: while the
+    """Records that a packed forward failed for `reason` although `self_check` had passed: while the
     model stays in this state, `choose_layout` chooses no packed layout."""
     key = _key(self_check, None, cache, _code_key(model, list(model.modules())))
     _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
@@ -245,8 +250,8 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
 
 
 def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
-    """A key that changes with modules, their modes, hooks or forwards: faster than `_code_key`,
-    which covers more."""
+    """A key that changes with modules, their modes, hooks or forwards. It covers less than
+    `_code_key`, and is faster."""
     has_global_hooks = (
         bool(torch_module._global_forward_hooks),
         bool(torch_module._global_forward_pre_hooks),
@@ -267,10 +272,10 @@ def _key(
     check: Callable[..., Any],
     kind: Any,
     cache: PagedCache,
-    code: Hashable,
+    code_key: Hashable,
 ) -> Hashable:
     layers = [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-    return check, kind, tuple(layers), code
+    return check, kind, tuple(layers), code_key
 
 
 def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
@@ -282,26 +287,26 @@ def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward and the shapes of its weights, not their values,
-    computed in about a millisecond. It keeps no model alive."""
-    kinds = tuple((type(module), module.training) for module in modules)
+    """A key for the code of a model's forward and for the shapes of its weights, but not for their
+    values. It is computed in about a millisecond, and keeps no model alive."""
+    module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []
-    shapes: list[torch.Size] = []  # a longer table allows more positions
+    shapes: list[torch.Size] = []  # verdicts depend on them: a longer table has more positions
     write_only = notes_of(model).write_only
     for module in modules:
         skipped = {*FUNCTIONS, *write_only.get(module, ())}
         for name, value in vars(module).items():
-            if type(value) in _DESCRIBED and name not in skipped:
+            if type(value) in _KEYED_TYPES and name not in skipped:
                 attributes.append(value)
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
-    bases = dict.fromkeys(base for kind, _ in kinds for base in kind.__mro__)
+    bases = dict.fromkeys(base for kind, _ in module_types for base in kind.__mro__)
     members = (member for base in bases for member in vars(base).values())
     functions = tuple(member for member in members if isinstance(member, types.FunctionType))
     configs = switchable_configs(modules)
     device = compute_device(model)
     return (
-        kinds,
+        module_types,
         tuple(map(code_of, attributes)),
         functions,
         tuple(map(model_attention, configs)),

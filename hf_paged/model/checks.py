@@ -1,5 +1,5 @@
-"""Checks of layouts: each compares short forwards in a layout, on random tokens or on a call's
-prompts, with plain forwards. `capability` decides which check runs, and keeps its verdict."""
+"""Checks of layouts. Each compares short forwards in a layout with plain forwards, on random tokens
+or on a call's prompts. `capability` decides which check runs, and keeps its verdict."""
 
 from __future__ import annotations
 
@@ -33,89 +33,91 @@ from .trial import (
     sample_tokens,
     scratch_memory,
 )
-from .writes import Write, changed, copied, is_same, note_write
+from .writes import Write, alter_value, copy_value, note_write, values_are_equal
 
 # prompt tokens of the first two sequences
-_FIRST = 8
-_SECOND = 9
-# tokens of the third sequence's first chunk, and of its prompt where it has no chunks
-_CHUNK = 18
-_THIRD = 13
-_PACKED_PROMPTS = (_FIRST, _SECOND, LENGTH)
-# Prompts side by side; decodes beside a chunk after cached tokens; decodes alone, for which the
+_FIRST_LENGTH = 8
+_SECOND_LENGTH = 9
+# tokens of the third sequence's first chunk, and of its prompt if it is not split into chunks
+_CHUNK_LENGTH = 18
+_THIRD_LENGTH = 13
+_PACKED_PROMPT_LENGTHS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
+# Two prompts and a chunk of a third; two decodes and the second chunk; decodes alone, for which the
 # head computes the logits of every token.
 _PACKED_STEPS: tuple[Step, ...] = (
-    ((0, _FIRST), (1, _SECOND), (2, _CHUNK)),
-    ((0, 1), (1, 1), (2, LENGTH - _CHUNK)),
+    ((0, _FIRST_LENGTH), (1, _SECOND_LENGTH), (2, _CHUNK_LENGTH)),
+    ((0, 1), (1, 1), (2, LENGTH - _CHUNK_LENGTH)),
     ((0, 1), (1, 1)),
 )
-_PACKED_ENDS = (
-    *((0, _FIRST), (1, _SECOND)),
-    *((0, _FIRST + 1), (1, _SECOND + 1), (2, LENGTH)),
-    *((0, _FIRST + 2), (1, _SECOND + 2)),
+_PACKED_LOGITS = (
+    *((0, _FIRST_LENGTH), (1, _SECOND_LENGTH)),
+    *((0, _FIRST_LENGTH + 1), (1, _SECOND_LENGTH + 1), (2, LENGTH)),
+    *((0, _FIRST_LENGTH + 2), (1, _SECOND_LENGTH + 2)),
 )
-"""For each of these steps' logits: the row, and the number of tokens that precede them."""
-# A short and a long row; a third row joins them; the long row has left.
+"""For each row of logits that these steps compute: the sequence, and its number of tokens."""
+# A short and a long prompt; their decodes; a third row joins; the long row has left.
 _SIDE_STEPS = (
-    ((0, _FIRST), (2, _THIRD)),
+    ((0, _FIRST_LENGTH), (2, _THIRD_LENGTH)),
     ((0, 1), (2, 1)),
-    ((1, _SECOND), (0, 1), (2, 1)),
+    ((1, _SECOND_LENGTH), (0, 1), (2, 1)),
     ((1, 1), (0, 1)),
 )
-_SIDE_ENDS = (11, 10, 15)  # of the rows' continuations
-# Prompts in two chunks. Second chunks of equal length run side by side: they are shorter than a
-# convolution's kernel, or longer.
+_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
+# Prompts in two chunks. The second chunks are shorter or longer than a convolution's kernel; those
+# of equal length share a forward.
 _CONTINUING_STEPS = (
-    ((0, _FIRST), (2, 12), (1, 4)),
+    ((0, _FIRST_LENGTH), (2, 12), (1, 4)),
     ((0, 3), (2, 3), (1, 6)),
 )
 
 
 def self_check(trial: Trial) -> Layout | str:
-    """Compares packed steps with plain forwards of whole sequences and of decode steps. Returns the
-    packed `Layout`, or how they differ. Raises `ForwardFailedError` if a plain forward fails;
-    out-of-memory errors pass through."""
+    """Compares packed steps with plain forwards, both of whole sequences and token by token.
+    Returns the packed `Layout`, or the reason against it. Raises `ForwardFailedError` if a plain
+    forward fails; out-of-memory errors pass through."""
     model = trial.model
     with trial.forwards():
         rows = sample_tokens(model)
-        whole = model(input_ids=rows, use_cache=False, return_dict=True).logits
-        decoded = trial.plain(rows[:, : _FIRST + 2], _FIRST)
-        padded_rows = rows[:, [0, 0, *range(_FIRST + 1)]]
-        padded = trial.plain(padded_rows, _FIRST + 2, padding=2)
+        whole_logits = model(input_ids=rows, use_cache=False, return_dict=True).logits
+        decode_logits = trial.plain(rows[:, : _FIRST_LENGTH + 2], _FIRST_LENGTH)
+        padded_rows = rows[:, [0, 0, *range(_FIRST_LENGTH + 1)]]
+        padded_logits = trial.plain(padded_rows, _FIRST_LENGTH + 2, padding=2)
     memory = scratch_memory()
     try:
-        packed = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS, memory)
+        packed_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS, memory)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"packed, {error}")
-    alone = torch.stack([whole[row, end - 1] for row, end in _PACKED_ENDS])
-    in_steps = torch.stack([decoded[1, 0], decoded[2, 1], decoded[2, 0]])
-    reason = trial.difference(alone, packed) or trial.difference(
-        in_steps, packed[[2, 3, 5]], "logits of decode steps"
+    expected = torch.stack([whole_logits[row, end - 1] for row, end in _PACKED_LOGITS])
+    expected_decodes = torch.stack([decode_logits[1, 0], decode_logits[2, 1], decode_logits[2, 0]])
+    reason = trial.difference(expected, packed_logits) or trial.difference(
+        expected_decodes, packed_logits[[2, 3, 5]], "logits of decode steps"
     )
     if reason is None:
         # the model's `prepare_inputs_for_generation` may prepare other inputs for a first forward
-        reason = trial.difference(decoded[0], whole[:, _FIRST - 1], "first logits")
+        reason = trial.difference(
+            decode_logits[0], whole_logits[:, _FIRST_LENGTH - 1], "first logits"
+        )
     if reason is not None:
         return reason
     # the model may count padding as positions
-    unpadded = decoded[:2].flatten(0, 1)
-    can_mix_lengths = trial.difference(unpadded, padded.flatten(0, 1)) is None
-    fixed, growing = num_positions(trial)
+    unpadded_logits = decode_logits[:2].flatten(0, 1)
+    padding_difference = trial.difference(unpadded_logits, padded_logits.flatten(0, 1))
+    num_fixed, num_growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
         run_kernels(trial)
-    grows = growing is not None and (fixed is None or growing < fixed)
+    can_grow = num_growing is not None and (num_fixed is None or num_growing < num_fixed)
     return Layout(
-        can_mix_lengths=can_mix_lengths,
-        max_positions=growing if grows else fixed,
-        grows_unpacked=grows,
+        can_mix_lengths=padding_difference is None,
+        max_positions=num_growing if can_grow else num_fixed,
+        can_grow_unpacked=can_grow,
         layers=memory.layers(),
     )
 
 
 def run_kernels(trial: Trial) -> None:
-    """Computes a packed prompt and a decode step in blocks of the size and dtype of the model's
-    cache, unless the checks' blocks have the same: kernels that cannot run fail here, before a
-    request needs them (`kernels.triton.launch`)."""
+    """Computes a packed prompt and a decode step in blocks like those of the model's cache, unless
+    the other checks use such blocks: kernels that cannot run fail here, before a request needs
+    them (`kernels.triton.launch`)."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -134,7 +136,7 @@ def run_kernels(trial: Trial) -> None:
         )
         trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
-        # memory may not suffice for large blocks: requests then wait for them
+        # large blocks may not fit in memory: requests then wait for them
         if not _is_expected(error):
             raise
 
@@ -147,17 +149,18 @@ def _is_expected(error: Exception) -> bool:
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why the logits of a step are not bitwise equal to those of each row alone, or those of a
-    prefill to those of decodes; `None` if they are. Raises as `self_check`."""
+    """Why rows are not batch-invariant: the logits of a step are not bitwise equal to those of each
+    row alone, or those of a prefill to those of decodes. `None` if they are equal. Raises as
+    `self_check`."""
     layout = self_check(trial)
     if isinstance(layout, str):
         return layout
     rows = sample_tokens(trial.model)
-    end = _FIRST + 2
-    at_once = trial.run(Layout(), rows, (end, _SECOND, LENGTH), [((0, end),)])
-    together, alone = _together_and_alone(trial, rows)
-    decoded = alone[_PACKED_ENDS.index((0, end))]
-    if torch.equal(together, alone) and torch.equal(at_once[0], decoded):
+    end = _FIRST_LENGTH + 2
+    prefill_logits = trial.run(Layout(), rows, (end, _SECOND_LENGTH, LENGTH), [((0, end),)])
+    batched, single = _batched_and_single_logits(trial, rows)
+    decode_logits = single[_PACKED_LOGITS.index((0, end))]
+    if torch.equal(batched, single) and torch.equal(prefill_logits[0], decode_logits):
         return None
     return Topic.BATCH_INVARIANT("its forward does not compute every row by itself")
 
@@ -165,108 +168,112 @@ def invariance_check(trial: Trial) -> str | None:
 def mixing_check(trial: Trial) -> str | None:
     """How the logits of rows in one step differ from those of each row alone; `None` if they
     agree. Raises as `self_check`."""
-    together, alone = _together_and_alone(trial, sample_tokens(trial.model))
-    return trial.difference(alone, together, how="with several adapters in a forward")
+    batched, single = _batched_and_single_logits(trial, sample_tokens(trial.model))
+    return trial.difference(single, batched, how="with several adapters in a forward")
 
 
-def _together_and_alone(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The logits of `_PACKED_STEPS`, and those of the same rows when each runs alone: both
-    `(len(_PACKED_ENDS), vocab_size)`."""
-    together = trial.run(Layout(), rows, _PACKED_PROMPTS, _PACKED_STEPS)
-    alone = torch.empty_like(together)
-    for row, prompt in enumerate(_PACKED_PROMPTS):
-        indices = [index for index, (number, _) in enumerate(_PACKED_ENDS) if number == row]
-        prefill = ((row, prompt),)
+    `(len(_PACKED_LOGITS), vocab_size)`."""
+    batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
+    single = torch.empty_like(batched)
+    for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
+        indices = [index for index, (owner, _) in enumerate(_PACKED_LOGITS) if owner == row]
+        prefill = ((row, prompt_length),)
         decodes = [((row, 1),)] * (len(indices) - 1)
-        alone[indices] = trial.run(Layout(), rows, _PACKED_PROMPTS, [prefill, *decodes])
-    return together, alone
+        single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
+    return batched, single
 
 
 def side_check(trial: Trial) -> Layout:
-    """Compares rows that run side by side, join and leave, with plain forwards. Raises as
-    `self_check`."""
+    """Compares rows that run side by side, join and leave, with plain forwards. Returns the layout
+    of such rows, or `TOGETHER` if their results differ. Raises as `self_check`."""
     model = trial.model
-    prompts = _FIRST, _SECOND, _THIRD
-    in_steps = []
-    at_once = []
+    prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
+    decode_logits = []
+    prefill_logits = []
     with trial.forwards():
         rows = sample_tokens(model)
-        for row, prompt, end in zip(rows.split(1), prompts, _SIDE_ENDS):
-            in_steps.append(trial.plain(row[:, :end], prompt)[:, 0])
-            at_once.append(trial.plain(row[:, :end], end)[0, 0])
-    decoded = torch.stack([logits[-1] for logits in in_steps])
-    depends_on_splits = trial.difference(decoded, torch.stack(at_once)) is not None
-    logits_of_row = list(map(iter, in_steps))
-    expected = torch.stack([next(logits_of_row[row]) for step in _SIDE_STEPS for row, _ in step])
+        for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_LENGTHS):
+            decode_logits.append(trial.plain(row[:, :length], prompt_length)[:, 0])
+            prefill_logits.append(trial.plain(row[:, :length], length)[0, 0])
+    last_logits = torch.stack([logits[-1] for logits in decode_logits])
+    depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
+    row_logits = list(map(iter, decode_logits))
+    expected = torch.stack([next(row_logits[row]) for step in _SIDE_STEPS for row, _ in step])
     for can_mix_lengths in (True, False):
         layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
-            computed = trial.run(layout, rows, prompts, _SIDE_STEPS, memory)
+            computed = trial.run(layout, rows, prompt_lengths, _SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
-                    can_chunk=not depends_on_splits and _can_chunk(trial, layout, rows, at_once),
+                    can_chunk=(
+                        not depends_on_splits and _can_chunk(trial, layout, rows, prefill_logits)
+                    ),
                     max_positions=num_positions(trial)[0],
                     layers=memory.layers(),
                 )
     return TOGETHER
 
 
-def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, at_once: list[Tensor]) -> bool:
-    """Whether prompts computed in chunks have the logits of `at_once`, the same prompts computed
-    whole."""
-    short, middle, long = at_once
+def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, prefill_logits: list[Tensor]) -> bool:
+    """Whether prompts computed in chunks have the `prefill_logits` of the same prompts computed as
+    a whole."""
+    short, middle, long = prefill_logits
     with contextlib.suppress(ForwardFailedError):
-        computed = trial.run(layout, rows, _SIDE_ENDS, _CONTINUING_STEPS)
+        computed = trial.run(layout, rows, _SIDE_LENGTHS, _CONTINUING_STEPS)
         return trial.difference(torch.stack([short, long, middle]), computed) is None
     return False
 
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
-    own loop. Returns how they differ, or `None`. Raises as `self_check`."""
+    own loop. Returns the reason against rows that leave, or `None`. Raises as `self_check`."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
-    others = copy.deepcopy(prompts)
-    plain: list[Tensor] = []
+    plain_prompts = copy.deepcopy(prompts)
+    plain_logits: list[Tensor] = []
     with trial.forwards(by_engine=True):
         ids = prompts.input_ids
-        twin = trial.cache.empty_twin(memory)
-        inputs = {**others.model_kwargs, compat.cache_name(model): with_cross(twin)}
+        plain_cache = trial.cache.empty_twin(memory)
+        inputs = {**plain_prompts.model_kwargs, compat.cache_name(model): with_cross(plain_cache)}
         for step in range(3):
-            logits, inputs = next_logits(model, ids, inputs, begins=not step)
-            plain.append(logits)
-            new = logits.argmax(-1, keepdim=True)
-            ids = torch.cat([ids, new], dim=1)
-    if twin.cross is not None:
-        num_attended = twin.cross.get_seq_length()
+            logits, inputs = next_logits(model, ids, inputs, is_first_step=not step)
+            plain_logits.append(logits)
+            new_tokens = logits.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, new_tokens], dim=1)
+    if plain_cache.cross is not None:
+        num_attended = plain_cache.cross.get_seq_length()
         if num_attended not in (0, prompts.num_encoder_tokens):
             return Topic.ENCODER(
                 "its decoder attends to another number of tokens than its encoder returns"
             )
-    after = tensors_of(others.model_kwargs)
+    after = tensors_of(plain_prompts.model_kwargs)
     before = tensors_of(prompts.model_kwargs)
-    if not all(map(is_same, after, before)):
+    if not all(map(values_are_equal, after, before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
     runner = TrialRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
-    a, b = order[-1], order[0]  # rows with the most padding and with the least
+    most_padded, least_padded = order[-1], order[0]
     try:
-        all_rows = runner.advance_apart(*rows)
-        fork = dataclasses.replace(rows[b], blocks=runner.manager.fork(rows[b].blocks))
-        forked = runner.advance_apart(rows[b], fork)
-        alone = plain[1][[a]]
-        if a != b:
-            alone = runner.advance_apart(rows[a])
-        fork_alone = runner.advance_apart(fork)
+        first_step = runner.advance_apart(*rows)
+        row = rows[least_padded]
+        fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
+        forked_step = runner.advance_apart(row, fork)
+        single_step = plain_logits[1][[most_padded]]
+        if most_padded != least_padded:
+            single_step = runner.advance_apart(rows[most_padded])
+        fork_step = runner.advance_apart(fork)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"without all rows of its batch, {error}")
-    computed = torch.cat([all_rows, forked, alone, fork_alone])
-    at_first, at_second, at_third = plain
-    expected = torch.cat([at_first, at_second[[b, b, a]], at_third[[b]]])
-    trial.dtypes |= {getattr(layer, "dtype", None) for layer in twin.layers}
+    computed = torch.cat([first_step, forked_step, single_step, fork_step])
+    first, second, third = plain_logits
+    second_rows = second[[least_padded, least_padded, most_padded]]
+    expected = torch.cat([first, second_rows, third[[least_padded]]])
+    trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
     return trial.difference(expected, computed, how="without all rows of its batch")
 
 
@@ -276,41 +283,41 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     `self_check`."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
-    first = _single(trial.prompts, width, 1)
-    like = _single(trial.prompts, width, -1)
-    shorter = _single(trial.prompts, max(1, width - 3), -1)
-    new = sample_tokens(model)[:1, :3]
+    first = _single_row(trial.prompts, width, 1)
+    equal_second = _single_row(trial.prompts, width, -1)
+    shorter_second = _single_row(trial.prompts, max(1, width - 3), -1)
+    new_tokens = sample_tokens(model)[:1, :3]
 
-    def compute(second: Any, verdict: tuple[bool, bool], joins: bool) -> Tensor:
-        """The logits of both rows, which begin together; unless lengths must be equal, one row then
-        computes a token more than the other."""
+    def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
+        """The logits of both rows, which begin together. Unless their lengths must be equal, one
+        row then computes one token more than the other."""
         for single in (first, second):
             single.join_key = None
-            single.set_join_keys(verdict if joins else None)
+            single.set_join_keys(verdict if can_join else None)
         runner = TrialRunner(trial, TOGETHER)
-        (a,) = runner.add_prompts(first, new)
-        (b,) = runner.add_prompts(second, new.flip(1))
-        logits = [runner.advance_apart(a, b)]
+        (first_row,) = runner.add_prompts(first, new_tokens)
+        (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
+        logits = [runner.advance_apart(first_row, second_row)]
         if not verdict[0]:
-            logits.append(runner.advance_apart(a))
-        logits.append(runner.advance_apart(a, b))
-        logits.append(runner.advance_apart(a, b))
+            logits.append(runner.advance_apart(first_row))
+        logits.append(runner.advance_apart(first_row, second_row))
+        logits.append(runner.advance_apart(first_row, second_row))
         return torch.cat(logits)
 
     encoders_must_be_equal = (False, True) if width > 1 else (True,)
     for verdict in itertools.product((False, True), encoders_must_be_equal):
-        second = like if verdict[1] else shorter
+        second = equal_second if verdict[1] else shorter_second
         with contextlib.suppress(ForwardFailedError):
-            alone = compute(second, verdict, joins=False)
-            joined = compute(second, verdict, joins=True)
-            if first.join_key is not None and trial.difference(alone, joined) is None:
+            separate = compute(second, verdict, can_join=False)
+            joined = compute(second, verdict, can_join=True)
+            if first.join_key is not None and trial.difference(separate, joined) is None:
                 return verdict
     return None
 
 
-def _single(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts` with its encoder's tokens cut to `width`. `sign` -1 negates its
-    content, so that swapped rows differ."""
+def _single_row(prompts: Any, width: int, sign: int) -> Any:
+    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates its
+    floating-point inputs, so that an exchange of two rows would change the logits."""
     num_encoded = prompts.num_encoder_tokens
     single = copy.deepcopy(prompts)
 
@@ -328,8 +335,8 @@ def _single(prompts: Any, width: int, sign: int) -> Any:
 
 
 def positions_check(trial: Trial) -> int | None:
-    """How many tokens of a row the model's tables of positions allow; for a model with an encoder,
-    of a row of `Prompts`."""
+    """How many tokens of a row the model's tables of positions allow; `None`: no limit is known. A
+    model with an encoder gets the encoder inputs of the trial's `Prompts`."""
     encoder_inputs = {}
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))
@@ -339,56 +346,61 @@ def positions_check(trial: Trial) -> int | None:
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
     """Compares prompts that the model's own forward computes, and packed decode steps after them,
-    with plain forwards. Then recomputes each prompt's end, which follows its images or other
-    content, in a packed step; and a single prompt by the model's own forward behind its first
-    text, which a packed step computed without the content. Raises as `self_check`."""
+    with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
+    step recomputes the end of each prompt, which follows its images or other content. For
+    `can_begin_behind_text`, a packed step computes the text before a single prompt's content, and
+    the model's own forward the rest of the prompt. Raises as `self_check`."""
     model, prompts = trial.model, trial.prompts
-    new = sample_tokens(model)[:1, :2]  # stand for generated tokens
+    new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():
-        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new)
+        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new_tokens)
     with trial.forwards(by_engine=True):
         runner = TrialRunner(trial, Layout())
         if runner.runner.rope is not None:
             return PromptsVerdict(
                 Topic.BATCH("its rotary embedding depends on the longest position of a prompt")
             )
-        rows = runner.add_prompts(prompts, new)
+        rows = runner.add_prompts(prompts, new_tokens)
         packed = runner.advance(rows, num_steps=3)
         reason = trial.difference(plain.flatten(0, 1), packed, "logits after a prompt")
-        if reason is not None or not _forget_ends(runner, rows, prompts.keys(model.config)):
+        if reason is not None or not _drop_ends(runner, rows, prompts.keys(model.config)):
             return PromptsVerdict(reason)
         if trial.difference(plain[0], runner.advance(rows)) is not None:
             return PromptsVerdict()
-    begins_behind_text = False
+    can_begin_behind_text = False
     num_text = prompts.num_text(model.config)
     if num_text:
         with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
-            behind = _behind_text(TrialRunner(trial, Layout()), prompts, new, num_text)
-            begins_behind_text = trial.difference(plain[:2, 0], behind) is None
-    return PromptsVerdict(None, True, begins_behind_text)
+            logits = _logits_behind_text(
+                TrialRunner(trial, Layout()), prompts, new_tokens, num_text
+            )
+            can_begin_behind_text = trial.difference(plain[:2, 0], logits) is None
+    return PromptsVerdict(None, True, can_begin_behind_text)
 
 
-def _forget_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
-    """Drops the tokens that rows computed behind the content of their prompts; `False` if rows
-    cannot compute them again."""
+def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
+    """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
+    none, if a row could not recompute them."""
     if keys is None:
         return False
-    firsts = [max(1, key.num_content) for key in keys]
-    for row, first in zip(rows, firsts):
-        if first >= row.num_prompt_tokens:
+    content_ends = [max(1, key.num_content) for key in keys]
+    for row, end in zip(rows, content_ends):
+        if end >= row.num_prompt_tokens:
             return False
         for group, table in zip(runner.manager.groups, row.blocks.tables):
-            if table.first_token > group.spec.first_visible(first):
+            if table.first_token > group.spec.first_visible(end):
                 return False
-    for row, first in zip(rows, firsts):
-        runner.manager.truncate(row.blocks, first)
-        row.num_computed_tokens = first
+    for row, end in zip(rows, content_ends):
+        runner.manager.truncate(row.blocks, end)
+        row.num_computed_tokens = end
     return True
 
 
-def _behind_text(runner: TrialRunner, prompts: Any, new: Tensor, num_text: int) -> Tensor:
+def _logits_behind_text(
+    runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
+) -> Tensor:
     """The logits of two steps of the only row of `Prompts`, whose first text is already cached."""
-    (row,) = runner.add_prompts(prompts, new)
+    (row,) = runner.add_prompts(prompts, new_tokens)
     text = runner.add(row.tokens, num_text)
     runner.advance([text])
     row = dataclasses.replace(
@@ -398,82 +410,84 @@ def _behind_text(runner: TrialRunner, prompts: Any, new: Tensor, num_text: int) 
 
 
 def merge_check(trial: Trial) -> bool:
-    """Compares one forward of `prompts` and of longer prompts with other images, and a packed
-    decode step after it, with plain forwards of either."""
+    """Whether one forward of `prompts` and of longer prompts with other images, and a packed decode
+    step after it, have the logits of plain forwards of each."""
     model, prompts = trial.model, trial.prompts
-    first, new = sample_tokens(model)[:1, :2].split(1, dim=1)
-    longer = prompts.longer(int(first))
+    text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
+    longer = prompts.longer(int(text_token))
     try:
         with trial.forwards():
             plain = [
-                trial.decode(part.input_ids, part.model_kwargs, new) for part in (prompts, longer)
+                trial.decode(part.input_ids, part.model_kwargs, new_token)
+                for part in (prompts, longer)
             ]
         with trial.forwards(by_engine=True):
-            together = prompts.merged((longer,), pad_token_id(model))
+            merged = prompts.merged((longer,), pad_token_id(model))
             longer.find_positions(model)
-            together.find_positions(model)
-            if together.axes != [*prompts.axes, *longer.axes]:
+            merged.find_positions(model)
+            if merged.axes != [*prompts.axes, *longer.axes]:
                 return False  # the model counts padding as positions
             runner = TrialRunner(trial, Layout())
-            packed = runner.advance(runner.add_prompts(together, new), num_steps=2)
+            packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
         return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
-    except Exception as error:  # memory may suffice for separate forwards
+    except Exception as error:  # separate forwards may still fit in memory
         if not _is_expected(error):
             raise
         return False
 
 
-Key = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
-Writes = dict[Key, Write]
+WriteKey = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
+Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes which attributes every forward of the trial writes and none reads, and which a forward
-    reads although a forward of the engine wrote them."""
-    last: Writes = {}
-    by_engine = set[Key]()
+    """Notes the attributes that each forward of the trial overwrites and none reads, and those that
+    a forward of the engine wrote and a later forward reads."""
+    last_writes: Writes = {}
+    by_engine = set[WriteKey]()
     for write in trial.writes:
         key = id(write.table), write.name
-        last[key] = write
+        last_writes[key] = write
         if write.by_engine:
             by_engine.add(key)
-    if not last:
+    if not last_writes:
         return
-    expected, _ = _logits_behind(trial, last)
+    expected, _ = _logits_after(trial, last_writes)
     if expected is None:
         return
-    groups: dict[tuple[type, str], list[Key]] = {}
-    for key, write in last.items():
+    groups: dict[tuple[type, str], list[WriteKey]] = {}
+    for key, write in last_writes.items():
         attribute = type(write.module), write.name
         groups.setdefault(attribute, []).append(key)
     for keys in groups.values():
-        altered = dict(last)
+        altered = dict(last_writes)
         for key in keys:
-            altered[key] = last[key]._replace(after=changed(last[key].after))
-        if all(is_same(altered[key].after, last[key].after) for key in keys):
-            continue  # this type has no other value
-        logits, overwritten = _logits_behind(trial, altered)
+            write = last_writes[key]
+            altered[key] = write._replace(after=alter_value(write.after))
+        if all(values_are_equal(altered[key].after, last_writes[key].after) for key in keys):
+            continue  # there is no other value of this type
+        logits, overwritten = _logits_after(trial, altered)
         is_read = logits is None or not torch.equal(logits, expected)
         for key in overwritten.intersection(keys):
             if not is_read or key in by_engine:
-                note_write(trial.model, last[key], is_read)
+                note_write(trial.model, last_writes[key], is_read)
 
 
-def _logits_behind(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Key]]:
-    """The logits of a forward that begins with the values `after` of these writes, `None` if it
-    fails, and the keys of those that it overwrites."""
-    overwritten = set[Key]()
+def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
+    """The logits of a forward that begins with the values `after` of these writes, or `None` if it
+    fails; and the keys of the writes that it overwrites."""
+    overwritten = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
-        row = sample_tokens(trial.model)[:1, : _FIRST + 1]
+        row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():
-            write.table[write.name] = copied(write.after)
+            write.table[write.name] = copy_value(write.after)
         prompts = trial.prompts
         if prompts is None:
-            logits = trial.plain(row, _FIRST)
+            logits = trial.plain(row, _FIRST_LENGTH)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
         for key, write in writes.items():
-            if not is_same(write.table.get(write.name), write.after):
+            if not values_are_equal(write.table.get(write.name), write.after):
                 overwritten.add(key)
         return logits, overwritten
     return None, set()

@@ -1,4 +1,5 @@
-"""Hashes the code of functions, equally in every process, and lists the names that it reads."""
+"""Hashes the code of functions, with the same result in every process, and lists the names that the
+code reads."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from typing import Any
 
 from .values import SCALARS
 
-# Attributes of a code object, without file names and lines; Python has the table of exceptions from
+# Attributes of a code object, without file names and lines. `co_exceptiontable` exists from Python
 # 3.11 on.
-_PARTS = (
+_HASHED_ATTRIBUTES = (
     "co_code",
     "co_exceptiontable",
     "co_names",
@@ -29,15 +30,16 @@ _PARTS = (
 
 
 def globals_module(function: Any) -> str:
-    """The name of the Python module whose globals a function reads; `__module__` may name that of a
-    wrapped function."""
+    """The name of the Python module whose globals a function reads. The `__module__` of a wrapper
+    may name the module of the function inside."""
     return str(function.__globals__.get("__name__"))
 
 
 @functools.lru_cache(maxsize=8192)
 def names_of(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes in code, and in the functions, comprehensions and
-    generators inside it; also its strings that are identifiers, which may name attributes."""
+    """The names of globals and attributes in `code` and in the functions, comprehensions and
+    generators inside; also string constants that are identifiers, since they may name
+    attributes."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if type(constant) is str and constant.isidentifier():
@@ -49,17 +51,17 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8192)
 def code_hash(code: types.CodeType) -> str:
-    # version 2 of the format does not depend on reference counts
-    return hashlib.sha256(marshal.dumps(_described(code), 2)).hexdigest()
+    # the bytes of format version 2 do not depend on reference counts
+    return hashlib.sha256(marshal.dumps(_describe(code), 2)).hexdigest()
 
 
-def _described(value: Any) -> Any:
-    """Code, or a constant of it, as values that are equal in every process: sets have no hash
-    order."""
+def _describe(value: Any) -> Any:
+    """Converts code, or one of its constants, to values that are equal in every process; sets are
+    sorted, since their order depends on hashes."""
     if isinstance(value, types.CodeType):
-        return [_described(getattr(value, name, b"")) for name in _PARTS]
+        return [_describe(getattr(value, name, b"")) for name in _HASHED_ATTRIBUTES]
     if isinstance(value, (tuple, frozenset)):
-        parts = [_described(item) for item in value]
+        parts = [_describe(item) for item in value]
         if isinstance(value, frozenset):
             parts = sorted(parts, key=repr)
         return type(value).__name__, parts

@@ -1,5 +1,5 @@
-"""Finds the hooks, wrappers and compiled code that libraries and users put around modules' forwards
-or in place of them."""
+"""Finds the hooks and wrappers that libraries and user code add to modules' forwards, and the
+device on which these forwards compute."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-_NONE: list[Any] = []
+_NO_HOOKS: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Libraries whose hooks move inputs, cast them or require their gradients, and do not depend on
-# token positions.
+# Libraries whose hooks only move or cast inputs, or require their gradients, whatever the positions
+# of the tokens.
 _LIBRARIES = (
     "accelerate.",
     "peft.",
@@ -27,45 +27,45 @@ _LIBRARIES = (
 
 
 def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers that a module holds itself."""
+    """The parameters and buffers of a module, without those of its submodules."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in tensors if tensor is not None]
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether transformers left the hook after a call with `output_hidden_states`; it does nothing
-    in other calls."""
+    """Whether a hook is one that transformers keeps after a call with `output_hidden_states`, and
+    that does nothing in other calls."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's hooks of torch and accelerate: pre-forward, forward, then accelerate's
-    wrappers."""
+    """A module's pre-forward hooks, then its forward hooks, then those that accelerate wraps around
+    its forward."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
-    around = () if hook is None else getattr(hook, "hooks", (hook,))
-    if not (around or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
+    wrapping_hooks = () if hook is None else getattr(hook, "hooks", (hook,))
+    if not (wrapping_hooks or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
         # the usual case
-        return _NONE
+        return _NO_HOOKS
     return [
         *attributes["_forward_pre_hooks"].values(),
         *attributes["_forward_hooks"].values(),
-        *around,
+        *wrapping_hooks,
     ]
 
 
 def has_foreign_hook(module: nn.Module) -> bool:
-    """Whether hooks of user code see the module's inputs or outputs."""
+    """Whether hooks of user code get the module's inputs or outputs."""
     hooks = hooks_of(module)
     return bool(hooks) and not all(
-        str(getattr(x, "__module__", "")).startswith(_LIBRARIES) for x in hooks
+        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks
     )
 
 
 def code_of(function: Any, visited: set[int] | None = None) -> Any:
-    """A hashable key of what a function, method, callable object, wrapper or hook computes: its
-    code, the scalars in its closure or attributes, and the keys of callables there. Equal for
-    callables that were created alike; keeps code and classes alive."""
+    """A hashable key for the computation of a function, method, callable object, wrapper or hook:
+    its code, the scalars in its closure, defaults and attributes, and the keys of callables among
+    these. Callables that were created alike have equal keys. A key keeps code and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
         return function
@@ -94,8 +94,8 @@ def code_of(function: Any, visited: set[int] | None = None) -> Any:
 
 
 def compute_device(model: Any) -> torch.device:
-    """The device on which the model's forward computes: that of its weights, or, if accelerate
-    offloads them, the device that it loads them to."""
+    """The device on which the model's forward computes: that of its weights or, if accelerate
+    offloads them, the one to which it loads them."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

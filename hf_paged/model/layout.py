@@ -1,4 +1,4 @@
-"""Verdicts of a model's checks: how its rows may go through forwards."""
+"""The verdicts of a model's checks: how its rows may share forwards."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from ..cache.kv_blocks import LayerKV
 
 
 class Layout(NamedTuple):
-    """How rows go through a model's forward: packed, or as rectangles if `unsupported_reason` is
+    """How rows share a model's forward: packed, or as rectangles if `unsupported_reason` is
     set."""
 
     unsupported_reason: str | None = None
-    # prompts of different lengths may share a forward, since padding changes no result; else only
-    # prompts of equal length
+    # prompts of different lengths may share a forward, since padding changes no result; if not,
+    # only prompts of equal length may
     can_mix_lengths: bool = True
-    # rows of any requests may share a forward; else rows stay in the batch that they began in, with
-    # everything that the model's own loop carries (`TOGETHER`)
+    # rows of any requests may share a forward; if not, rows stay in the batch in which they began,
+    # with everything that the model's own loop carries from step to step (`TOGETHER`)
     is_side_by_side: bool = True
     can_chunk: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
     # prefill and token-by-token decode give different logits, so a recompute must split the tokens
     # into the steps of the first run
     depends_on_splits: bool = False
-    # most tokens of a sequence that the model's tables of positions allow; `None`: no limit
+    # maximum number of tokens of a sequence, by the model's tables of positions; `None`: no limit
     max_positions: int | None = None
-    # whether forwards that are not packed grow that table when they need it
-    grows_unpacked: bool = False
+    # whether forwards that are not packed grow these tables on demand
+    can_grow_unpacked: bool = False
     # the K/V that the cache's layers store, if rows may join and leave
     layers: tuple[LayerKV, ...] = ()
 
     @property
     def reason_against_drafts(self) -> str | None:
-        """Why a row cannot verify several draft tokens in one forward and roll back rejected
-        ones."""
+        """Why a row cannot verify several draft tokens in one forward and roll back the rejected
+        ones; `None` if it can."""
         if self.is_side_by_side and self.can_chunk:
             return None
         return self.unsupported_reason
 
     @property
     def reason(self) -> str:
-        """The `reason` of a [`Route`] with this layout."""
+        """The `reason` of a [`Route`] that uses this layout."""
         if self.unsupported_reason is None:
             return "packed forwards under the engine's scheduler"
         how = "rows stay in their original batch under the engine's scheduler"
@@ -49,12 +49,12 @@ class Layout(NamedTuple):
 
 
 class PromptsVerdict(NamedTuple):
-    """Whether decoding may run packed after the model's own forward computed prompts that are more
-    than token ids."""
+    """Whether rows may decode packed after the model's own forward has computed their prompts,
+    which are more than token ids."""
 
     unsupported_reason: str | None = None
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
-    begins_behind_text: bool = False  # the model's own forward may begin behind cached text
+    can_begin_behind_text: bool = False  # the model's own forward may begin behind cached text
 
 
 TOGETHER = Layout(

@@ -13,8 +13,8 @@ from ..topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# options of `from_pretrained` that say where files are; configs and tokenizers take them, too
-_SOURCE = {
+# options of `from_pretrained` that locate files, which also configs and tokenizers accept
+_SOURCE_OPTIONS = {
     "cache_dir",
     "code_revision",
     "force_download",
@@ -27,38 +27,38 @@ _SOURCE = {
 }
 
 
-def load_model(name_or_path: str | os.PathLike[str], **loading: Any) -> Any:
-    """Loads a model of the class that its config names, else a causal language model; from the
-    folder of a PEFT adapter, the base model with the adapter. `loading` are arguments of
-    `from_pretrained` (`dtype`, `device_map`, ...), which raises the errors."""
+def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
+    """Loads a model of the class that its config names, or a causal language model if it names
+    none; from the folder of a PEFT adapter, the base model with the adapter. `options` are those of
+    `from_pretrained` (`dtype`, `device_map`, ...), whose errors pass through."""
     try:
-        config = AutoConfig.from_pretrained(name_or_path, **_source_of(loading))
+        config = AutoConfig.from_pretrained(name_or_path, **_source_options(options))
         architectures = config.architectures
     except (OSError, ValueError):
-        # an adapter without a config, or no model: `from_pretrained` then raises
+        # an adapter without a config; if there is no model at all, `from_pretrained` raises below
         architectures = None
     name = (architectures or [""])[0]
     model_class = getattr(transformers, name, AutoModelForCausalLM)
-    return model_class.from_pretrained(name_or_path, **loading)
+    return model_class.from_pretrained(name_or_path, **options)
 
 
-def _source_of(loading: dict[str, Any]) -> dict[str, Any]:
-    return {name: loading[name] for name in _SOURCE if name in loading}
+def _source_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in _SOURCE_OPTIONS if name in options}
 
 
-def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **loading: Any) -> Any:
-    """Loads the tokenizer of the model or, for an adapter without one, of its base model; `None` if
-    there is none."""
-    source = _source_of(loading)
+def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: Any) -> Any:
+    """Loads the tokenizer of the model or, for an adapter without one, of its base model. Returns
+    `None`, with a warning, if there is none."""
+    source_options = _source_options(options)
     error: Exception | None = None
     for name in dict.fromkeys((str(name_or_path), model.name_or_path)):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, **source)
+            tokenizer = AutoTokenizer.from_pretrained(name, **source_options)
         except (OSError, ValueError) as failure:
             error = error or failure
         else:
-            # without files, transformers makes a tokenizer that has only the class's special tokens
-            # and T5's space marker
+            # without files, transformers makes a tokenizer that has only the special tokens of its
+            # class and, for T5, the marker of spaces
             if len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1:
                 return tokenizer
     message = (

@@ -1,4 +1,4 @@
-"""One step of transformers' decoding loop for a model, and the inputs that the loop carries from
+"""One step of a model in transformers' decoding loop, and the inputs that the loop carries from
 step to step."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
 
 
 def pad_token_id(model: Any) -> int:
-    """The token id of left padding: the config's, or 0, since the mask hides it."""
+    """The token id for left padding: the config's, or 0 if it has none, since the mask hides
+    padding."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
@@ -42,16 +43,16 @@ def next_logits(
     model: Any,
     ids: Tensor,
     inputs: dict[str, Any],
-    begins: bool,
+    is_first_step: bool,
     num_new: int = 1,
     num_logits: int = 1,
     num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Runs one step. Returns the logits `(rows * num_logits, vocab_size)` after each of the last
-    `num_logits` tokens of `ids`, and the inputs of the next step. `num_new` and `num_cached` as in
-    `prepare`."""
-    prepared = prepare(model, ids, inputs, begins, num_new, num_cached)
-    if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it to 1
+    `num_logits` tokens of `ids` `(rows, length)`, and the inputs of the next step. The other
+    arguments are those of `prepare`."""
+    prepared = prepare(model, ids, inputs, is_first_step, num_new, num_cached)
+    if num_logits > 1 and "logits_to_keep" in prepared:  # the model's preparation may set it to 1
         prepared["logits_to_keep"] = num_logits
     outputs = model(**prepared, return_dict=True)
     logits = outputs.logits[:, -num_logits:].flatten(0, 1)
@@ -62,24 +63,24 @@ def prepare(
     model: Any,
     ids: Tensor,
     inputs: dict[str, Any],
-    begins: bool,
+    is_first_step: bool,
     num_new: int = 1,
     num_cached: int = 0,
 ) -> dict[str, Any]:
-    """Returns the arguments of the model's forward. Only the last `num_new` tokens of `ids` are
-    new; if the rows begin, all but the first `num_cached`."""
+    """Returns the arguments of the model's forward. In the first step of the rows, all tokens of
+    `ids` `(rows, length)` but the first `num_cached` are new; later only the last `num_new`."""
     has_encoder = bool(model.config.is_encoder_decoder)
     embeds = inputs.get("inputs_embeds")
-    new = embeds if begins and embeds is not None and not has_encoder else ids
-    count = new.shape[1] - num_cached if begins else num_new
+    tokens = embeds if is_first_step and embeds is not None and not has_encoder else ids
+    count = tokens.shape[1] - num_cached if is_first_step else num_new
     prepared: dict[str, Any] = model.prepare_inputs_for_generation(
-        ids, next_sequence_length=count, is_first_iteration=begins, **inputs
+        ids, next_sequence_length=count, is_first_iteration=is_first_step, **inputs
     )
     return prepared
 
 
 def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inputs from which the next step is prepared, after a forward's `outputs`."""
+    """Returns the inputs from which `prepare` prepares the next step. `outputs`: the forward's."""
     has_encoder = bool(model.config.is_encoder_decoder)
     updated: dict[str, Any] = compat.update_inputs(
         model, outputs, inputs, is_encoder_decoder=has_encoder
@@ -109,7 +110,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# Inputs whose first dimension are the rows, in every model; positions may have axes in front.
+# Inputs whose first dimension is the batch, in every model; positions may have axes before it.
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",
@@ -122,31 +123,31 @@ ROW_INPUTS = {
 }
 
 
-def mismatched_rows(inputs: Mapping[str, Any], rows: int) -> str | None:
-    """Names an input that has neither one row nor `rows`; `None` if there is none."""
+def mismatched_rows(inputs: Mapping[str, Any], num_rows: int) -> str | None:
+    """Returns a message about an input with neither 1 nor `num_rows` rows; `None` if there is
+    none."""
     for name in sorted(ROW_INPUTS & inputs.keys()):
         value = inputs[name]
         if isinstance(value, Tensor) and value.dim():
             count = value.shape[max(0, value.dim() - 2) if name.endswith("position_ids") else 0]
-            if count not in (1, rows):
-                return f"`{name}` has {count} rows, but `input_ids` has {rows}"
+            if count not in (1, num_rows):
+                return f"`{name}` has {count} rows, but `input_ids` has {num_rows}"
     return None
 
 
-def select_rows(name: str, value: Any, rows: Tensor, count: int) -> Any:
-    """Selects rows `(n,)` from the input or output `name` of a batch of `count` rows. Values
-    without these rows stay whole."""
+def select_rows(name: str, value: Any, rows: Tensor, num_rows: int) -> Any:
+    """Selects `rows` `(n,)` from the input or output `name` of a batch of `num_rows` rows. Tensors
+    without a batch dimension are returned whole."""
 
     def select(x: Tensor) -> Tensor:
         # the axis along which transformers repeats rows
         axis = 0
         if name.endswith("position_ids") and x.dim() == 3:
             axis = 1
-        elif name.endswith(
-            "hidden_states"
-        ):  # (..., rows, length, width): Gemma3n has axes in front
+        elif name.endswith("hidden_states"):
+            # (..., rows, length, width): Gemma3n has axes before the rows
             axis = max(0, x.dim() - 3)
-        if x.dim() > axis and x.shape[axis] == count:
+        if x.dim() > axis and x.shape[axis] == num_rows:
             return x.index_select(axis, rows.to(x.device))
         return x
 
@@ -162,9 +163,9 @@ def first_row(prompts: Any) -> dict[str, Any]:
 
 
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
-    """Concatenates an input of several batches along rows. A tensor with as many columns as
-    `widths` says of its batch is first padded with zeros on the left, or cut there, to `width`
-    columns."""
+    """Concatenates an input of several batches along rows. `widths` has the number of columns of
+    each batch: tensors with that many columns are first padded with zeros, or cut, on the left to
+    `width` columns."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]
@@ -177,13 +178,13 @@ def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
         return first
     return torch.cat(
         [
-            _aligned(x, width) if x.dim() > 1 and x.shape[1] == old else x
+            _align_right(x, width) if x.dim() > 1 and x.shape[1] == old else x
             for x, old in zip(values, widths)
         ]
     )
 
 
-def _aligned(x: Tensor, width: int) -> Tensor:
+def _align_right(x: Tensor, width: int) -> Tensor:
     missing = width - x.shape[1]
     if missing < 0:
         return x[:, -missing:]

@@ -1,5 +1,5 @@
-"""Recognises the tables of positions that a model's forward reads, and counts the positions that
-they hold."""
+"""Finds the tables of positions that a model's forward reads, and counts the positions that they
+hold."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .own_loop import first_inputs
 from .trial import ForwardFailedError, Trial, sample_tokens
-from .values import addresses_of, kept_tensors
+from .values import addresses_of, tensors_of_model
 
 _aten = torch.ops.aten
-# tokens of the prompt, and steps behind it, that show which tables a forward reads
-_NUM_PROBED = 4
+# prompt tokens and decode steps of the forwards whose reads are observed
+_NUM_PROMPT_TOKENS = 4
 _NUM_STEPS = 3
 
 
 class PositionTable(NamedTuple):
-    """An axis of a tensor, of which a forward reads index `offset + position`."""
+    """An axis of a tensor that a forward reads at index `offset + position` alone."""
 
     size: int
     offset: int
-    # whether the tensor is a parameter, which no forward replaces by a longer one
+    # whether the tensor is a parameter, which forwards never replace by a longer one
     is_parameter: bool
 
 
 class PositionReads(TorchDispatchMode):
-    """Wraps a forward of the one token at `position`: collects in `tables` the axes of which the
-    forward reads a single index. Raises `IndexError` before a read past an axis's end, which would
-    end the process on a GPU."""
+    """Observes a forward of the single token at `position`: collects in `tables` the axes that the
+    forward reads at a single index. Raises `IndexError` before a read past the end of an axis,
+    which on a GPU would abort the process."""
 
     def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
         self.position = position
         self.tables = set[PositionTable]()
-        self._addresses = addresses_of(kept_tensors(model))
+        self._addresses = addresses_of(tensors_of_model(model))
 
     def __torch_dispatch__(
         self,
@@ -47,7 +47,7 @@ class PositionReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for size, indices in self._reads(func.overloadpacket, args):
+        for size, indices in self._axis_reads(func.overloadpacket, args):
             if indices and max(indices) >= size:
                 raise IndexError(f"index {max(indices)} is read of an axis of {size}")
             if len(indices) == 1:
@@ -58,30 +58,31 @@ class PositionReads(TorchDispatchMode):
                 )
         return func(*args, **(kwargs or {}))
 
-    def _reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
+    def _axis_reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         """Returns the size of each axis that an operation reads in part, and the indices that it
-        reads; of a slice, one end."""
+        reads. A slice counts as one index: its last or, if it is read from the end of the axis, its
+        first, counted from that end."""
         if kind is _aten.embedding:
-            return [(len(args[0]), _values(args[1]))]
+            return [(len(args[0]), _index_values(args[1]))]
         if kind in (_aten.gather, _aten.index_select) and args[0].dim():
-            return [(args[0].shape[args[1]], _values(args[2]))]
+            return [(args[0].shape[args[1]], _index_values(args[2]))]
         if kind is _aten.index:
             reads = []
             for size, index in zip(args[0].shape, args[1]):
                 if index is not None and index.dtype in (torch.int64, torch.int32):
-                    reads.append((size, _values(index)))
+                    reads.append((size, _index_values(index)))
             return reads
         if kind is not _aten.slice or len(args) < 4:
             return []
         _, axis, start, end = args[:4]
         size = args[0].shape[axis]
-        takes_start = not start or start < 0  # `x[:end]`
-        takes_end = not takes_start and (end is None or end >= size)
-        # Code slices intermediate tensors for many reasons. So only slices of the model's own
-        # tensors count, and slices `x[start:]` (MPT reads its table from the end).
-        if not takes_end and self._addresses.isdisjoint(addresses_of(args[:1])):
+        is_head_slice = not start or start < 0  # `x[:end]`
+        is_tail_slice = not is_head_slice and (end is None or end >= size)
+        # Code slices intermediate tensors for many reasons. So of these only `x[start:]` counts
+        # (MPT reads its table from the end), and of the model's own tensors any slice.
+        if not is_tail_slice and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
-        if takes_start:
+        if is_head_slice:
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table read from its end
             # an empty slice is no error
@@ -89,15 +90,15 @@ class PositionReads(TorchDispatchMode):
         return [(size, {end - 1})]
 
 
-def _values(index: Tensor) -> set[int]:
+def _index_values(index: Tensor) -> set[int]:
     return set(index.flatten().tolist())
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts the model's buffers with an axis of `size`, and the tensors among its modules'
+    """Cuts the model's buffers with an axis of `size`, and such tensors among its modules'
     attributes, to `length` on that axis; returns whether there are any. The caller restores the
-    attributes of modules."""
-    is_shorter = False
+    modules."""
+    has_cut = False
     for module in model.modules():
         for tensors in (module._buffers, vars(module)):
             for name, value in list(tensors.items()):
@@ -107,60 +108,61 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
                     and size in value.shape
                 ):
                     tensors[name] = value.narrow(value.shape.index(size), 0, length)
-                    is_shorter = True
-    return is_shorter
+                    has_cut = True
+    return has_cut
 
 
 def num_positions(
     trial: Trial, encoder_inputs: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
-    """Returns the number of positions that the model's fixed tables hold, and that of the tables
-    that its forward grows when needed; `None` if there are none or a forward fails.
-    `encoder_inputs`: for a model with an encoder. A table is an axis of which each step reads one
-    index, which follows that of the step before."""
+    """Returns the number of positions that the model's fixed tables hold, and the number that its
+    growing tables hold, which the forward replaces when they are too short. Either is `None` if
+    there is no such table or a forward fails. A table is an axis that each step reads at one index,
+    one further than the step before. `encoder_inputs`: those of a model with an encoder."""
     try:
-        tables = _tables(trial, encoder_inputs)
+        tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:
         return None, None
     fixed: list[int] = []
     growing: list[int] = []
     for table in tables:
-        counts = growing if _grows(trial, encoder_inputs, table) else fixed
+        counts = growing if _can_grow(trial, encoder_inputs, table) else fixed
         counts.append(table.size - table.offset)
     return min(fixed, default=None), min(growing, default=None)
 
 
-def _grows(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
-    """Whether forwards grow a table that was cut to one position less than they need."""
+def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
+    """Whether forwards grow a table after it was cut to one position less than they need."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
-            length = table.offset + _NUM_PROBED + _NUM_STEPS - 1
-            _tables(trial, encoder_inputs, table.size, length)
+            length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
+            _find_tables(trial, encoder_inputs, table.size, length)
             return True
     return False
 
 
-def _tables(
+def _find_tables(
     trial: Trial, encoder_inputs: dict[str, Any] | None, size: int = 0, length: int = 0
 ) -> set[PositionTable]:
-    """The tables that decode steps read, after buffers of `size` are cut to `length`."""
+    """Returns the tables that decode steps read. With a `size`, first cuts buffers of that size to
+    `length`."""
     model = trial.model
     with trial.forwards():
         if size and not shorten(model, size, length):
             raise IndexError("the table is not a buffer")
-        columns = [0] * (_NUM_PROBED + _NUM_STEPS)
+        columns = [0] * (_NUM_PROMPT_TOKENS + _NUM_STEPS)
         ids = sample_tokens(model)[:1, columns]
-        prompt = ids[:, :_NUM_PROBED]
+        prompt = ids[:, :_NUM_PROMPT_TOKENS]
         inputs = first_inputs(model, prompt, torch.ones_like(prompt), None)
         if encoder_inputs:
-            del inputs["attention_mask"]  # the forward would take it as the encoder's
+            del inputs["attention_mask"]  # the forward would use it for the encoder
             inputs |= encoder_inputs
         tables_by_step: list[set[PositionTable]] = []
 
-        def reading(length: int) -> PositionReads:
+        def observe(length: int) -> PositionReads:
             reads = PositionReads(length - 1, model)
             tables_by_step.append(reads.tables)
             return reads
 
-        trial.decode(prompt, inputs, ids[:, _NUM_PROBED:], reading)
+        trial.decode(prompt, inputs, ids[:, _NUM_PROMPT_TOKENS:], observe)
         return set.intersection(*tables_by_step[1:])

@@ -1,4 +1,4 @@
-"""Reads everything in a model that its forward depends on. `state` compares what was read."""
+"""Reads everything in a model that its forward depends on. `state` compares such readings."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from .values import (
     SCALARS,
     STANDARD,
     attributes_of,
-    is_users,
+    is_user_module,
     package_of,
 )
 from .writes import notes_of
 
-_NAMED = (type, types.ModuleType)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_TORCH_SCALARS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NAMED_TYPES = (type, types.ModuleType)
+_FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
+_TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
-MARSHAL_VERSION = 2  # its bytes depend on values alone; those of later versions on reference counts
-# Attributes that do not affect the forward, the path that the model was loaded from among them.
+MARSHAL_VERSION = 2  # bytes of later versions depend on reference counts, too
+# Attributes that do not affect the forward; `name_or_path` says where the model was loaded from.
 _IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
-# Classes of these modules load, save or generate; no forward depends on them.
-_UNRELATED = (
+# No forward depends on classes of these modules, which load, save or generate.
+_UNRELATED_MODULES = (
     "abc",
     "builtins",
     "torch.nn.modules.module",
@@ -61,8 +61,8 @@ _UNRELATED = (
     "transformers.modeling_utils",
     "transformers.utils",
 )
-# Objects of the standard library that their `repr` describes.
-_SHOWN: tuple[type, ...] = (
+# Types of the standard library whose `repr` describes an object completely.
+_REPR_TYPES: tuple[type, ...] = (
     numbers.Number,
     datetime.date,
     datetime.time,
@@ -73,63 +73,66 @@ _SHOWN: tuple[type, ...] = (
     slice,
     ctypes._SimpleCData,
 )
-_CONTAINERS = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
-_DICTS = (dict, types.MappingProxyType)
-_ARRAYS = (np.ndarray, bytearray, array.array)
-# Values that differ between threads, and modules of the standard library whose functions return
-# changing values.
-_UNDETECTABLE = (ContextVar, threading.local)
-_CHANGING = {"contextvars", "random", "threading", "time"}
-_ENVIRONMENT = {"environ", "getenv"}  # of `os`
-_REPRESENTED = (bool, int, float, str, np.generic, *_TORCH_SCALARS)
-# Values of user classes and modules that are read, beside scalars.
-_DATA: tuple[type, ...] = (
-    *_CONTAINERS,
+_CONTAINER_TYPES = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
+_DICT_TYPES = (dict, types.MappingProxyType)
+_ARRAY_TYPES = (np.ndarray, bytearray, array.array)
+# Types whose values differ between threads, and modules of the standard library whose functions
+# return changing values.
+_UNDETECTABLE_TYPES = (ContextVar, threading.local)
+_CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
+_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
+_SCALAR_TYPES = (bool, int, float, str, np.generic, *_TORCH_SCALAR_TYPES)
+# Types of the values in user classes and modules that are read, beside `SCALARS`.
+_DATA_TYPES: tuple[type, ...] = (
+    *_CONTAINER_TYPES,
     types.SimpleNamespace,
     Tensor,
-    *_ARRAYS,
+    *_ARRAY_TYPES,
     enum.Enum,
-    *_REPRESENTED,
-    *_SHOWN,
-    *_UNDETECTABLE,
+    *_SCALAR_TYPES,
+    *_REPR_TYPES,
+    *_UNDETECTABLE_TYPES,
 )
-# methods that forwards do not call
-_SETUP = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
+# Methods that forwards do not call.
+_SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 _MAX_PLAIN_OBJECTS = 1000  # maximum number of objects whose attributes are read
 _MAX_ITEMS = 1000  # maximum number of items of a container in a closure or a Python module
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
 
 class Reading:
-    """The parts of a model, described in `structure`, and the objects that hold them, which can be
-    read again."""
+    """The parts of a model on which its forward depends: described in `structure`, and the objects
+    that hold them, so that they can be read again. A method that is named after a kind of value
+    describes one such value, in lists, tuples and scalars that `marshal` can write."""
 
     def __init__(self, model: nn.Module) -> None:
-        # names a value that user code reads and whose changes cannot be detected
+        # message about a value that user code reads and whose changes cannot be detected
         self.undetectable: str | None = None
-        self.tensors = list[Tensor]()  # distinct tensors, which `structure` names by number
+        self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
         self._all_tensors = list[Tensor]()  # also other views of the same memory
         self._objects = list[Any]()  # modules, configs and plain objects, in order of discovery
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
-        self._num_plain = 0
-        self._kinds = set[type]()  # classes described so far
+        self._num_plain_objects = 0
+        self._classes = set[type]()  # described so far
         self._packages = set[str]()  # of user code
         self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
         # methods of user classes that no code has named yet, by name
         self._methods = dict[str, list[Any]]()
-        self._functions = deque[Any]()  # to be followed
-        self._followed = set[Any]()
-        self._reads_mode = False  # whether user code reads `training`
-        self._closed = list[Any]()  # scalars in closures' objects, which a hook may collect
+        self._functions = deque[Any]()  # whose globals are still to be described
+        self._followed = set[Any]()  # functions whose globals have been described
+        self._reads_training = False  # whether user code reads `training`
+        # scalars in the objects of closures, where a hook may collect results
+        self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
         # dicts with entries that no forward reads, and a dict of these entries
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
         # modules, dicts, lists, functions of user code and cells, whose referents are compared
         self._owners = list[Any]()
-        self._iterated = list[Iterable[Any]]()  # dicts whose keys matter, values behind proxies
-        self._globals = list[tuple[dict[str, Any], str]]()  # with the name that code reads there
+        # dicts, whose keys are compared, and the values of mapping proxies
+        self._iterated = list[Iterable[Any]]()
+        self._globals = list[tuple[dict[str, Any], str]]()  # namespaces and the names read there
         self._arrays = list[Any]()
         self._write_only = notes_of(model).write_only
         self._number(model)
@@ -144,7 +147,7 @@ class Reading:
                 described.append(self._follow(self._functions.popleft()))
         self._modules = [item for item in self._objects if isinstance(item, nn.Module)]
         self._modes = [module.training for module in self._modules]
-        if self._reads_mode:
+        if self._reads_training:
             described.append(self._modes)
         self.structure = marshal.dumps(described, MARSHAL_VERSION)
 
@@ -157,7 +160,7 @@ class Reading:
             self._owners.append(vars(item))
         if isinstance(item, nn.Module):
             return kind, self._module(item)
-        # a config's private attributes are notes of transformers
+        # the private attributes of configs are transformers' own bookkeeping
         is_config = hasattr(item, "to_dict")
         attributes = []
         for name, value in attributes_of(item):
@@ -173,18 +176,18 @@ class Reading:
         return number
 
     def _class(self, kind: type) -> list[Any]:
-        """The functions and scalars of a class and its bases, at its first use; also the data of
-        user classes."""
+        """Describes the functions and scalars of a class and its bases, and the data of user
+        classes; after the first time, only the class's name."""
         described: list[Any] = [kind.__qualname__]
-        if kind in self._kinds:
+        if kind in self._classes:
             return described
-        self._kinds.add(kind)
+        self._classes.add(kind)
         for base in kind.__mro__:
-            if base.__module__.startswith(_UNRELATED):
+            if base.__module__.startswith(_UNRELATED_MODULES):
                 continue
             self._owners += gc.get_referents(vars(base))  # the dict behind the proxy
-            is_of_user = is_users(base.__module__)
-            if is_of_user:
+            is_user_class = is_user_module(base.__module__)
+            if is_user_class:
                 self._packages.add(package_of(base.__module__))
             for name, value in vars(base).items():
                 if isinstance(value, (staticmethod, classmethod)):
@@ -192,11 +195,11 @@ class Reading:
                 elif isinstance(value, property):
                     value = value.fget
                 if isinstance(value, types.FunctionType):
-                    self._method(name, value)
+                    self._add_method(name, value)
                     described.append((name, self._function(value, 0)))
                 elif name[:2] == "__" or name in NOTES:
                     continue
-                elif type(value) in SCALARS or (is_of_user and isinstance(value, _DATA)):
+                elif type(value) in SCALARS or (is_user_class and isinstance(value, _DATA_TYPES)):
                     described.append((name, self._value(value)))
         return described
 
@@ -229,8 +232,8 @@ class Reading:
         return described
 
     def _table(self, table: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
-        """The parameters, buffers or modules of a module."""
-        if not isinstance(table, dict):  # in traced modules
+        """Describes the parameters, buffers or submodules of a module."""
+        if not isinstance(table, dict):  # of a traced module
             self._owners.append(table)
         elif write_only.keys().isdisjoint(table):
             self._tables.append(table)
@@ -251,24 +254,24 @@ class Reading:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return "module", self._number(value)
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, _CONTAINER_TYPES):
             return self._container(value, depth)
         if isinstance(value, enum.Enum):
             return kind.__qualname__, value.name
-        if isinstance(value, _REPRESENTED):
+        if isinstance(value, _SCALAR_TYPES):
             return kind.__qualname__, repr(value)
-        if isinstance(value, _ARRAYS):
+        if isinstance(value, _ARRAY_TYPES):
             return self._array(value)
         if depth == _MAX_DEPTH:  # functions may hold one another
             return "object", kind.__qualname__
-        if isinstance(value, _FUNCTIONS):
+        if isinstance(value, _FUNCTION_TYPES):
             return self._callable(value, depth)
-        if isinstance(value, (types.BuiltinFunctionType, *_NAMED)):
+        if isinstance(value, (types.BuiltinFunctionType, *_NAMED_TYPES)):
             return self._named(value)
-        return self._other(value, depth)
+        return self._instance(value, depth)
 
-    def _inner(self, depth: int, *items: Any) -> list[Any]:
-        """The descriptions of the items that a value at this depth holds."""
+    def _items(self, depth: int, *items: Any) -> list[Any]:
+        """Describes the items of a value at this depth."""
         return [self._value(item, depth + 1) for item in items]
 
     def _container(self, value: Any, depth: int) -> Any:
@@ -276,11 +279,11 @@ class Reading:
         kind = type(value)
         if depth == _MAX_DEPTH:
             return kind.__qualname__, len(value)
-        if isinstance(value, _DICTS):
+        if isinstance(value, _DICT_TYPES):
             value = itertools.chain.from_iterable(value.items())
         items = [*value]  # a vocabulary may have millions
         if not SCALARS.issuperset(map(type, items)):
-            items = self._inner(depth, *items)
+            items = self._items(depth, *items)
         if issubclass(kind, (set, frozenset)):
             items = sorted(items, key=repr)
         return kind.__qualname__, items
@@ -295,23 +298,23 @@ class Reading:
 
     def _callable(self, value: Any, depth: int) -> Any:
         if isinstance(value, functools.partial):
-            return "partial", self._inner(depth, value.func, value.args, value.keywords)
+            return "partial", self._items(depth, value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
-            return "method", self._inner(depth, value.__func__, value.__self__)
+            return "method", self._items(depth, value.__func__, value.__self__)
         self._functions.append(value)
         return self._function(value, depth)
 
     def _named(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
             return "named", value.__name__
-        if isinstance(value, type) and is_users(value.__module__):
+        if isinstance(value, type) and is_user_module(value.__module__):
             return "class", self._number(value)
         return "named", value.__module__, value.__qualname__
 
-    def _other(self, value: Any, depth: int) -> Any:
-        """An object that is neither data nor code."""
+    def _instance(self, value: Any, depth: int) -> Any:
+        """Describes an object that is neither data nor code."""
         kind = type(value)
-        if isinstance(value, _UNDETECTABLE):
+        if isinstance(value, _UNDETECTABLE_TYPES):
             self.undetectable = (
                 f"its code reads a {kind.__qualname__}, which may change between steps"
             )
@@ -319,11 +322,11 @@ class Reading:
         if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
         is_numbered = id(value) in self._object_numbers
-        is_read = is_users(kind.__module__) and self._num_plain < _MAX_PLAIN_OBJECTS
+        is_read = is_user_module(kind.__module__) and self._num_plain_objects < _MAX_PLAIN_OBJECTS
         if is_read or is_numbered:
-            self._num_plain += not is_numbered
+            self._num_plain_objects += not is_numbered
             return "object", self._number(value)
-        return "object", self._called(value, depth)
+        return "object", self._library_object(value, depth)
 
     def _watch_container(self, value: Any) -> None:
         if isinstance(value, types.MappingProxyType):
@@ -334,22 +337,22 @@ class Reading:
                 self._iterated.append(value)
 
     def _standard(self, value: Any, depth: int) -> Any:
-        """Describes an object of the standard library, by its `repr` where that is complete, else
-        by its scalars."""
-        if isinstance(value, _SHOWN):
+        """Describes an object of the standard library by its `repr` if that is complete, else by
+        its scalars."""
+        if isinstance(value, _REPR_TYPES):
             return repr(value)
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
             # `UserDict`, `ChainMap`
             return self._value(vars(value), depth + 1)
-        return self._called(value, depth), self._scalars(value)
+        return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """The scalars in a container, or among an object's attributes; other values by their
-        type."""
-        container = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", {})
+        """Describes the items of a container, or an object's attributes: scalars by their values,
+        others by their types."""
+        container = value if isinstance(value, _CONTAINER_TYPES) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]
-        items = container.items() if isinstance(container, _DICTS) else enumerate(container)
+        items = container.items() if isinstance(container, _DICT_TYPES) else enumerate(container)
         scalars = []
         for key, item in itertools.islice(items, _MAX_ITEMS):
             if type(key) not in SCALARS:
@@ -361,7 +364,7 @@ class Reading:
 
     def _function(self, function: Any, depth: int) -> Any:
         attributes = None
-        if is_users(globals_module(function)):
+        if is_user_module(globals_module(function)):
             self._owners.append(function)
             attributes = self._value(vars(function), depth + 1)
         defaults = (function.__defaults__, function.__kwdefaults__)
@@ -370,19 +373,19 @@ class Reading:
         code = code_hash(function.__code__)
         return "function", function.__qualname__, code, described_defaults, cells, attributes
 
-    def _method(self, name: str, function: Any) -> None:
-        """Keeps a function of a class until code names it; then the function is followed."""
-        if name in _SETUP:
+    def _add_method(self, name: str, function: Any) -> None:
+        """Keeps a function of a class until code names it; then its globals are described."""
+        if name in _SETUP_METHODS:
             return
-        if not is_users(globals_module(function)):
-            # library code calls methods that user classes override
-            self._name(names_of(function.__code__))
+        if not is_user_module(globals_module(function)):
+            # library code may call methods that user classes override
+            self._add_names(names_of(function.__code__))
         elif name in self._names:
             self._functions.append(function)
         else:
             self._methods.setdefault(name, []).append(function)
 
-    def _name(self, names: frozenset[str]) -> None:
+    def _add_names(self, names: frozenset[str]) -> None:
         for name in sorted(names & self._methods.keys()):
             self._functions += self._methods.pop(name)
         self._names |= names
@@ -390,49 +393,49 @@ class Reading:
     def _follow(self, function: Any) -> Any:
         """Describes the globals that a function of user code reads by name."""
         module_name = globals_module(function)
-        if function in self._followed or not is_users(module_name):
+        if function in self._followed or not is_user_module(module_name):
             return None
         self._followed.add(function)
         self._packages.add(package_of(module_name))
         names = names_of(function.__code__)
-        self._reads_mode |= "training" in names
-        self._name(names)
-        space = function.__globals__
-        read = sorted(names & space.keys())
-        return [(name, self._global(space, name, names)) for name in read]
+        self._reads_training |= "training" in names
+        self._add_names(names)
+        namespace = function.__globals__
+        names_read = sorted(names & namespace.keys())
+        return [(name, self._global(namespace, name, names)) for name in names_read]
 
-    def _global(self, space: dict[str, Any], name: str, names: frozenset[str]) -> Any:
-        """Describes a global of user code; `names` are those that its reader's code names."""
-        value = space[name]
+    def _global(self, namespace: dict[str, Any], name: str, names: frozenset[str]) -> Any:
+        """Describes a global of user code. `names`: all names in the function that reads it."""
+        value = namespace[name]
         kind = type(value)
         is_module = isinstance(value, types.ModuleType)
-        self._globals.append((space, name))
-        owner = type(getattr(value, "__self__", None))  # of a method, as `random.random`
+        self._globals.append((namespace, name))
+        owner = type(getattr(value, "__self__", None))  # of a method, such as `random.random`
         if is_module:
             module_name = value.__name__
         else:
             module_name = getattr(value, "__module__", None) or owner.__module__
-        reads_environment = module_name == "os" and bool(names & _ENVIRONMENT)
-        is_changing = module_name in _CHANGING or reads_environment
+        reads_environment = module_name == "os" and bool(names & _ENVIRONMENT_NAMES)
+        is_changing = module_name in _CHANGING_MODULES or reads_environment
         if is_changing and (is_module or callable(value)):
             self.undetectable = f"its code reads {name!r}, whose values change"
         is_followed = package_of(module_name) in self._packages
         if is_module:
-            is_other = is_followed and vars(value) is not space
-            read = sorted(names & vars(value).keys()) if is_other else []
-            parts = [(part, self._global(vars(value), part, names - {part})) for part in read]
+            is_other_module = is_followed and vars(value) is not namespace
+            names_read = sorted(names & vars(value).keys()) if is_other_module else []
+            parts = [(part, self._global(vars(value), part, names - {part})) for part in names_read]
             return "module", module_name, parts
         if isinstance(value, type):
             return self._class(value) if is_followed else self._value(value)
         if kind is types.FunctionType and not is_followed:
             return "function", value.__qualname__, code_hash(value.__code__)
-        is_data = kind in SCALARS or isinstance(value, (*_DATA, nn.Module, *_FUNCTIONS))
-        is_of_library = package_of(kind.__module__) in LIBRARIES
-        is_described = is_data or callable(value) or is_followed or is_of_library
-        is_large = isinstance(value, _CONTAINERS) and len(value) > _MAX_ITEMS
+        is_data = kind in SCALARS or isinstance(value, (*_DATA_TYPES, nn.Module, *_FUNCTION_TYPES))
+        is_library_object = package_of(kind.__module__) in LIBRARIES
+        is_described = is_data or callable(value) or is_followed or is_library_object
+        is_large = isinstance(value, _CONTAINER_TYPES) and len(value) > _MAX_ITEMS
         if not is_described or is_large:
             self.undetectable = (
-                f"its code reads the global {name!r}, changes of which cannot be seen"
+                f"its code reads the global {name!r}, whose changes cannot be detected"
             )
         elif is_data or is_followed or not callable(value):
             return self._value(value)
@@ -445,17 +448,19 @@ class Reading:
             return "empty"
         self._owners.append(cell)
         kind = type(value)
-        is_read = isinstance(value, (Tensor, nn.Module, *_NAMED, *_FUNCTIONS, *_UNDETECTABLE))
+        is_read = isinstance(
+            value, (Tensor, nn.Module, *_NAMED_TYPES, *_FUNCTION_TYPES, *_UNDETECTABLE_TYPES)
+        )
         if is_read or kind in SCALARS:
             return self._value(value, depth)
         # a hook may collect results in other objects, whose changes do not affect cached blocks
-        if package_of(kind.__module__) in STANDARD or is_users(kind.__module__):
-            self._closed.append(self._scalars(value))
-        return self._called(value, depth)
+        if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
+            self._closure_scalars.append(self._scalars(value))
+        return self._library_object(value, depth)
 
-    def _called(self, value: Any, depth: int) -> Any:
-        """Describes a library object: autocast by its options, a wrapper (as accelerate's) by the
-        function inside, others by their type alone."""
+    def _library_object(self, value: Any, depth: int) -> Any:
+        """Describes a library object: autocast by its options, a wrapper such as accelerate's by
+        the function inside, others by their types alone."""
         name = type(value).__qualname__
         if type(value) is torch.autocast:
             return name, value.device, str(value.fast_dtype), value._enabled

@@ -77,10 +77,10 @@ def route_of(
     slowed_by: set[str],
     *,
     is_packed: bool,
-    **others: Any,
+    **fields: Any,
 ) -> Route:
-    """The [`Route`] of a call or an engine with these counters of K/V reads; `others` are its other
-    fields."""
+    """Makes the [`Route`] of a call or an engine with these counters of K/V reads. `fields` are the
+    other fields of the route."""
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
@@ -91,20 +91,20 @@ def route_of(
         in_place=is_packed or reads_in_place,
         latent=any(c.latent for c in counters),
         slowed_by=tuple(reasons),
-        **others,
+        **fields,
     )
 
 
 # reentrant: signal handlers and finalizers run at any moment, and may look up or free models
 _lock = forks.rlock()
-# Weak keys instead of attributes of the model: copies and checkpoints of it leave its pool out.
+# Weak keys instead of attributes, so that copies and checkpoints of a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
     weakref.WeakKeyDictionary()
 )
 _routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
-    # a child process starts without memories, which threads of the parent may have been changing
+    # a child process starts without pools: other threads may have been changing them at the fork
     os.register_at_fork(after_in_child=lambda: _memories.clear())
 
 
@@ -112,10 +112,11 @@ def block_sizes(
     model: PreTrainedModel,
     config: PagedConfig,
     expected: Iterable[int] = (),
-    seen: Iterable[int] = (),
+    observed: Iterable[int] = (),
 ) -> BlockSizes:
-    """The inputs for choosing sizes with `block_size="auto"`: lengths `seen` or `expected`, and the
-    kernel's times. Blocks have the default size where other processes or calls need equal sizes."""
+    """The data from which `block_size="auto"` chooses sizes: lengths of sequences, `observed` or
+    `expected`, in tokens, and the kernel's times. Where other processes or calls need equal sizes,
+    blocks have the default size."""
     reason = None
     if config.prefix_tiers is not None:
         reason = "processes that saw other lengths must find the blocks of `prefix_tiers`"
@@ -127,20 +128,20 @@ def block_sizes(
         return BlockSizes(Costs({}, reason))
     device = compute_device(model)
     costs = find_costs(device, autocast_dtype(device) or model.dtype, config.kv_dtype)
-    return BlockSizes(Costs(*costs), expected, seen)
+    return BlockSizes(Costs(*costs), expected, observed)
 
 
 def memory_for(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()
 ) -> PagedMemory:
-    """The memory of `model`, rebuilt when the block size, budget, storage, dtypes, device or
-    `batch_invariant` changes, or, with `block_size="auto"`, when other sizes are better
-    (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows. The memory counts as in
-    use until `idle.end_use`. Raises `ValueError` for a storage that the device does not support,
-    and `OSError` if the folder of new `prefix_tiers` cannot be used."""
+    """Returns the memory of `model`, rebuilt if the block size, limits, storage, dtypes, device,
+    processes or `batch_invariant` have changed or, with `block_size="auto"`, if other sizes are
+    better (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows in tokens. The
+    memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
+    does not support, and `OSError` if the folder of new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
-    budget = (
+    limits = (
         config.block_size,
         config.num_blocks,
         config.memory_fraction,
@@ -150,7 +151,7 @@ def memory_for(
     has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
     processes = processes_of(model)
     dtypes = model.dtype, autocast_dtype(device)
-    key = (budget, has_tiers, config.storage, dtypes, device, processes)
+    key = (limits, has_tiers, config.storage, dtypes, device, processes)
     with _lock:
         old_key, old_memory = _memories.get(model, (None, None))
         memory = old_memory
@@ -179,7 +180,7 @@ def check_tiers(config: PagedConfig) -> None:
 
 
 def note_route(model: PreTrainedModel, route: Route) -> None:
-    """Stores the route of a call, and logs each reason that slowed it, once per model."""
+    """Stores the route of a call, and logs each reason why it was slow, once per model."""
     with _lock:
         _routes[model] = route
     for reason in route.slowed_by:
@@ -187,7 +188,7 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
 
 
 def warn_once(model: PreTrainedModel, message: str) -> None:
-    """Logs a WARNING that begins with the model's class, once for each message."""
+    """Logs a WARNING that begins with the model's class, once per model and message."""
     with _lock:
         messages = _warned.setdefault(model, set())
         is_new = message not in messages
@@ -197,8 +198,8 @@ def warn_once(model: PreTrainedModel, message: str) -> None:
 
 
 def _modules(owner: Any) -> Iterator[Any]:
-    """The modules of a model, of a wrapper such as PEFT's, or of the model of an engine or a
-    pipeline. Raises `ValueError` for anything else."""
+    """The modules of a model, of a wrapper such as PEFT's, or of the model that an engine or a
+    pipeline has. Raises `ValueError` for anything else."""
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "model", None)
     if not isinstance(model, nn.Module):
         raise ValueError(

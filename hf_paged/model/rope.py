@@ -21,43 +21,43 @@ from .writes import restore_attributes
 
 class LengthRope:
     """Gives each token of a packed forward the rotary factors of its sequence. These are the
-    factors of the forward that first computes the token in plain `generate`: for prompt tokens the
-    factors of the prompt's length, for a later token those of the length including it. The shortest
-    length with some factors identifies them; 0 stands for short sequences.
+    factors with which plain `generate` first computes the token: for prompt tokens those of the
+    prompt's length, for a later token those of the sequence's length including the token. Factors
+    are identified by the shortest length that has them; 0 stands for short sequences.
     """
 
     def __init__(
-        self, model: PreTrainedModel, kinds: dict[nn.Module, list[tuple[str, int]]]
+        self, model: PreTrainedModel, module_types: dict[nn.Module, list[tuple[str, int]]]
     ) -> None:
-        """`kinds`: for each rotary embedding its types, each with the length up to which it has the
-        factors of short sequences."""
-        self._modules = list(kinds)
-        limits = {kind_and_limit for of_module in kinds.values() for kind_and_limit in of_module}
+        """`module_types`: for each rotary embedding its types, each with the length up to which it
+        has the factors of short sequences."""
+        self._modules = list(module_types)
+        limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
         # beyond these limits, every length has different factors
-        self._dynamic = sorted(limit for kind, limit in limits if kind != "longrope")
+        self._dynamic_limits = sorted(limit for kind, limit in limits if kind != "longrope")
         self._limits = sorted((limit for _, limit in limits), reverse=True)
-        self.restarts = any(_drops_cache(model, limit) for limit in self._limits)
+        self.must_recompute = any(_drops_cache(model, limit) for limit in self._limits)
         """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
 
     def factors(self, length: int) -> int:
-        """Identifies the factors of a forward of this length."""
-        if self._dynamic and length > self._dynamic[0]:
+        """Returns the id of the factors of a forward whose longest sequence has `length` tokens."""
+        if self._dynamic_limits and length > self._dynamic_limits[0]:
             return length
         return next((limit + 1 for limit in self._limits if length > limit), 0)
 
     def token_factors(
         self, first: int, end: int, num_prompt_tokens: int, num_tokens: int
     ) -> list[int]:
-        """Identifies the factors of tokens `[first, end)` of a sequence of `num_tokens`, prompt
-        included."""
-        if self.restarts:
+        """Returns the ids of the factors of tokens `[first, end)` of a sequence that has
+        `num_tokens` tokens, prompt included."""
+        if self.must_recompute:
             return [self.factors(num_tokens)] * (end - first)
         return [
             self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)
         ]
 
     @property
-    def is_fresh(self) -> bool:
+    def has_short_factors(self) -> bool:
         """Whether the modules hold the factors of short sequences."""
         return not any(
             name.endswith("max_seq_len_cached") and int(value) > module.original_max_seq_len
@@ -67,13 +67,13 @@ class LengthRope:
 
     @restoring
     def rotating(self, factors: list[int]) -> Iterator[None]:
-        """A context for a packed forward of tokens with these factors; without any, the modules use
-        the factors that they hold. It leaves the modules unchanged: the forward writes to copies of
-        their buffers."""
-        indices: dict[int, list[int]] = {}
-        for index, kind in enumerate(factors):
-            indices.setdefault(kind, []).append(index)
-        rotate = functools.partial(_rotate, indices)
+        """A context for a packed forward of tokens with these factors; if the list is empty, the
+        modules use the factors that they hold. The modules remain unchanged: the forward writes to
+        copies of their buffers."""
+        token_indices: dict[int, list[int]] = {}
+        for index, factors_id in enumerate(factors):
+            token_indices.setdefault(factors_id, []).append(index)
+        rotate = functools.partial(_rotate, token_indices)
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 for attributes in (vars(module), module._buffers):
@@ -81,46 +81,48 @@ class LengthRope:
                 module._buffers.update(
                     {name: x if x is None else x.clone() for name, x in module._buffers.items()}
                 )
-                if indices:
+                if token_indices:
                     stack.callback(module.register_forward_hook(rotate, with_kwargs=True).remove)
             yield
 
 
 def _rotate(
-    indices: dict[int, list[int]],
+    token_indices: dict[int, list[int]],
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    """A forward hook: calls the module once for the tokens of each kind of factors, followed by a
-    position that selects the factors. `indices`: those of the tokens, by kind."""
+    """A forward hook: for each id of factors, calls the module on the tokens that have it, followed
+    by one more position, which makes the module compute these factors. `token_indices`: the indices
+    of the tokens, by id."""
     kwargs = dict(kwargs)
-    x, positions, *others = (
+    x, positions, *other_args = (
         *args,
         *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
     )
     outputs: list[Any] = []
     order: list[int] = []
-    for kind in sorted(indices):
+    for factors_id in sorted(token_indices):
         # resets the module to the factors of a short sequence
-        module.forward(x, torch.zeros_like(positions[..., :1]), *others, **kwargs)
-        chosen = positions[..., torch.tensor(indices[kind], device=positions.device)]
-        longest = torch.full_like(chosen[..., :1], max(kind - 1, 0))
-        ending = torch.cat([chosen, longest], dim=-1)
-        outputs.append(module.forward(x, ending, *others, **kwargs))
-        order += indices[kind]
-    back = torch.tensor(order, device=positions.device).argsort()
+        module.forward(x, torch.zeros_like(positions[..., :1]), *other_args, **kwargs)
+        indices = token_indices[factors_id]
+        selected = positions[..., torch.tensor(indices, device=positions.device)]
+        last_position = torch.full_like(selected[..., :1], max(factors_id - 1, 0))
+        extended = torch.cat([selected, last_position], dim=-1)
+        outputs.append(module.forward(x, extended, *other_args, **kwargs))
+        order += indices
+    inverse = torch.tensor(order, device=positions.device).argsort()
 
     def join(*tables: Tensor) -> Tensor:
-        return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., back, :]
+        return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., inverse, :]
 
     return tree_map(join, *outputs)
 
 
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
-    """The [`LengthRope`] of a model; `None` if its factors are the same for all lengths. Raises the
-    errors of the model's `prepare_inputs_for_generation`."""
+    """Makes the [`LengthRope`] of a model; `None` if its factors are the same for all lengths.
+    Errors of the model's `prepare_inputs_for_generation` pass through."""
     limits: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
         for layer_type, kind in length_types(module):
@@ -136,10 +138,10 @@ def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> Le
 
 
 def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
-    """The types of a rotary embedding whose factors depend on the length; each with the type of
-    layers that has it, if layers differ."""
+    """The types of a rotary embedding whose factors depend on the length, as (type of the layers
+    that use it, or `None` for all layers; rotary type). Empty for other modules."""
     types: Any = compat.attribute(module, "rope_type")
-    if not types:  # the usual case
+    if not types:  # most modules
         return []
     by_layer = types if isinstance(types, dict) else {None: types}
     return [
@@ -150,7 +152,7 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
 
 
 class _LengthOnly(DynamicCache):
-    """Reports `length` tokens, but stores none."""
+    """A cache that reports `length` tokens, but stores none."""
 
     length = 0
 
@@ -159,7 +161,8 @@ class _LengthOnly(DynamicCache):
 
 
 def _drops_cache(model: Any, limit: int) -> bool:
-    """Whether the model drops its cache when it prepares the first forward past `limit` tokens."""
+    """Whether the model, when it prepares the first forward beyond `limit` tokens, drops its
+    cache."""
     cache = _LengthOnly(config=model.config.get_text_config(decoder=True))
     cache.length = limit
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)

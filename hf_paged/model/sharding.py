@@ -17,8 +17,8 @@ from ..topics import Topic, TopicError
 
 
 class RankLostError(TopicError, RuntimeError):
-    """A process that holds a shard of the model has ended or is out of step with the others: the
-    processes can compute no more forwards."""
+    """A process that holds a shard of the model has ended, or is out of step with the others, so
+    the processes can compute no more forwards."""
 
     topic = Topic.RANKS
 
@@ -33,28 +33,28 @@ def _ranks() -> Any:
 
 
 def processes_of(model: nn.Module) -> Processes | None:
-    """The processes that compute the model's forwards together; `None` if this process computes
-    them alone. All of them must make the first call. Raises `ValueError` if they cannot share the
-    model's K/V heads evenly."""
+    """Returns the processes that compute the model's forwards together; `None` if this process
+    computes them alone. The first call is collective: all processes must make it. Raises
+    `ValueError` if the model's K/V heads cannot be divided evenly among them."""
     return _ranks().processes_of(model) if is_sharded(model) else None
 
 
 def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
-    """Returns the [`Leader`] that drives the other processes with shards of the model for an engine
-    with this config; it is closed when `owner` is collected. `None` if the model is in one process.
-    Raises `ValueError` in processes other than 0."""
+    """Returns the [`Leader`] through which an engine with this config drives the other processes
+    that hold shards of the model; `None` if the model is in one process. The leader is closed when
+    `owner` is garbage-collected. Raises `ValueError` in processes other than 0."""
     return _ranks().lead(model, config, owner) if is_sharded(model) else None
 
 
-def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Reserves a model in shards for a call. Raises `RuntimeError` while a call of another thread,
-    or an engine, uses it."""
+def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context that reserves a model in shards for a call. Raises `RuntimeError` while a call of
+    another thread, or an engine, uses the model."""
     return _ranks().alone(model) if is_sharded(model) else NOTHING
 
 
-def deferring(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def deferring_signals(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context for a call that all processes of a sharded model make together: defers signals
-    until its end. Calls of other models pass through it, too, also without the room."""
+    until it ends. For other models, and without the room, it does nothing."""
     if not is_sharded(model) or not is_installed("ranks"):
         return NOTHING
     return _ranks().deferring_signals()

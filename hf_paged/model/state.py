@@ -1,4 +1,4 @@
-"""Detects changes of a model: cached keys and values and recorded steps are valid until it
+"""Detects changes to a model. Cached keys and values, and recorded steps, are valid until it
 changes."""
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 LINE = 64  # bytes of a cache line
 _VERSION = operator.attrgetter("_version")
 
-_Values = tuple[tuple[Any, ...], bytes, list[bytes]]
+_StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
 # models for which a warning has been logged
 _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether forwards read values that earlier forwards wrote, so that a prefix depends on them; a
-    warning says so once."""
+    """Whether forwards read values that earlier forwards wrote, so that a prefix's keys and values
+    depend on those forwards. Logs a warning once if they do."""
     name = notes_of(model).carried
     if name is None:
         return False
@@ -49,14 +49,14 @@ def _warn_once(model: nn.Module, reason: object) -> None:
     if model not in _warned:
         _warned.add(model)
         message = Topic.PREFIX_CACHE(
-            "prefix caching is off for this %s, since changes of it cannot be detected: %s"
+            "prefix caching is off for this %s, since changes to it cannot be detected: %s"
         )
         logger.warning(message, type(model).__name__, reason)
 
 
 def read_state(model: nn.Module) -> ModelState | None:
-    """The [`ModelState`] of `model` with its reference for `is_in_place`; `None` if it cannot be
-    read."""
+    """Reads the [`ModelState`] of `model`, with the reference for `is_in_place`; `None` if the
+    model cannot be read."""
     try:
         state = ModelState(model)
         state.hold()
@@ -69,8 +69,9 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
-    """[`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once, if the
-    model cannot be read or carries state. `state`: the model's, if it has just been read."""
+    """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning
+    once, if the model cannot be read or carries state. `state`: the model's, if it has just been
+    read."""
     try:
         if carries_state(model):
             return None
@@ -85,14 +86,14 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
 
 
 class ModelState(Reading):
-    """The state of a model that determines what its forward computes, read at construction. It
-    answers two questions: which content the tensors have (`fingerprint`), and, after other code
-    could run, whether the model has not changed since the references were taken (`is_same`).
+    """The state of a model that determines the results of its forward, read at construction. It
+    answers two questions: what the state is (`fingerprint`) and, after other code may have run,
+    whether the model is unchanged since the references were taken (`is_same`).
 
     Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
     scalars, nested containers of scalars, objects of user classes or values of the standard
     library; functions and scalars of modules' classes; functions that replace or hook `forward`,
-    with their closures; what user code reads by name: helper functions, globals of its modules,
+    with their closures; everything that user code names: helper functions, globals of its modules,
     train or eval mode. Not covered: files, attributes of library objects, attributes that each
     forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of
@@ -100,12 +101,12 @@ class ModelState(Reading):
     meta tensors raise `ValueError`; user code may raise other errors."""
 
     # references of `is_same`
-    _values: _Values | None = None
+    _values: _StateValues | None = None
     _content: tuple[Any, ...] | None = None
 
     def fingerprint(self) -> bytes:
-        """32 bytes that change with the covered state or the content of any tensor. Raises
-        `ValueError` if some changes are `undetectable`."""
+        """Returns 32 bytes that change with the covered state and with the content of any tensor.
+        Raises `ValueError` if some changes would be `undetectable`."""
         if self.undetectable is not None:
             raise ValueError(self.undetectable)
         with torch.no_grad():
@@ -113,14 +114,14 @@ class ModelState(Reading):
             return self._digest(hashes)
 
     def addresses(self) -> bytes:
-        """As `fingerprint`, but with the tensors' addresses in place of their content, and with
+        """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
         every module's mode and the scalars in containers and objects that closures hold."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
-        return self._digest([pointers, self._modes, self._closed])
+        return self._digest([pointers, self._modes, self._closure_scalars])
 
     def is_like(self, other: ModelState) -> bool:
-        """Whether both states are of equal models: by `addresses`, and if both are watched also by
-        the references of `watch`."""
+        """Whether both states describe equal models: by `addresses` and, if both states are
+        watched, by the references of `watch`."""
         if self.addresses() != other.addresses():
             return False
         if self._content is None or other._content is None:
@@ -133,22 +134,22 @@ class ModelState(Reading):
         """Takes the reference of `is_in_place`. Keeps the tensors alive."""
         self._parts = self._read_parts()
         self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
-        self._is_doubted, self._is_in_place = False, True
+        self._is_unverified, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
-        """Keeps the tensors' memory alive, for recorded steps between two doubts: `is_in_place`
-        then returns what it found before."""
+        """Keeps the tensors' memory alive for recorded steps: until the next `mark_unverified`,
+        `is_in_place` returns its last result without reading the tensors."""
         self._memory = [x.untyped_storage() for x in self._all_tensors]
 
-    def doubt(self) -> None:
-        """Notes that code which may have changed the model has run."""
-        self._is_doubted = True
+    def mark_unverified(self) -> None:
+        """Called after code has run that may have changed the model."""
+        self._is_unverified = True
 
     def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors as at `hold`, at the same addresses;
-        read once after each `doubt`."""
-        if self._is_doubted:
-            self._is_doubted = False
+        """Whether the model has the same modules and tensors as at `hold`, at the same addresses.
+        Reads them once after each `mark_unverified`."""
+        if self._is_unverified:
+            self._is_unverified = False
             addresses = list(map(Tensor.data_ptr, self._all_tensors))
             parts = self._read_parts()
             has_parts = _pointers(parts) == _pointers(self._parts)
@@ -156,8 +157,8 @@ class ModelState(Reading):
         return self._is_in_place
 
     def accept(self) -> None:
-        """Takes the reference of `is_same` for all but modules and tensors. Called before other
-        code can run, and again after each forward, since the model's own writes are no change."""
+        """Takes the reference of `is_same` for everything but modules and tensors. Called before
+        other code can run, and again after each forward, whose writes do not count as changes."""
         self._attributes = list(map(vars, self._modules))
         backwards = map(reversed, self._attributes)
         self._last_names = list(map(next, backwards))
@@ -172,13 +173,13 @@ class ModelState(Reading):
         self._content = self._read_content()
 
     def is_same(self) -> bool:
-        """Whether a check of microseconds finds the model as it was at `hold`, `accept` and, if it
-        is watched, `watch`: the same modules and tensors at the same addresses; the same objects as
-        attributes, hooks, functions, closures and globals; tensors of the same versions, on the CPU
-        also with the same content in one random cache line of each. Of writes that change neither
-        version nor address it detects those to whole tensors, and may miss those to a few elements.
-        If it finds a difference, the model may still be equal (`is_like`)."""
-        self.doubt()
+        """Whether the model is as it was at `hold`, `accept` and, if it is watched, `watch`. This
+        check of microseconds compares modules and tensors with their addresses; the identities of
+        attributes, hooks, functions, closures and globals; versions of tensors; and on the CPU the
+        content of one random cache line of each tensor. Of writes that change neither version nor
+        address, it detects those to whole tensors, and may miss those to a few elements. If it
+        returns `False`, the model may still be equal (`is_like`)."""
+        self.mark_unverified()
         if self._values is None or not self.is_in_place():
             return False
         # renaming an attribute makes it the last one
@@ -196,9 +197,9 @@ class ModelState(Reading):
             parts += [part for name, part in table.items() if name not in write_only]
         return tuple(parts)
 
-    def _read_values(self) -> _Values | None:
-        """The values, their addresses and the content of arrays; `None` if another thread changes
-        them meanwhile."""
+    def _read_values(self) -> _StateValues | None:
+        """Returns the values, their addresses and the content of arrays; `None` if another thread
+        changes them meanwhile."""
         try:
             values = (
                 *gc.get_referents(*self._owners),
@@ -221,15 +222,15 @@ class ModelState(Reading):
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:
-    """The addresses of a tuple's items, as the tuple holds them: to compare identities at the speed
-    of memory."""
+    """The addresses of a tuple's items, copied from the tuple's memory: comparing them compares
+    the items' identities without a loop in Python."""
     start = id(values) + tuple.__basicsize__
     items = (ctypes.c_void_p * len(values)).from_address(start)
     return bytes(items)
 
 
 def _line(tensor: Tensor, rng: random.Random) -> memoryview:
-    """A view of up to `LINE` bytes of the tensor's memory, from a random address, which keeps the
+    """A view of up to `LINE` bytes of the tensor's memory from a random address. It keeps the
     storage alive."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()

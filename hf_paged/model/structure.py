@@ -1,5 +1,5 @@
 """Finds the reasons against a layout in a model's structure: its methods, modules, hooks and
-config. It runs no forward: `checks` does."""
+config. It runs no forwards: `checks` does."""
 
 from __future__ import annotations
 
@@ -20,73 +20,83 @@ from ..topics import Topic
 from .forwards import has_foreign_hook, tensors_of_module
 from .rope import length_types
 
-Modules = Sequence[nn.Module]  # all of a model
+Modules = Sequence[nn.Module]  # all modules of a model
 
 KV_LAYERS = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
-"""Cache layers that hold keys and values alone."""
+"""Cache layers that hold nothing but keys and values."""
 _STATE_LAYERS = {PagedHybridLayer, LinearAttentionLayer}
 _RATES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """Why the model's present structure rules out packed forwards; `None` if it does not."""
-    return next(reasons(model, cache, list(model.modules()), "packed"), None)
+    """Why the model's current structure rules out packed forwards; `None` if it does not."""
+    return next(reasons_against(model, cache, list(model.modules()), "packed"), None)
 
 
-def reasons(
+def reasons_against(
     model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str
 ) -> Iterator[str]:
     """Yields the reasons against a `layout`: "packed", "side by side" (rows join and leave) or
-    "together" (rows leave)."""
-    packs = layout == "packed"
-    joins = layout != "together"
-    attends_itself = not calls_interface(modules)
-    yield from _of_inputs(model, cache, packs, joins, attends_itself)
-    yield from _of_code(model, modules, packs, joins, attends_itself)
-    yield from reasons_of_rows(model, modules, packs)
+    "together" (rows only leave)."""
+    is_packed = layout == "packed"
+    can_join = layout != "together"
+    has_own_attention = not calls_interface(modules)
+    yield from _input_reasons(model, cache, is_packed, can_join, has_own_attention)
+    yield from _code_reasons(model, modules, is_packed, can_join, has_own_attention)
+    yield from row_dependencies(model, modules, is_packed)
 
 
-def reasons_of_rows(model: PreTrainedModel, modules: Modules, packs: bool = True) -> Iterator[str]:
-    """Yields why rows of one forward may get other results than each row alone."""
-    yield from _of_hooks(model, modules)
-    yield from _of_rows(model, modules, packs)
+def row_dependencies(
+    model: PreTrainedModel, modules: Modules, is_packed: bool = True
+) -> Iterator[str]:
+    """Yields the reasons why rows of one forward may get other results than each row alone."""
+    yield from _hook_reasons(model, modules)
+    yield from _row_reasons(model, modules, is_packed)
 
 
-def _of_inputs(
-    model: PreTrainedModel, cache: PagedCache, packs: bool, joins: bool, attends_itself: bool
+def _input_reasons(
+    model: PreTrainedModel,
+    cache: PagedCache,
+    is_packed: bool,
+    can_join: bool,
+    has_own_attention: bool,
 ) -> Iterator[str]:
     """Reasons in the arguments of a forward, the cache among them."""
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
     parameters = inspect.signature(model.forward).parameters
     missing = []
-    if not attends_itself and "position_ids" not in parameters:
-        # a model's own attention code takes ALiBi positions from its mask
+    if not has_own_attention and "position_ids" not in parameters:
+        # a model with its own attention code takes the positions of ALiBi from the mask
         missing.append("position_ids")
     if compat.cache_name(model) not in parameters:
         missing.append("cache")
-    if joins and getattr(model.config, "is_encoder_decoder", False):
+    if can_join and getattr(model.config, "is_encoder_decoder", False):
         yield Topic.ENCODER("the model has an encoder")
-    if packs and missing:
+    if is_packed and missing:
         yield Topic.MODEL_CODE(f"its forward takes no {' and no '.join(missing)}")
-    knows_layers = cache.layer_class_to_replicate is None and cache.layers
-    if not knows_layers or not (packs or compat.supports_dynamic_cache(model)):
+    has_known_layers = cache.layer_class_to_replicate is None and cache.layers
+    if not has_known_layers or not (is_packed or compat.supports_dynamic_cache(model)):
         yield Topic.CACHE("its cache does not know its layers before the first forward")
-    if joins:
-        foreign = {type(layer) for layer in cache.layers} - KV_LAYERS
-        if not packs:
-            foreign -= _STATE_LAYERS
-        if foreign:
-            names = ", ".join(sorted(kind.__name__ for kind in foreign))
+    if can_join:
+        unsupported_layers = {type(layer) for layer in cache.layers} - KV_LAYERS
+        if not is_packed:
+            unsupported_layers -= _STATE_LAYERS
+        if unsupported_layers:
+            names = ", ".join(sorted(kind.__name__ for kind in unsupported_layers))
             yield Topic.CACHE(f"its cache has layers that hold more than keys and values: {names}")
 
 
-def _of_code(
-    model: PreTrainedModel, modules: Modules, packs: bool, joins: bool, attends_itself: bool
+def _code_reasons(
+    model: PreTrainedModel,
+    modules: Modules,
+    is_packed: bool,
+    can_join: bool,
+    has_own_attention: bool,
 ) -> Iterator[str]:
     """Reasons in methods that override transformers', and in the code of attention."""
-    # overrides may pass inputs that the engine does not support, or end the loop at another time
-    if joins and not is_stock(model, compat.UPDATE_INPUTS):
+    # overrides may pass inputs that the engine does not support, or end the loop earlier or later
+    if can_join and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
     method = overridden(model, compat.SAMPLE)
     if method is not None:
@@ -97,33 +107,33 @@ def _of_code(
     if "prepare_inputs_for_generation" in vars(model):
         yield Topic.MODEL_CODE("its `prepare_inputs_for_generation` was replaced")
     config = model.config.get_text_config(decoder=True)
-    is_loaded_with_ours = compat.attention_of(config) == NAME
-    must_switch = packs and not attends_itself and not is_loaded_with_ours
+    is_configured = compat.attention_of(config) == NAME
+    must_switch = is_packed and not has_own_attention and not is_configured
     if must_switch and not switchable_configs(modules):
         yield Topic.MODEL_CODE("its code reads which attention implementation is configured")
-    # user functions must see the calls and rows of plain `generate`
+    # attention functions of users must get the calls and rows that they get in plain `generate`
     reason = foreign_attention(modules)
     if reason:
         yield reason
 
 
-def _of_hooks(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
+def _hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
     """Reasons in the hooks on modules, and in the devices of their weights."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:
-        if has_foreign_hook(module):  # the hook would see packed tokens
+        if has_foreign_hook(module):  # it would get packed tokens
             name = next(name for name, part in model.named_modules() if part is module)
             yield Topic.HOOKS(f"there are forward hooks on {name or 'the model'}")
     devices = {tensor.device for module in modules for tensor in tensors_of_module(module)}
-    # accelerate loads meta weights before their use, and moves activations between devices
+    # accelerate's hooks load offloaded weights, and move activations between devices
     is_dispatched = any("_hf_hook" in vars(module) for module in modules)
     if len(devices) > 1 and not is_dispatched:
         names = ", ".join(sorted(map(str, devices)))
         yield Topic.DEVICES(f"its weights are on several devices: {names}")
 
 
-def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[str]:
+def _row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> Iterator[str]:
     """Reasons why a token's result depends on other rows of the batch or on random numbers."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
@@ -131,7 +141,7 @@ def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[
     if getattr(config, "output_router_logits", False):
         yield Topic.BATCH("`output_router_logits` computes a loss over the whole batch")
     for module in modules:
-        for _, rope_type in () if packs else length_types(module):
+        for _, rope_type in () if is_packed else length_types(module):
             yield Topic.BATCH(
                 f"its rotary embedding ({rope_type}) depends on the longest position in the batch"
             )
@@ -142,8 +152,8 @@ def _of_rows(model: PreTrainedModel, modules: Modules, packs: bool) -> Iterator[
 
 
 def _random_source(module: nn.Module) -> str | None:
-    """Names the reason why a module in training mode draws random numbers; `None` if it draws
-    none."""
+    """Names the feature for which a module in training mode draws random numbers; `None` if it
+    draws none."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
@@ -154,14 +164,14 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model does not override a method of transformers, or has no such method."""
+    """Whether the model uses transformers' own method `name`, or has no method of that name."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first overridden method that transformers' `loop` calls and the engine's does not; `None`
-    if there is none."""
+    """The first method that the model overrides among those that transformers' `loop` calls and the
+    engine's loop does not; `None` if there is none."""
     names = compat.REPLACED_METHODS[loop]
     return next((name for name in names if not is_stock(model, name)), None)

@@ -1,5 +1,5 @@
-"""Runs short forwards of a model, plain ones and steps as an engine runs them, and compares their
-logits. It judges no layout: `checks` does."""
+"""Runs short forwards of a model, both plain forwards and an engine's steps, and compares their
+logits. `checks` decides what to compare, and judges the layouts."""
 
 from __future__ import annotations
 
@@ -37,65 +37,67 @@ from .writes import Snapshot, Write
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
 Step = tuple[tuple[int, int], ...]  # (row number, tokens to compute) of each row
 
-# In standard deviations of the logits. Half precision rounds differently with every shape, by about
-# a fifth of these values, and a router may then choose another expert for a token or two; so in
-# half precision only half of the tokens must be close.
+# In standard deviations of the logits. In half precision, rounding depends on shapes and changes
+# logits by about a fifth of these values. A router may then choose another expert for a token or
+# two, so only half of the tokens must be within the tolerance.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# The half precision with as many bits as torch's options leave to operands of float32 products.
-_ROUNDED = {"tf32": torch.float16, "bf16": torch.bfloat16}
+# By torch's option for float32 products: the half-precision dtype with as many mantissa bits as the
+# operands keep.
+_PRODUCT_DTYPES = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 # blocks of the default size: a GPU then compiles kernels once for the checks and the calls
 CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
 # Checks use a separate memory, since the model's may be bounded and full. `hf_paged.budget` does
-# not count it: a check that ran out of budget would find that the model cannot be packed.
+# not limit it: if a check ran out of budget, its verdict would be that the model cannot be packed.
 scratch_memory = functools.partial(PagedMemory, CONFIG, is_bounded=False)
 
 LENGTH = 22
-"""Tokens of each of the three sequences: more than the block size and than the sliding windows of
-the tests' models."""
+"""Tokens of each of the three sequences: more than a block has, and more than the sliding windows
+of the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the cause `lasts`, later checks would fail as well."""
+    """A forward failed in a check. If the cause `is_permanent`, later checks would fail as well."""
 
-    lasts = False
+    is_permanent = False
 
 
 class WritesLostError(ForwardFailedError):
     """A forward's writes cannot be undone."""
 
-    lasts = True
+    is_permanent = True
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name."""
+    """The first line of an error's message; the name of its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 @dataclasses.dataclass
 class Trial:
-    """A model under check."""
+    """A model that is being checked."""
 
     model: PreTrainedModel
     cache: PagedCache  # built for the model; stays empty
-    make: MakeRunner
+    make_runner: MakeRunner
     prompts: Any = None  # `execution.prompts.Prompts`, if the check is of a call's prompts
-    writes: list[Write] = dataclasses.field(default_factory=list)  # those of its forwards
+    writes: list[Write] = dataclasses.field(default_factory=list)  # by its forwards
 
     def __post_init__(self) -> None:
         dtype = autocast_dtype(compute_device(self.model))
-        # dtypes in which the logits were computed: a model may turn on autocast by itself
+        # dtypes in which logits are computed; forwards add to them, since a model may turn on
+        # autocast itself
         self.dtypes = {self.model.dtype, dtype}
 
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
-        """A context for forwards. Undoes their writes into modules, which it adds to `writes`, and
-        restores the random state; layers with a cache run without compiled code, as in steps.
-        `by_engine`: these are the engine's forwards, which call our attention, and not plain ones.
-        Raises `ForwardFailedError` for any error but out of memory, for a forward that draws random
-        numbers, and for one whose writes cannot be undone."""
+        """A context for forwards. It undoes their writes into modules, after adding them to
+        `writes`, and restores the random state. As in an engine's steps, layers with a cache do not
+        run compiled code. `by_engine`: the forwards are the engine's, which call our attention, not
+        plain ones. Raises `ForwardFailedError` if a forward raises anything but an out-of-memory
+        error, draws random numbers, or makes writes that cannot be undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -113,10 +115,12 @@ class Trial:
             attention,
         ):
             snapshot = Snapshot(model)
-            drawn = _random_states(devices)
+            random_states = _random_states(devices)
             try:
                 yield
-                if snapshot.has_drawn or not all(map(torch.equal, drawn, _random_states(devices))):
+                if snapshot.has_drawn or not all(
+                    map(torch.equal, random_states, _random_states(devices))
+                ):
                     # rows of one prompt would share these numbers
                     raise RuntimeError("it draws random numbers")
             except Exception as error:
@@ -135,52 +139,53 @@ class Trial:
         self,
         ids: Tensor,
         inputs: dict[str, Any],
-        new: Tensor,
-        around: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
+        new_tokens: Tensor,
+        make_context: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
     ) -> Tensor:
-        """Plain logits `(1 + n, rows, vocab_size)` after `ids`, and after each of the tokens `new`
-        `(rows or 1, n)` behind them. `around(length)` makes the context of the forward that ends
-        after `length` tokens. Adds to `dtypes`."""
+        """Returns the logits `(1 + n, rows, vocab_size)` of plain forwards: after `ids` `(rows,
+        length)`, and after each of the `new_tokens` `(rows or 1, n)` that follow. The forward that
+        ends after `length` tokens runs in the context `make_context(length)`. Adds to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:
             cache = EncoderDecoderCache(cache, stock_cache(model))
         if compat.supports_dynamic_cache(model):
             inputs = {**inputs, compat.cache_name(model): cache}
-        new = new.expand(len(ids), -1)
+        new_tokens = new_tokens.expand(len(ids), -1)
         logits = []
-        for count in range(new.shape[1] + 1):
-            tokens = torch.cat([ids, new[:, :count]], dim=1)
-            with around(tokens.shape[1]):
-                step_logits, inputs = next_logits(model, tokens, inputs, begins=not count)
+        for count in range(new_tokens.shape[1] + 1):
+            tokens = torch.cat([ids, new_tokens[:, :count]], dim=1)
+            with make_context(tokens.shape[1]):
+                step_logits, inputs = next_logits(model, tokens, inputs, is_first_step=not count)
             logits.append(step_logits)
         cached = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
         self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}
         return torch.stack(logits)
 
-    def plain(self, rows: Tensor, prompt: int, padding: int = 0) -> Tensor:
-        """As `decode`, after the first `prompt` tokens of `rows`, the first `padding` of which are
-        masked, and after each later token."""
-        ids = rows[:, :prompt]
+    def plain(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
+        """As `decode`: the logits after the first `prompt_length` tokens of `rows`, the first
+        `padding` of which are masked, and after each later token."""
+        ids = rows[:, :prompt_length]
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0
-        return self.decode(ids, first_inputs(self.model, ids, mask, None), rows[:, prompt:])
+        inputs = first_inputs(self.model, ids, mask, None)
+        return self.decode(ids, inputs, rows[:, prompt_length:])
 
     def run(
         self,
         layout: Layout,
         tokens: Tensor,
-        prompts: Sequence[int],
+        prompt_lengths: Sequence[int],
         steps: Iterable[Step],
         memory: PagedMemory | None = None,
     ) -> Tensor:
-        """Logits `(n, vocab_size)` of all `steps` of rows with these `tokens`; `prompts` are the
-        lengths of their prompts. The steps run in `memory`, or in a new one."""
+        """Returns the logits `(n, vocab_size)` of all `steps` of rows with these `tokens` `(rows,
+        length)`, prompts included. The steps run in `memory`, or in a new one."""
         with self.forwards(by_engine=True):
             runner = TrialRunner(self, layout, memory)
             rows = list[TrialRow]()
-            for token_ids, prompt in zip(tokens.tolist(), prompts):
-                rows.append(runner.add(token_ids, prompt, row=len(rows)))
+            for token_ids, prompt_length in zip(tokens.tolist(), prompt_lengths):
+                rows.append(runner.add(token_ids, prompt_length, row=len(rows)))
             logits = []
             for step in steps:
                 logits.append(runner.compute([(rows[number], count) for number, count in step]))
@@ -189,8 +194,8 @@ class Trial:
     def difference(
         self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
     ) -> str | None:
-        """Says how far logits `(n, vocab_size)` differ if that exceeds the tolerance, else `None`.
-        NaN and infinities must have the same positions."""
+        """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance, else
+        `None`. NaN and infinities must be at the same positions."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
@@ -202,19 +207,19 @@ class Trial:
 
 @dataclasses.dataclass(eq=False)
 class TrialRow:
-    """Stands for a sequence of a [`TrialRunner`], and for its request."""
+    """A sequence of a [`TrialRunner`]; it also stands for its request."""
 
-    tokens: list[int]  # those of the prompt, and those that follow
+    tokens: list[int]  # the prompt, and the tokens that follow it
     num_prompt_tokens: int
     blocks: SequenceBlocks
-    inputs: Any = None  # `Prompts` and the row's number in them, if the prompt comes from these
-    encoded: Any = NO_BLOCKS
-    row: int = 0
-    token_ids: list[int] = dataclasses.field(default_factory=list)
+    inputs: Any = None  # `Prompts` and the row's index in them, if the prompt comes from these
+    encoded: Any = NO_BLOCKS  # the encoder's blocks
+    row: int = 0  # index among the rows of `Trial.run`
+    token_ids: list[int] = dataclasses.field(default_factory=list)  # up to the end of the step
     num_computed_tokens: int = 0
-    num_text: int = 0
+    num_text: int = 0  # tokens of cached text before the content
     namespace: Any = UNCACHED
-    # equal in all rows
+    # the same for all rows
     draft: ClassVar[list[int]] = []
     prompt_logprobs: ClassVar[None] = None
 
@@ -224,38 +229,39 @@ class TrialRow:
 
 
 class TrialRunner:
-    """Runs steps of rows in `layout`, in `memory` or in a new one."""
+    """Runs steps of rows in a layout, as an engine does, in `memory` or in a new one."""
 
     def __init__(self, trial: Trial, layout: Layout, memory: PagedMemory | None = None) -> None:
         self._trial = trial
         self._is_packed = layout.unsupported_reason is None
         cache = trial.cache.empty_twin(memory or scratch_memory())
-        self.manager, self.runner = trial.make(trial.model, cache, layout)
+        self.manager, self.runner = trial.make_runner(trial.model, cache, layout)
 
-    def add(self, tokens: list[int], num_prompt_tokens: int, **others: Any) -> TrialRow:
-        """A row that continues its prompt with the other `tokens`."""
-        return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **others)
+    def add(self, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> TrialRow:
+        """Makes a row of `tokens`, the first `num_prompt_tokens` of which are its prompt."""
+        return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
-    def add_prompts(self, prompts: Any, new: Tensor) -> list[TrialRow]:
-        """The rows of `Prompts`, each with the tokens `new` `(rows or 1, n)` behind its prompt."""
+    def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
+        """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` behind the
+        prompt."""
         encoders = self.runner.encoder_blocks
         rows = []
-        tokens_behind = new.expand(len(prompts.paddings), -1).tolist()
-        for number, padding in enumerate(prompts.paddings):
+        following_tokens = new_tokens.expand(len(prompts.paddings), -1).tolist()
+        for index, padding in enumerate(prompts.paddings):
             length = prompts.length - padding
-            token_ids = prompts.input_ids[number, padding:].tolist()
+            token_ids = prompts.input_ids[index, padding:].tolist()
             if not token_ids:  # the prompt is given as embeddings
                 token_ids = [0] * length
             encoded = NO_BLOCKS
             if encoders is not None:
                 encoded = encoders.new()
                 encoders.append(encoded, prompts.num_encoder_tokens)
-            tokens = token_ids + tokens_behind[number]
-            rows.append(self.add(tokens, length, inputs=(prompts, number), encoded=encoded))
+            tokens = token_ids + following_tokens[index]
+            rows.append(self.add(tokens, length, inputs=(prompts, index), encoded=encoded))
         return rows
 
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:
-        """Logits of a step that computes `count` more tokens of each `(row, count)`."""
+        """Returns the logits of a step that computes `count` more tokens of each `(row, count)`."""
         for row, count in rows:
             skips = not self._is_packed or row.inputs is not None
             self.manager.append(row.blocks, count, skips=skips)
@@ -268,8 +274,8 @@ class TrialRunner:
         return logits
 
     def advance(self, rows: Sequence[TrialRow], num_steps: int = 1) -> Tensor:
-        """Logits `(num_steps * n, vocab_size)` of steps that compute the rest of each row's prompt,
-        or one more token."""
+        """Returns the logits `(num_steps * n, vocab_size)` of steps that compute the rest of each
+        row's prompt, or one more token."""
         logits = []
         for _ in range(num_steps):
             step = []
@@ -279,8 +285,8 @@ class TrialRunner:
         return torch.cat(logits)
 
     def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """As `advance`, but restores the modules after the step, as if another call had run
-        between two steps."""
+        """Runs one step as `advance` does, then restores the modules, as if another call had run
+        after it."""
         with self._trial.forwards(by_engine=True):
             return self.advance(rows)
 
@@ -299,7 +305,8 @@ def stock_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def sample_tokens(model: PreTrainedModel) -> Tensor:
-    """Token ids `(3, LENGTH)` int64, without special tokens."""
+    """Returns pseudorandom token ids `(3, LENGTH)`, int64, on the model's device: the same in every
+    call, without special tokens."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
     special = {
@@ -308,59 +315,58 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
         if name.endswith("token_id") and isinstance(value, int)
     }
     num_embeddings = model.get_input_embeddings().weight.shape[0]
-    num_tried = min(num_embeddings, getattr(config, "vocab_size", num_embeddings), 4096)
-    usable = [token for token in range(num_tried) if token not in special]
+    num_candidates = min(num_embeddings, getattr(config, "vocab_size", num_embeddings), 4096)
+    usable = [token for token in range(num_candidates) if token not in special]
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")
-    tokens = torch.tensor(usable, device="cpu")[chosen]
+    indices = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")
+    tokens = torch.tensor(usable, device="cpu")[indices]
     return tokens.to(compute_device(model))
 
 
 def product_precision(device: torch.device) -> tuple[str, bool]:
     """Torch's options for matrix products on `device`: the precision of float32 products, and
-    whether float16 products are summed in float16."""
+    whether float16 products are accumulated in float16."""
     backend: Any = torch.backends.cuda
     if device.type in ("cpu", "xpu"):
         backend = torch.backends.mkldnn
-    of_float32 = backend.matmul.fp32_precision
-    sums_in_half = False
+    float32_precision = backend.matmul.fp32_precision
+    accumulates_in_half = False
     if device.type == "cuda":
-        sums_in_half = backend.matmul.allow_fp16_accumulation
-    return of_float32, sums_in_half
+        accumulates_in_half = backend.matmul.allow_fp16_accumulation
+    return float32_precision, accumulates_in_half
 
 
 def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
-    """Says how far logits `(n, vocab_size)` that were computed in `dtypes` differ, in standard
-    deviations: the worst row's difference or, in half precision, where a router may choose another
-    expert for a row, the median. `None` if that is tolerated. NaN and infinities must have the same
-    positions."""
+    """Says by how many standard deviations logits `(n, vocab_size)` that were computed in `dtypes`
+    differ; `None` if that is within the tolerance. The difference is that of the worst row or, in
+    half precision, where a router may choose another expert for some rows, the median of all rows.
+    NaN and infinities must be at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()
     gap = torch.full((len(plain),), float("inf"), device=plain.device)
     if torch.equal(finite, computed.isfinite()):
-        # root mean square of each row
         errors = torch.where(finite, plain - computed, 0.0)
-        root_mean_square = errors.square().mean(1).sqrt()
-        gap = root_mean_square / plain[finite].std().clamp_min(1e-6)
-    half = half_tolerance(dtypes, plain.device)
-    if half is None:
-        worst = float(gap.max())
+        row_errors = errors.square().mean(1).sqrt()  # root mean squares
+        gap = row_errors / plain[finite].std().clamp_min(1e-6)
+    tolerance = half_tolerance(dtypes, plain.device)
+    if tolerance is None:
+        excess = float(gap.max())
     else:
-        worst = float(gap.sort().values[len(gap) // 2])
-    if worst <= (half or TOLERANCE):  # false for NaN
+        excess = float(gap.sort().values[len(gap) // 2])
+    if excess <= (tolerance or TOLERANCE):  # false for NaN
         return None
-    return f"{worst:.1e} standard deviations"
+    return f"{excess:.1e} standard deviations"
 
 
 def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -> float | None:
-    """The tolerance of logits computed in `dtypes` on `device`; `None` if all products have
-    float32's precision."""
-    of_float32, sums_in_half = product_precision(device)
+    """The tolerance for logits computed in `dtypes` on `device`; `None` if all products have the
+    precision of float32."""
+    float32_precision, accumulates_in_half = product_precision(device)
     computed = set(dtypes)
     if torch.float32 in computed:
-        computed.add(_ROUNDED.get(of_float32))
-    if torch.float16 in computed and sums_in_half:
+        computed.add(_PRODUCT_DTYPES.get(float32_precision))
+    if torch.float16 in computed and accumulates_in_half:
         computed.add(torch.bfloat16)
     tolerances = (HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE)
     return max(tolerances, default=None)

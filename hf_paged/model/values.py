@@ -1,5 +1,5 @@
-"""Kinds of values that modules hold; `reading` (the state of a model) and `writes` (of its
-forwards) both use them."""
+"""Kinds of values that modules hold, for `reading` (of a model's state) and `writes` (of its
+forwards)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 CONTAINERS = (dict, list, deque, set)
-"""Containers that code changes in place."""
+"""Containers that code can change in place."""
 # Attributes that transformers sets on a model or its class for its own bookkeeping.
 NOTES = frozenset(
     {
@@ -29,9 +29,9 @@ NOTES = frozenset(
     }
 )
 PLUMBING = NOTES.union(vars(nn.Module()))
-"""Attributes that do not affect a forward: notes, and torch's attributes of every module. (Its
-parameters, buffers, modules and forward hooks are visited separately.)"""
-# Objects of these packages do not affect a forward, except modules, tensors and configs; they
+"""Attributes that do not affect a forward: notes, and those that torch gives every module.
+(Parameters, buffers, modules and forward hooks are visited separately.)"""
+# Objects of these packages do not affect a forward, except modules, tensors and configs. They
 # reference half the process.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
@@ -45,15 +45,15 @@ def package_of(name: str) -> str:
 
 
 @functools.cache
-def is_users(name: str) -> bool:
+def is_user_module(name: str) -> bool:
     """Whether the Python module of this name is user code."""
     return package_of(name) not in LIBRARIES
 
 
-def is_users_object(value: Any) -> bool:
-    """Whether a value is an object of a user class, other than a module, tensor or class, with
-    attributes."""
-    if not is_users(type(value).__module__):
+def is_user_object(value: Any) -> bool:
+    """Whether a value is an object of a user class that has attributes, other than a module, a
+    tensor, a container or a class."""
+    if not is_user_module(type(value).__module__):
         return False
     if isinstance(value, (nn.Module, Tensor, type, tuple, frozenset, *CONTAINERS)):
         return False
@@ -61,8 +61,8 @@ def is_users_object(value: Any) -> bool:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor consists of: itself, or the parts named by its
-    `__tensor_flatten__`."""
+    """Yields the plain tensors of which a tensor consists: the tensor itself, or the parts that its
+    `__tensor_flatten__` names."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -71,21 +71,21 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
-def kept_tensors(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, and the tensors that are attributes of modules."""
+def tensors_of_model(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a model, and the tensors among its modules' attributes."""
     values = (value for module in model.modules() for value in vars(module).values())
     attributes = (value for value in values if isinstance(value, Tensor))
     return [*model.parameters(), *model.buffers(), *attributes]
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the memory of tensors."""
+    """The addresses of the tensors' memory."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
 
 
 def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object's `__dict__` and slots."""
+    """Yields the names and values in an object's `__dict__` and slots."""
     yield from getattr(item, "__dict__", {}).items()
     for name in _slots(type(item)):  # type: ignore[arg-type]
         if hasattr(item, name):

@@ -14,9 +14,10 @@ from .state import ModelState, carries_state, fingerprint
 class WeightsGuard:
     """Lets the prefix cache serve only blocks that the model computed in its current state. User
     code may change the model between *periods* (a call, or one step of an engine). The cache serves
-    blocks of earlier periods once `verify` has found the period's fingerprint equal to that of
-    `memory`, whose lock guards `blocks`. Before a period ends, `commit` fingerprints its blocks,
-    unless the executor watches the model (`is_watched`); a period without either forgets them."""
+    blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
+    one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
+    that computed its blocks, unless the executor watches the model (`is_watched`); the blocks of a
+    period with neither are forgotten. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -24,12 +25,12 @@ class WeightsGuard:
         self._blocks = blocks
         self._epochs = blocks.epochs
         self._is_on = False
-        # caching stays off if `blocks` starts without it
+        # if `blocks` starts without caching, it stays off
         self._can_cache = blocks.prefix_caching
         self._autocast: torch.dtype | None = None
-        # whether the executor compares the model with its earlier state (`ModelState.is_same`)
+        # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        self.num_changes = 0  # detected changes of the model
+        self.num_changes = 0  # detected changes to the model
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
 
@@ -39,37 +40,38 @@ class WeightsGuard:
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """Begins work, with no request in flight. `autocast`: the dtype of forwards under autocast,
-        if any."""
+        """Called when work begins, with no request in flight. `is_on`: whether blocks may be cached
+        and served. `autocast`: the dtype to which forwards are autocast, or `None`."""
         self._is_on = is_on
         self._autocast = autocast
         self.is_watched = False
         if is_on:
             self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 
-    def rest(self) -> None:
-        """Ends work, with no request in flight. With a tier, fingerprints the weights, so that any
-        process can verify the blocks that move to it later."""
+    def go_idle(self) -> None:
+        """Called when work ends, with no request in flight. If there is a tier, fingerprints the
+        weights, so that any process can verify the blocks that are evicted to it later."""
         is_verified = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_verified:
-            self.open()  # the model may have changed since the last step
+            self.begin_period()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False
 
-    def open(self) -> None:
-        """Begins a period: user code may have run since the last one."""
+    def begin_period(self) -> None:
+        """Begins a period: user code may have run since the previous one."""
         if self.is_on:
             with self._memory.lock:
                 self._epochs.begin_period()
 
     def verify(self) -> bool:
-        """Fingerprints the weights, once per period, and returns whether the cache may serve blocks
-        of earlier periods; if not, drops them."""
+        """Returns whether the cache may serve blocks of earlier periods, after fingerprinting the
+        weights once per period; if it may not, drops those blocks."""
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Before the end of a period (a step or call): fingerprints the weights that computed its
-        blocks, if caching is on. `state`: the model's, if it has just been read."""
+        """Called before a period ends: fingerprints the weights that computed its blocks, if that
+        is needed. `is_call`: whether the period is a call. `state`: the model's, if it has just
+        been read."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or not self.is_watched
@@ -83,25 +85,27 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a period without `commit`: forgets its blocks, unless they are verified or the model
-        is watched."""
+        """Ends a period without `commit`: forgets its blocks, unless the weights are verified or
+        the model is watched."""
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
-    def change(self) -> None:
-        """Notes that the model has changed: forgets all earlier blocks."""
+    def forget_earlier(self) -> None:
+        """Called after the model has changed: forgets all earlier blocks."""
         with self._memory.lock:
             self._epochs.begin_period()
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
+        """Fingerprints the model, and drops the blocks of a different one. Returns whether the
+        fingerprint has not changed."""
         weights = self._fingerprint(self._model, state)
-        now = None
+        current = None
         if weights is not None:
-            now = (weights, self._autocast)
+            current = (weights, self._autocast)
         with self._memory.changing():
-            before = self._memory.fingerprint
-            if now is None or now != before:
+            previous = self._memory.fingerprint
+            if current is None or current != previous:
                 self._forget()
                 for blocks in self._memory.managers.values():
                     # the managers of other layouts share the fingerprint
@@ -109,12 +113,12 @@ class WeightsGuard:
                         blocks.drop_cached()
             elif self._blocks.tier is not None:
                 self._blocks.tier.confirm()
-            if now is None:
+            if current is None:
                 self._blocks.drop_cached()
                 self._blocks.prefix_caching = False
-            self._memory.fingerprint = now
+            self._memory.fingerprint = current
             self._epochs.verify()
-        return now is not None and now == before
+        return current is not None and current == previous
 
     def _forget(self) -> None:
         self.is_watched = False

@@ -1,5 +1,5 @@
-"""Finds the model inside its wrappers, and imports the room of adapters for models and requests
-that need it."""
+"""Finds the model inside wrappers, and imports the room of adapters for models and requests that
+need it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..switches import NOTHING
 
 
 def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
-    """The room of adapters, if a request names an `adapter` or PEFT has put adapters on the
-    model."""
+    """The room of adapters, if a request names an `adapter` or if PEFT has added adapters to the
+    model; else `None`."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
     adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
@@ -41,10 +41,10 @@ def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
 
 def base_model(model: Any) -> Any:
     """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
-    model itself. Raises `ValueError` for a wrapper of FSDP, and for adapters that only PEFT's own
-    `generate` computes and that cannot be inactive."""
+    model itself. Raises `ValueError` for a model sharded by FSDP, and for adapters that only PEFT's
+    own `generate` computes and that cannot be switched off."""
     levels = [model]
-    while (inner := _wrapped(levels[-1])) is not None:
+    while (inner := _inner_model(levels[-1])) is not None:
         levels.append(inner)
     rooms = (adapters_for(level) for level in levels)
     adapters = next(filter(None, rooms), None)
@@ -53,14 +53,14 @@ def base_model(model: Any) -> Any:
     return levels[-1]
 
 
-def _wrapped(model: Any) -> Any:
-    """The model in a wrapper; `None` if `model` is no wrapper."""
+def _inner_model(model: Any) -> Any:
+    """The model inside a wrapper; `None` if `model` is not a wrapper."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds: tuple[Any, ...] = ()
+    fsdp_types: tuple[Any, ...] = ()
     if fsdp is not None:
-        kinds = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+        fsdp_types = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     is_module = isinstance(model, nn.Module)
-    if is_module and any(isinstance(module, kinds) for module in model.modules()):
+    if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(
             f"`model` is a {type(model).__name__} that FSDP has sharded: all processes must run its"
             " forwards together, but an engine schedules its own. Call `model.generate(...,"
@@ -73,7 +73,7 @@ def _wrapped(model: Any) -> Any:
         return model.module
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
-    # PEFT's `PeftMixedModel` has no such method
+    # PEFT's `PeftMixedModel` has no `get_base_model`
     is_of_peft = is_module and type(model).__module__.split(".")[0] == "peft"
     if is_of_peft and "base_model" in model._modules:
         return model.base_model.model

@@ -1,5 +1,5 @@
-"""Records and undoes what forwards write into their model: attributes, buffers, generators. The
-prefix cache serves no model whose forwards read what earlier forwards wrote."""
+"""Records and undoes the writes of forwards into their model: to attributes, buffers and random
+generators. The prefix cache serves no model whose forwards read values that earlier ones wrote."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..interrupts import restoring
-from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_users_object, plain_tensors
+from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
 
-_MAX_CONTAINERS = 10_000  # of one attribute, whose objects may reference half the process
+_MAX_CONTAINERS = 10_000  # reached from one attribute; its objects may reference half the process
 
 
 class Write(NamedTuple):
@@ -29,25 +29,26 @@ class Write(NamedTuple):
     name: str
     before: Any
     after: Any  # a copy
-    by_engine: bool  # whether a forward of the engine wrote it, and not only a plain one
+    by_engine: bool  # whether a forward of the engine wrote it, not a plain one
 
 
 Modes = tuple[bool, ...]  # of a model's modules
 
 
 class Notes:
-    """The writes of a model's forwards into the model, with its modules in certain modes."""
+    """What is known of the writes of a model's forwards into the model, with its modules in certain
+    modes."""
 
     def __init__(self) -> None:
-        # an attribute that forwards read and earlier forwards wrote: the prefix cache is then off
+        # an attribute that forwards read and earlier forwards wrote: turns the prefix cache off
         self.carried: str | None = None
-        # by module, attributes that each forward writes and none reads, which are no part of the
-        # model's state; with the value that a `ModelState` reads in their place
+        # by module, the attributes that each forward overwrites and none reads, so they are not
+        # part of the model's state; with the value that a `ModelState` reads in their place
         self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
         self.write_only = weakref.WeakKeyDictionary()
 
 
-_NONE = Notes()
+_NO_NOTES = Notes()
 _notes: weakref.WeakKeyDictionary[nn.Module, dict[Modes, Notes]] = weakref.WeakKeyDictionary()
 
 
@@ -56,14 +57,14 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def notes_of(model: nn.Module) -> Notes:
-    """The notes on a model in its modules' present modes. Read-only."""
+    """The notes on a model with its modules in their current modes. Read-only."""
     notes_by_modes = _notes.get(model)
-    return _NONE if notes_by_modes is None else notes_by_modes.get(_modes(model), _NONE)
+    return _NO_NOTES if notes_by_modes is None else notes_by_modes.get(_modes(model), _NO_NOTES)
 
 
 def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
-    """Notes that in the present modes each forward of `model` makes this write. `is_read`: whether
-    a forward reads what another wrote."""
+    """Notes that each forward of `model` in its current modes makes this write. `is_read`: whether
+    later forwards read the value."""
     notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
         notes.carried = f"{type(write.module).__name__}.{write.name}"
@@ -75,16 +76,16 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
 
 
 class Snapshot:
-    """A copy of what modules hold beside parameters: attributes, the elements of containers and the
-    attributes of objects of user classes, the content of tensors and the state of generators. It
-    leaves tensors beyond `MAX_COPIED` out."""
+    """A copy of everything that modules hold beside parameters: attributes, the elements of
+    containers, the attributes of user classes' objects, the content of tensors and the state of
+    generators. Tensors beyond `MAX_COPIED` are left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
             (module, table, dict(table))
             for module in model.modules()
             for table in (vars(module), module._buffers)
-            # the attributes of a traced or scripted module are not in dicts, and its code sets none
+            # not those of traced or scripted modules, whose code sets no attributes
             if isinstance(table, dict)
         ]
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
@@ -103,15 +104,15 @@ class Snapshot:
                         tensors[id(tensor)] = tensor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
-        num_left = MAX_COPIED  # bytes
+        num_bytes = MAX_COPIED  # that may still be copied
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
-            num_left -= tensor.nbytes
-            if num_left < 0 or not self._copy(tensor):
-                num_left = 0
+            num_bytes -= tensor.nbytes
+            if num_bytes < 0 or not self._try_copy(tensor):
+                num_bytes = 0
                 if not tensor.is_inference():
                     self._uncopied.append((tensor, tensor._version))
 
-    def _copy(self, tensor: Tensor) -> bool:
+    def _try_copy(self, tensor: Tensor) -> bool:
         try:
             self._copies.append((tensor, tensor.detach().clone()))
         except RuntimeError:  # out of memory
@@ -119,21 +120,21 @@ class Snapshot:
         return True
 
     def _reachable(self, value: Any) -> Iterator[Any]:
-        """Yields a value, or the values in containers and in objects of user classes, whose
-        elements it notes."""
+        """Yields a value or, for a container or an object of a user class, the values inside.
+        Stores the elements of these containers and objects in `_containers`."""
         pending = [value]
         limit = len(self._containers) + _MAX_CONTAINERS
         while pending:
             value = pending.pop()
-            if is_users_object(value):
+            if is_user_object(value):
                 value = vars(value)
             if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value
             elif id(value) not in self._containers and len(self._containers) < limit:
-                listed = _elements(value)
-                self._containers[id(value)] = value, listed
-                if not SCALARS.issuperset(map(type, listed)):  # a vocabulary may have millions
-                    pending += listed
+                elements = _elements(value)
+                self._containers[id(value)] = value, elements
+                if not SCALARS.issuperset(map(type, elements)):  # a vocabulary may have millions
+                    pending += elements
 
     @property
     def has_drawn(self) -> bool:
@@ -142,36 +143,36 @@ class Snapshot:
 
     @property
     def num_lost_bytes(self) -> int:
-        """Bytes of the tensors that forwards wrote to and that were not copied."""
+        """Bytes of the tensors that forwards wrote to although they were not copied."""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Restores everything but transformers' own notes; adds the differences to `writes`."""
-        changed = [(x, copy) for x, copy in self._copies if not _is_equal(x, copy)]
+        """Restores everything but `NOTES`, and adds the differences to `writes`."""
+        changed = [(x, copy) for x, copy in self._copies if not _parts_are_equal(x, copy)]
         refilled = [
-            (value, listed)
-            for value, listed in self._containers.values()
-            if not _is_listed(value, listed)
+            (value, elements)
+            for value, elements in self._containers.values()
+            if not _has_elements(value, elements)
         ]
         writes += self._writes({id(x) for x, _ in (*changed, *refilled)}, by_engine)
         for generator, state in self._generators:
             generator.set_state(state)
-        for value, listed in refilled:
-            _refill(value, listed)
+        for value, elements in refilled:
+            _refill(value, elements)
         for x, copy in changed:
             with torch.inference_mode(x.is_inference()), torch.no_grad():
                 if x.shape == copy.shape:
                     x.copy_(copy)
                 else:  # resized
                     x.set_(copy)
-        for _, now, before in self._tables:
-            notes = {name: x for name, x in now.items() if name in NOTES}
-            restore_attributes(now, {**before, **notes})
+        for _, table, before in self._tables:
+            notes = {name: x for name, x in table.items() if name in NOTES}
+            restore_attributes(table, {**before, **notes})
 
     def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
-        """The differences; `changed`: ids of tensors and containers with other content."""
-        for module, now, attributes in self._tables:
-            for name, after in now.items():
+        """Yields the differences. `changed`: ids of tensors and containers with other content."""
+        for module, table, attributes in self._tables:
+            for name, after in table.items():
                 before = attributes.get(name, ABSENT)
                 is_other = after is not before and (type(after) not in SCALARS or after != before)
                 is_written = is_other or id(after) in changed
@@ -180,19 +181,19 @@ class Snapshot:
                     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
                     is_written = not changed.isdisjoint(map(id, parts))
                 if is_written and name not in PLUMBING:
-                    yield Write(module, now, name, before, copied(after), by_engine)
+                    yield Write(module, table, name, before, copy_value(after), by_engine)
 
 
-def restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restores a dict to its items before."""
-    for name in now.keys() - before.keys():
-        del now[name]
-    now.update(before)
+def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restores a dict to the items `before`."""
+    for name in table.keys() - before.keys():
+        del table[name]
+    table.update(before)
 
 
 @restoring
 def undoing_writes(model: nn.Module) -> Iterator[None]:
-    """A context that undoes all writes into the model within it."""
+    """A context that undoes all writes into the model when it ends."""
     snapshot = Snapshot(model)
     try:
         yield
@@ -208,7 +209,8 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _elements(value: Any) -> list[Any]:
-    """The elements of a container; none of one that cannot be iterated."""
+    """The elements of a container: of a dict, its keys, then its values. Empty for a container that
+    cannot be iterated."""
     try:
         if isinstance(value, dict):
             return [*value, *value.values()]
@@ -217,31 +219,30 @@ def _elements(value: Any) -> list[Any]:
         return []
 
 
-def _is_listed(value: Any, listed: list[Any]) -> bool:
-    now = _elements(value)
-    return len(now) == len(listed) and all(map(operator.is_, now, listed))
+def _has_elements(value: Any, elements: list[Any]) -> bool:
+    current = _elements(value)
+    return len(current) == len(elements) and all(map(operator.is_, current, elements))
 
 
-def _refill(value: Any, listed: list[Any]) -> None:
+def _refill(value: Any, elements: list[Any]) -> None:
     value.clear()
     if isinstance(value, dict):
-        half = len(listed) // 2
-        value.update(zip(listed[:half], listed[half:]))
+        half = len(elements) // 2
+        value.update(zip(elements[:half], elements[half:]))
     elif isinstance(value, set):
-        value.update(listed)
+        value.update(elements)
     else:
-        value.extend(listed)
+        value.extend(elements)
 
 
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are equal; for containers, whether their elements are. NaN is equal to
-    itself."""
+def values_are_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal; of containers, whether their elements are. NaN equals NaN."""
     if isinstance(a, CONTAINERS) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_is_equal, _elements(a), _elements(b)))
-    return _is_equal(a, b)
+        return len(a) == len(b) and all(map(_parts_are_equal, _elements(a), _elements(b)))
+    return _parts_are_equal(a, b)
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _parts_are_equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -252,18 +253,18 @@ def _is_equal(a: Any, b: Any) -> bool:
     return kind is type(b) and kind in SCALARS and a == b
 
 
-def copied(value: Any) -> Any:
-    """A copy of a tensor, or of a container and the tensors in it; else the value itself."""
+def copy_value(value: Any) -> Any:
+    """Copies a tensor, or a container and the tensors in it; returns any other value as it is."""
 
-    def copied_part(part: Any) -> Any:
+    def copy_part(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part.detach().clone()
         return part
 
-    return _mapped(copied_part, value)
+    return _map_elements(copy_part, value)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies `function` to a value, or to the elements of a container."""
     if isinstance(value, dict):
         values = map(function, value.values())
@@ -274,12 +275,13 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def changed(value: Any) -> Any:
-    """Another value of the same type and shape, or the value itself."""
-    return _mapped(_changed_part, value)
+def alter_value(value: Any) -> Any:
+    """Returns a different value of the same type and shape, or the value itself if its type has
+    no other."""
+    return _map_elements(_alter_part, value)
 
 
-def _changed_part(part: Any) -> Any:
+def _alter_part(part: Any) -> Any:
     if isinstance(part, Tensor):
         if part.dtype is torch.bool:
             return part.logical_not()

@@ -17,7 +17,7 @@ from .. import compat, forks
 from ..batching.arguments import Assistance
 from ..batching.decoding.base import Draft
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.scores import argmax, draw, leaves_rows_alone
+from ..batching.decoding.scores import argmax, can_run_on_drafts, draw
 from ..batching.execution.executor import Executor
 from ..batching.execution.runner import Runner
 from ..batching.request import Request, Sequence
@@ -125,7 +125,7 @@ class Assistant:
             for processor in decoding.logits_processor
             if type(processor) is MinLengthLogitsProcessor
         ]
-        row_wise_processors = filter(leaves_rows_alone, processors)
+        row_wise_processors = filter(can_run_on_drafts, processors)
         return strategy, LogitsProcessorList([*min_length_processors, *row_wise_processors])
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:

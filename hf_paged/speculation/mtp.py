@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from .. import compat
 from ..attention.switch import calls_interface
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.scores import leaves_rows_alone
+from ..batching.decoding.scores import can_run_on_drafts
 from ..batching.execution.inputs import pack
 from ..batching.execution.packed import PackedRunner
 from ..batching.request import Sequence
@@ -207,7 +207,7 @@ class MtpHeads(Assistant):
     def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
         """Returns no strategy: as in transformers' generator, every head drafts a token, whatever
         was accepted before."""
-        processors = filter(leaves_rows_alone, decoding.logits_processor)
+        processors = filter(can_run_on_drafts, decoding.logits_processor)
         return None, LogitsProcessorList(processors)
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:

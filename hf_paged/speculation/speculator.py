@@ -95,7 +95,7 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
         return reason_against_mtp(model)
     if assistant is None:
         return None
-    if type(assistant).__name__.startswith(compat.READS_TARGETS_CACHE):
+    if type(assistant).__name__.startswith(compat.TARGET_CACHE_ASSISTANTS):
         return Topic.ASSISTED("the assistant reads the target's keys and values")
     if assistant.config.is_encoder_decoder:
         return Topic.ASSISTED("the assistant has an encoder")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batching.decoding.base import Fetch, LogitRows
 from ..batching.decoding.sample import SampleDecoding
-from ..batching.decoding.scores import pick
+from ..batching.decoding.scores import select_rows
 from ..batching.generation import Generation
 from ..batching.request import Sequence
 from ..batching.scheduling.scheduler import Scheduler
@@ -92,7 +92,7 @@ class GraphRunAhead:
                 can_launch = self._scheduler.reserve_next(continuing, num_leaving)
         if continuing and can_launch:
             try:
-                logits = launch(continuing, pick(tokens, continuing_rows))
+                logits = launch(continuing, select_rows(tokens, continuing_rows))
             except Exception as error:  # the step is computed as usual, and raises it again
                 if is_interrupt(error):
                     raise

@@ -544,7 +544,7 @@ def test_readers_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(cancelled(engine))
         assert_drained(engine)
         gc.collect()
-        assert not engine._core.readers, "an event loop that has ended is kept"
+        assert not engine._core.reader_locks, "an event loop that has ended is kept"
     for prompt, outputs in zip(texts, found):
         [(tokens, result)] = collect(outputs).values()
         assert_same_as_lone(
@@ -752,7 +752,7 @@ def test_streamed_text_never_holds_half_a_character() -> None:
     data = list(text.encode())
     for cut in range(1, len(data)):
         tracker = TextTracker(Bytes())
-        pieces = [tracker.add([token], last=i == cut - 1) for i, token in enumerate(data[:cut])]
+        pieces = [tracker.add([token], is_last=i == cut - 1) for i, token in enumerate(data[:cut])]
         assert "".join(pieces) == bytes(data[:cut]).decode("utf-8", errors="replace"), cut
 
 
@@ -788,7 +788,7 @@ def test_streamed_text_is_that_of_a_tokenizer_that_cleans_up(kind: str) -> None:
         pieces = [tracker.add([token]) for token in ids]
         num_shown += sum(map(bool, pieces))
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert "".join([*pieces, tracker.rest()]) == text, [*vocabulary][ids[0]]
+        assert "".join([*pieces, tracker.flush()]) == text, [*vocabulary][ids[0]]
     assert num_shown > 3000
 
 

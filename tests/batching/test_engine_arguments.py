@@ -135,13 +135,13 @@ def test_a_padded_batch_with_its_mask(side: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "mask", "message"),
     [
-        (torch.full((2, 3), 5), torch.ones(2, 4), "other lengths than `input_ids`"),
+        (torch.full((2, 3), 5), torch.ones(2, 4), "differ from those of `input_ids`"),
         (
             torch.full((2, 3), 5),
             torch.tensor([[1, 1, 1], [1, 0, 1]]),
-            "hides tokens inside of row 1",
+            "hides tokens inside row 1",
         ),
-        ([[5, 6], [7, 8]], torch.ones(2, 2), "one tensor of shape"),
+        ([[5, 6], [7, 8]], torch.ones(2, 2), "as a tensor of shape"),
     ],
 )
 def test_masks_that_do_not_fit(batch: Any, mask: Any, message: str) -> None:

@@ -552,14 +552,14 @@ def test_an_interrupt_of_the_tokenizer_keeps_no_request_from_its_end(
 def test_a_result_is_made_again_after_an_error(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory may be short for a moment only; if it still is, the result holds the error."""
     countdown = [MemoryError] * times
-    make = RequestState._sequences
+    make = RequestState._sequence_results
 
     def failing(self: RequestState, reason: str | None) -> Any:
         if countdown:
             raise countdown.pop()
         return make(self, reason)
 
-    monkeypatch.setattr(RequestState, "_sequences", failing)
+    monkeypatch.setattr(RequestState, "_sequence_results", failing)
     model = models.get("llama")
     prompt = prompts(12)[0]
     with PagedEngine(model, CONFIG) as engine:

@@ -154,7 +154,7 @@ def test_what_is_refused() -> None:
                 {"return_logprobs": 5},
                 "`return_logprobs` is 5: it must be True or False.*`top_logprobs`",
             ),
-            ({"top_logprobs": 2}, "it goes with `return_logprobs=True`"),
+            ({"top_logprobs": 2}, "it needs `return_logprobs=True`"),
             ({"top_logprobs": -1, "return_logprobs": True}, "whole number from 0"),
             ({"prompt_logprobs": 1}, "`prompt_logprobs` is 1"),
         ):

@@ -571,8 +571,8 @@ def test_an_engine_takes_embeddings_and_weights_change() -> None:
 @pytest.mark.parametrize(
     "prompt, inputs, message",
     [
-        ([5, 6], {"max_new_tokens": 3}, "only model inputs beside token ids"),
-        ([5, 6], {"input_ids": torch.ones(1, 2)}, "only model inputs beside token ids"),
+        ([5, 6], {"max_new_tokens": 3}, "only model inputs besides token ids"),
+        ([5, 6], {"input_ids": torch.ones(1, 2)}, "only model inputs besides token ids"),
         ([5, 6], [1], "pass a dict"),
         (
             {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]]), "x": 1},

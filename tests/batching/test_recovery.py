@@ -301,7 +301,7 @@ def test_calls_go_on_after_a_step_for_all_that_failed_at_its_end(
         fails = (
             not failed
             and len(self._callers) == 3
-            and all(each.samples_since is None for each in self._callers.values())
+            and all(each.sampling_since is None for each in self._callers.values())
         )
         if fails:
             failed.append(threading.get_ident())

@@ -521,7 +521,7 @@ def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.Monke
 
 def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, looks = models.build("llama"), [0]
-    other = shared_loop.Caller(None, None, thread=-1)  # type: ignore[arg-type]
+    other = shared_loop.Caller(None, None, thread_id=-1)  # type: ignore[arg-type]
 
     def stepper(self: Any) -> Any:
         looks[0] += 1

@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_not_kept_and_said_once(
         record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
     ]
     assert told == [
-        "prefix caching is off for this LlamaForCausalLM, since changes of it cannot be detected: a"
+        "prefix caching is off for this LlamaForCausalLM, since changes to it cannot be detected: a"
         " tensor of type Sealed, which has no `__tensor_flatten__`"
         " [troubleshooting.md#prefix-cache]"
     ]

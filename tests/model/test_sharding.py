@@ -18,7 +18,7 @@ def test_without_the_room_only_calls_that_need_it_fail(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "is_installed", lambda name: name != "ranks")
     assert sharding.processes_of(model) is sharding.lead(model, hf_paged.PagedConfig(), ()) is None
     monkeypatch.setattr(sharding.compat, "shard_ranks", lambda model: [0, 1])
-    with sharding.deferring(model):  # as in a plain call
+    with sharding.deferring_signals(model):  # as in a plain call
         pass
     for call in (
         lambda: hf_paged.PagedEngine(model),

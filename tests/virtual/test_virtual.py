@@ -147,7 +147,7 @@ def test_the_route_says_how_a_function_of_the_callers_gets_rows(
     try:
         model.set_attn_implementation("callers")
         for call, how in (
-            (virtual_call(), "read where rows lie side by side"),
+            (virtual_call(), "read in place as contiguous rows"),
             (models.PAGED, "gathered"),
         ):
             model.generate(ids, max_new_tokens=20, do_sample=False, **call)

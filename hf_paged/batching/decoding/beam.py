@@ -1,5 +1,5 @@
 """transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
-logits and returns each beam's parent; the ledger moves blocks between the beams."""
+logits and returns the parents and tokens of beams. Leaves their blocks to the ledger."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 from ... import compat
 from ...model.structure import is_stock
 from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .returned import check_listed, check_scores
+from .returned import explain_criteria_error, explain_scores_error
 from .scores import are_row_wise, top_tokens, values_at
 
-_NEVER = -1.0e9  # transformers adds this to the score of a beam that must not be chosen
+_NEVER = -1.0e9  # transformers' penalty on the score of a beam that must not be chosen
 
 
-class _DrawsFrom(TorchDispatchMode):
-    """Makes operations that would draw from the global generator draw from this one, which is on
-    their device."""
+class _SeededDraws(TorchDispatchMode):
+    """A mode in which operations draw from `generator`, which is on their device, instead of the
+    global generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class _DrawsFrom(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         arguments = kwargs or {}
-        draw = None
+        seeded_func = None
         if arguments.get("generator") is None:
-            draw = _seeded_overload(func)
-        if draw is None:
+            seeded_func = _seeded_overload(func)
+        if seeded_func is None:
             return func(*args, **arguments)
-        return draw(*args, **{**arguments, "generator": self._generator})
+        return seeded_func(*args, **{**arguments, "generator": self._generator})
 
 
 @functools.cache
@@ -65,8 +65,8 @@ def _seeded_overload(func: Any) -> Any:
 
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt *
-    num_beams + beam` is a running beam. Rows of a prompt whose result is final leave `open_rows`,
-    unless a caller's code sees the batch."""
+    num_beams + beam` is a running beam. Once the result of a prompt is final, its rows leave
+    `open_rows`, unless a caller's code reads the batch. Raises `ValueError` for `low_memory`."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -88,64 +88,66 @@ class BeamDecoding(Decoding):
         self.beams_to_keep = max(2, 1 + num_eos) * beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
         self._runs_stock_code = is_row_wise and not self.stop_checker.callers_criteria
-        # other search methods may compare prompts, and choose any token
+        # a model's own search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
         self.runs_callers_code = not (self._runs_stock_code and is_stock_search)
         returns_dict = config.return_dict_in_generate
-        self._may_close = is_stock_search and self._runs_stock_code and not returns_dict
-        # by step: log-probabilities by row and the token that follows it; each row's alternatives
-        self._history: list[
+        self._can_close_early = is_stock_search and self._runs_stock_code and not returns_dict
+        # by step: the log-probabilities of each chosen (row, next token); the alternatives by row
+        self._records_by_step: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
-        # running beams and finished ones, [prompts, beams, max_length]
-        fill = -1
+        # running and finished beams, [prompts, beams, max_length]
+        fill_id = -1
         if eos is not None:
-            fill = int(pad or eos[0])
+            fill_id = int(pad or eos[0])
         shape = (prompts, beams)
         self.running = torch.full(
             (*shape, self.max_length),
-            fill,
+            fill_id,
             dtype=torch.int64,
             device=device,
         )
         prompt_ids = inputs.input_ids.unflatten(0, shape)
         self.running[:, :, : self.length] = prompt_ids
         self.sequences = self.running.clone()
-        # at first all beams of a prompt are equal: only the first one is a candidate
+        # the beams of a prompt are equal at first, so only the first one is a candidate
         self.running_scores = torch.zeros(shape, device=device)
         self.running_scores[:, 1:] = _NEVER
         self.beam_scores = torch.full(shape, _NEVER, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
-        # the row that each generated token continued, [prompts, beams, new tokens]
+        # by generated token, the row that it continued, [prompts, beams, new tokens]
         new_tokens = self.running[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
-        kept = torch.arange(self.beams_to_keep, device=device)
-        self._top_beams = kept < beams
+        candidates = torch.arange(self.beams_to_keep, device=device)
+        self._top_beams = candidates < beams
 
     @property
     def lengths(self) -> list[int]:
-        is_new = self.returned(self.beam_indices) >= 0
+        """Length of each returned sequence, including the prompt and its padding."""
+        is_new = self.select_returned(self.beam_indices) >= 0
         num_new = is_new.sum(dim=1)
         return (self.prompt_length + num_new).tolist()
 
-    def returned(self, of_beams: Tensor) -> Tensor:
-        """Selects the returned beams of `(prompts, beams, ...)`, as `(prompts *
+    def select_returned(self, values: Tensor) -> Tensor:
+        """Selects the returned sequences from `(prompts, beams, ...)` values, as `(prompts *
         num_return_sequences, ...)`."""
-        count = self.config.num_return_sequences
-        return of_beams[:, :count].flatten(0, 1)
+        num_returned = self.config.num_return_sequences
+        return values[:, :num_returned].flatten(0, 1)
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
+        """Returns the output of transformers' loop; `cache` is the cache in the output."""
         longest = max(self.lengths)
-        sequences = self.returned(self.sequences)[:, :longest]
+        sequences = self.select_returned(self.sequences)[:, :longest]
         if not self.config.return_dict_in_generate:
             return sequences
         sequences_scores = None
         if self.config.output_scores:
-            sequences_scores = self.returned(self.beam_scores)
+            sequences_scores = self.select_returned(self.beam_scores)
         num_new = longest - self.prompt_length
-        beam_indices = self.returned(self.beam_indices)[:, :num_new]
+        beam_indices = self.select_returned(self.beam_indices)[:, :num_new]
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,
             sequences_scores=sequences_scores,
@@ -159,30 +161,29 @@ class BeamDecoding(Decoding):
         """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float
         dtype."""
         rows = self.open_rows
-        best = self._continue(logits)
-        sequences = best["topk_running_sequences"]
-        continuations = sequences[:, :, : self.length + 1]
-        ids = continuations.flatten(0, 1)
+        top_continuations = self._continue(logits)
+        sequences = top_continuations["topk_running_sequences"]
+        ids = sequences[:, :, : self.length + 1].flatten(0, 1)
         try:
             are_ends = self.stopping_criteria(ids, self.scores)
         except Exception as error:
-            check_listed(len(ids), error)
+            explain_criteria_error(len(ids), error)
             raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         step = self.length - self.prompt_length
-        continued: Any = dict(
-            best,
+        candidates: Any = dict(
+            top_continuations,
             next_token_hits_stopping_criteria=ends,
             num_beams=self.num_beams,
         )
         self.running, self.running_scores, self.running_indices = compat.running_beams(
             self.model,
-            **continued,
+            **candidates,
         )
         self.sequences, self.beam_scores, self.beam_indices, self.is_finished = (
             compat.update_finished_beams(
                 self.model,
-                **continued,
+                **candidates,
                 **self._finished_beams(),
                 sequences=self.sequences,
                 beam_indices=self.beam_indices,
@@ -191,8 +192,7 @@ class BeamDecoding(Decoding):
         )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        # [prompts, 1]: whether a running beam may still beat a finished one, by transformers'
-        # estimate
+        # [prompts, 1]: transformers' estimate whether a running beam may still beat a finished one
         self.may_improve = compat.check_early_stop(
             self.model,
             running_beam_scores=self.running_scores,
@@ -200,41 +200,40 @@ class BeamDecoding(Decoding):
             **self._finished_beams(),
         )
         state = self.may_improve, self.is_finished, ends
-        goes_on = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
+        is_unfinished = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
         parents = self.running_indices[..., step].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
-        if goes_on:
-            finished = self._close_final()
+        if is_unfinished:
+            finished = self._close_final_prompts()
         else:
-            finished = self._finish()
+            finished = self._close_all()
         return SampledTokens(tokens, parents, finished, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers'
-        `_beam_search` does."""
+        `_beam_search` does, and returns them as arguments of its next methods."""
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
-        logits = self._of_all_rows(logits)
+        logits = self._expand_to_all_rows(logits)
         raw = logits.log_softmax(dim=-1)
-        unprocessed = raw
+        log_probs = raw
         if self.record_logprobs:  # processors may write in place
-            unprocessed = raw.clone()
-        log_probs = unprocessed
+            log_probs = raw.clone()
         try:
-            log_probs = self.logits_processor(self._ids, unprocessed)
+            log_probs = self.logits_processor(self._ids, log_probs)
             by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
         except Exception as error:
-            check_scores(self.logits_processor, logits, log_probs, error)
+            explain_scores_error(self.logits_processor, logits, log_probs, error)
             raise
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
         totals = by_beam + self.running_scores[:, :, None]
-        drawing: AbstractContextManager[Any] = nullcontext()
+        draw_context: AbstractContextManager[Any] = nullcontext()
         if self.generator is not None:
-            drawing = _DrawsFrom(self.generator)
-        with drawing:
+            draw_context = _SeededDraws(self.generator)
+        with draw_context:
             scores, sequences, indices = compat.top_k_continuations(
                 self.model,
                 totals.flatten(1),  # [prompts, beams * vocab]
@@ -255,9 +254,11 @@ class BeamDecoding(Decoding):
             after = log_probs[rows, tokens].tolist()
             keys = zip(rows.tolist(), tokens.tolist())
             pairs = dict(zip(keys, zip(before, after)))
-            best = [values.tolist() for values in top_tokens(raw, log_probs, self.num_top)]
-            alternatives = [list(zip(*row)) for row in zip(*best)]
-            self._history.append((pairs, alternatives))
+            columns = [
+                values.tolist() for values in top_tokens(raw, log_probs, self.num_alternatives)
+            ]
+            alternatives = [list(zip(*row)) for row in zip(*columns)]
+            self._records_by_step.append((pairs, alternatives))
         return dict(
             topk_log_probs=scores,
             topk_running_sequences=sequences,
@@ -265,6 +266,7 @@ class BeamDecoding(Decoding):
         )
 
     def _finished_beams(self) -> dict[str, Any]:
+        """Returns arguments of transformers' methods that describe the finished beams."""
         return dict(
             is_early_stop_heuristic_unsatisfied=self.may_improve,
             beam_scores=self.beam_scores,
@@ -275,45 +277,48 @@ class BeamDecoding(Decoding):
             early_stopping=self.config.early_stopping,
         )
 
-    def _close_final(self) -> list[int]:
-        """Closes prompts whose result is final, and returns their rows: `num_beams` sequences are
-        finished and, unless `early_stopping=True`, none can improve. Both conditions persist:
-        `_update_finished_beams` adds -1e9 to new candidates, and `_check_early_stop_heuristic`
-        never turns true again. Closed prompts do not keep the others running."""
-        if not self._may_close:
+    def _close_final_prompts(self) -> list[int]:
+        """Closes prompts whose result is final, and returns their rows. A result is final if all of
+        its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
+        It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
+        `_check_early_stop_heuristic` never becomes true again. Closed prompts do not keep the
+        others running."""
+        if not self._can_close_early:
             return []
         are_finished = self.is_finished.all(dim=1)
-        least = self.beam_scores.amin(dim=1)
-        are_final = are_finished & (least > _NEVER / 10)
+        worst_scores = self.beam_scores.amin(dim=1)
+        are_final = are_finished & (worst_scores > _NEVER / 10)
         if self.config.early_stopping is not True:
             are_final &= ~self.may_improve[:, 0]
         is_final = are_final.tolist()
         num_beams = self.num_beams
-        closing = [row for row in self.open_rows if is_final[row // num_beams]]
-        if closing:
+        closed_rows = [row for row in self.open_rows if is_final[row // num_beams]]
+        if closed_rows:
             remaining = [row for row in self.open_rows if not is_final[row // num_beams]]
             self.may_improve[are_final] = False
-            self.running_scores[are_final] = 0.0  # keeps them finite in later steps
+            self.running_scores[are_final] = 0.0  # so that they stay finite in later steps
             self.open_rows = remaining
-        return closing
+        return closed_rows
 
-    def _finish(self) -> list[int]:
+    def _close_all(self) -> list[int]:
+        """Closes all rows and returns them; sets the finish reasons and records of the returned
+        sequences."""
         finished, self.open_rows = self.open_rows, []
-        sequences: list[list[int]] = self.returned(self.sequences).tolist()
-        is_finished = self.returned(self.is_finished).tolist()
+        sequences: list[list[int]] = self.select_returned(self.sequences).tolist()
+        is_finished = self.select_returned(self.is_finished).tolist()
         for i, length in enumerate(self.lengths):
             if not is_finished[i]:
                 continue
-            tail = sequences[i][:length]
-            strings = self.stop_checker.stop_strings
-            hit = any(stop_string_hits(criterion, [tail])[0] for criterion in strings)
-            reason = self.stop_checker.reason(tail[-1], length, hit)
+            ids = sequences[i][:length]
+            criteria = self.stop_checker.stop_strings
+            is_hit = any(stop_string_hits(criterion, [ids])[0] for criterion in criteria)
+            reason = self.stop_checker.reason(ids[-1], length, is_hit)
             self.finish_reasons[i] = reason or "criteria"
         if self.record_logprobs:
-            beam_indices = self.returned(self.beam_indices).tolist()
+            beam_indices = self.select_returned(self.beam_indices).tolist()
             for i, rows in enumerate(beam_indices):
                 tokens = sequences[i][self.prompt_length :]
-                for (pairs, alternatives), row, token in zip(self._history, rows, tokens):
+                for (pairs, alternatives), row, token in zip(self._records_by_step, rows, tokens):
                     if row >= 0:
                         self.records[i].append((pairs[row, token], alternatives[row]))
         return finished

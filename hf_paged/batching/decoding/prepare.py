@@ -1,5 +1,5 @@
-"""Prepares the decoding of one prompt of an engine as `generate` does before its loop. It runs no
-forward of the decoder, and takes no blocks."""
+"""Prepares the decoding of an engine's request, as `generate` does before its decoding loop. Runs
+no forward of the decoder, and allocates no blocks."""
 
 from __future__ import annotations
 
@@ -49,19 +49,25 @@ Keywords = dict[str, Any]
 
 _ASSISTED = "assisted_generation"
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample", _ASSISTED)
-_REPORTS = ("output_attentions", "output_hidden_states")
-_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
-_NO_OUTPUTS = (
+_MODEL_OUTPUTS = ("output_attentions", "output_hidden_states")
+_LOOP_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
+_LOOP_OUTPUTS_REASON = (
     "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
 )
-_SHARED = "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
-# options that an engine does not serve: the values that it accepts, and why it rejects others
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(_REPORTS, ((None, False), "only `generate` has these outputs. Leave it out")),
-    **dict.fromkeys(_OUTPUTS, ((None, False), _NO_OUTPUTS)),
-    "use_cache": ((None, True), _SHARED),
-    "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _SHARED),
-    **dict.fromkeys(("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _SHARED)),
+_CONFIG_REASON = (
+    "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
+)
+# options that an engine does not support: the values that it accepts, and why it rejects others
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(
+        _MODEL_OUTPUTS, ((None, False), "only `generate` has these outputs. Leave it out")
+    ),
+    **dict.fromkeys(_LOOP_OUTPUTS, ((None, False), _LOOP_OUTPUTS_REASON)),
+    "use_cache": ((None, True), _CONFIG_REASON),
+    "cache_implementation": ((None, "paged", "dynamic", "hf_paged"), _CONFIG_REASON),
+    **dict.fromkeys(
+        ("cache_config", "prefill_chunk_size", "compile_config"), ((None,), _CONFIG_REASON)
+    ),
     "is_assistant": (
         (None, False),
         "transformers sets it for the drafts of an assistant. Leave it out",
@@ -70,57 +76,60 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class LoopCall(NamedTuple):
-    """A decoding loop that `generate` would call, with its arguments."""
+    """A call of transformers' decoding loop, with its arguments."""
 
-    method: str  # method name in `GenerationMixin`
+    method: str  # name of the loop in `GenerationMixin`
     arguments: Keywords
-    # token ids and other model inputs, before rows are repeated
+    # token ids and other model inputs, before rows were repeated
     unexpanded: tuple[Tensor, Keywords] | None
 
-    def inputs(self, *recording: Any) -> LoopInputs:
-        """Returns the loop's inputs; `recording`: the further fields of `LoopInputs`."""
+    def inputs(self, *options: Any) -> LoopInputs:
+        """Returns the loop's inputs; `options` are the remaining fields of `LoopInputs`, in
+        order."""
         arguments = self.arguments
         return LoopInputs(
             arguments["input_ids"],
             arguments["logits_processor"],
             arguments["stopping_criteria"],
             arguments["generation_config"],
-            *recording,
+            *options,
         )
 
 
 @dataclasses.dataclass
 class Capture:
-    """Records calls of a model's decoding loops without running them; each call returns its ids and
-    an EOS token."""
+    """Records calls of a model's decoding loops, which do not run: each call returns its ids and an
+    EOS token."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
 
     def add(self, call: LoopCall) -> Tensor:
+        """Records a call, and returns its result: `(rows, length + 1)` ids."""
         self.calls.append(call)
         config = call.arguments["generation_config"]
         ids = call.arguments["input_ids"]
         eos = compat.special_token(config, "eos")
-        last = 0 if eos is None else int(eos.flatten()[0])
-        return torch.nn.functional.pad(ids, (0, 1), value=last)
+        eos_id = 0 if eos is None else int(eos.flatten()[0])
+        return torch.nn.functional.pad(ids, (0, 1), value=eos_id)
 
 
+# the capture of the current call, in whose context no decoding loop runs
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """Returns the loop call that `model.generate(**arguments)` prepares: with encoder outputs, but
-    with raw images, which the first forward encodes. Runs no decoding loop and allocates no paged
-    memory. Raises `generate`'s errors, and `ValueError` if `generate` runs more than one loop. The
-    caller holds the model's `step_lock`."""
+    """Returns the loop call that `model.generate(**arguments)` prepares. It holds the encoder's
+    outputs, but raw images, which the first forward encodes. Runs no decoding loop and allocates no
+    paged memory. Raises the errors of `generate`, and `ServedByGenerateError` if `generate` does
+    not run exactly one loop. The caller holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
     try:
         model.generate(**arguments)
     except Exception:
-        # the model's own `generate` may fail on the fake result after the captured call
+        # a model's own `generate` may fail on the fake result after the captured call
         if not capture.calls:
             raise
     finally:
@@ -134,8 +143,8 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
 
 
 def _with_option(keywords: Keywords, name: str, value: Any) -> Keywords:
-    """Returns the keyword arguments of `generate` with one more option: in the generation config if
-    there is one, since transformers accepts no options beside it."""
+    """Returns the keyword arguments of `generate` with an option set: in the generation config, if
+    there is one, since transformers does not accept both a config and options."""
     config = keywords.get("generation_config")
     if config is None:
         return {**keywords, name: value}
@@ -152,9 +161,9 @@ def request_decoding(
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
     """Prepares the decoding of one prompt with the model's own methods; its streamer gets only new
-    tokens. For a model with an encoder, or a prompt with inputs beside token ids, also returns the
-    captured loop call. Raises `ValueError` for an empty prompt, ids outside the vocabulary, and
-    options that only `generate` serves or that `generate` rejects."""
+    tokens. For a model with an encoder, or a prompt with inputs besides token ids, also returns the
+    captured loop call. Raises `ValueError` for an empty prompt, for ids outside the vocabulary, and
+    for options that only `generate` serves or that `generate` rejects."""
     generator = None
     if options.seed is not None:
         # the range of `torch.manual_seed`
@@ -168,7 +177,7 @@ def request_decoding(
         generator = torch.Generator(device=compute_device(model))
         generator.manual_seed(seed)
     check_streamer(options.streamer)
-    num_top = check_logprobs(options)
+    num_alternatives = check_logprobs(options)
     processors = as_list("logits_processor", options.logits_processor)
     criteria = as_list("stopping_criteria", options.stopping_criteria)
     options = dataclasses.replace(
@@ -180,8 +189,8 @@ def request_decoding(
         raise ValueError(
             "the prompt is empty: pass at least one token id, the model's BOS token for instance"
         )
-    keywords = _keywords(model, generation_config)
-    stop_strings = _option(keywords, "stop_strings")
+    keywords = _generate_keywords(model, generation_config)
+    stop_strings = _option_value(keywords, "stop_strings")
     if stop_strings is not None:
         check_stop_strings(stop_strings)
         if tokenizer is None:
@@ -189,10 +198,10 @@ def request_decoding(
                 f"`stop_strings` is {shown(stop_strings)}, which needs a tokenizer: make the engine"
                 " with `tokenizer=`"
             )
-    takes_ids = options.inputs is None and not model.config.is_encoder_decoder
-    prepare = _prepared_request if takes_ids else _captured_request
+    has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
+    prepare = _prepared_request if has_only_ids else _captured_request
     call = prepare(model, input_ids, keywords, options, tokenizer)
-    inputs = call.inputs(generator, options.return_logprobs, num_top)
+    inputs = call.inputs(generator, options.return_logprobs, num_alternatives)
     decoding: SampleDecoding | BeamDecoding
     if call.method == compat.SAMPLE:
         decoding = SampleDecoding(inputs, options.streamer)
@@ -203,7 +212,7 @@ def request_decoding(
                 " leave it out"
             )
         decoding = BeamDecoding(model, inputs)
-    return decoding, None if takes_ids else call
+    return decoding, None if has_only_ids else call
 
 
 def _prepared_request(
@@ -213,16 +222,18 @@ def _prepared_request(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Returns the loop call of a prompt of token ids, as `generate` would prepare it."""
-    last = num_embeddings(model) - 1
-    low = min(input_ids)
-    high = max(input_ids)
-    if low < 0 or high > last:
-        wrong = low if low < 0 else high
+    """Prepares the loop call of a prompt of token ids as `generate` does, but without calling
+    it."""
+    last_id = num_embeddings(model) - 1
+    lowest = min(input_ids)
+    highest = max(input_ids)
+    if lowest < 0 or highest > last_id:
+        invalid = lowest if lowest < 0 else highest
         raise ValueError(
-            f"token id {wrong} is outside the vocabulary: ids from 0 to {last} have an embedding"
+            f"token id {invalid} is outside the vocabulary: ids from 0 to {last_id} have an"
+            " embedding"
         )
-    ids = _row(model, input_ids)
+    ids = _ids_tensor(model, input_ids)
     assistant_options: Keywords = {}
     if options.assistant_model is not None:
         assistant_options["assistant_model"] = options.assistant_model
@@ -231,9 +242,9 @@ def _prepared_request(
         if tokenizer is not None:
             assistant_options["tokenizer"] = tokenizer
     config = _prepared_config(model, ids, keywords, assistant_options)
-    loop = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
-    _check_stock(model, (loop, *compat.REPLACED_METHODS[loop]))
-    all_processors = compat.get_logits_processor(
+    method = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
+    _check_stock(model, (method, *compat.REPLACED_METHODS[method]))
+    processors = compat.get_logits_processor(
         model,
         config,
         ids.shape[1],
@@ -249,14 +260,14 @@ def _prepared_request(
     num_rows = max(config.num_beams, config.num_return_sequences)
     arguments = {
         "input_ids": ids.repeat_interleave(num_rows, dim=0),
-        "logits_processor": all_processors,
+        "logits_processor": processors,
         "stopping_criteria": compat.get_stopping_criteria(model, config, criteria, tokenizer),
         "generation_config": config,
     }
-    return LoopCall(loop, arguments, None)
+    return LoopCall(method, arguments, None)
 
 
-def _row(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
+def _ids_tensor(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
     """Returns the token ids as `(1, length)` int64 on the model's device."""
     return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
@@ -268,18 +279,19 @@ def _captured_request(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Captures the loop call of a prompt with inputs beside token ids, or with inputs alone."""
+    """Captures the loop call of a prompt with inputs besides, or instead of, token ids."""
     device = compute_device(model)
     arguments: Keywords = {}
     for name, value in (options.inputs or {}).items():
         arguments[name] = value.to(device) if isinstance(value, Tensor) else value
     if len(input_ids):
-        arguments["input_ids"] = _row(model, input_ids)
-    stop_strings = _option(keywords, "stop_strings")
+        arguments["input_ids"] = _ids_tensor(model, input_ids)
+    stop_strings = _option_value(keywords, "stop_strings")
     if stop_strings is not None:
         has_config = keywords["generation_config"] is not None
         if has_config and model.generation_config.stop_strings is not None:
-            arguments["tokenizer"] = tokenizer  # `generate` would fill in the model's own strings
+            # the config's strings stay: in place of None, `generate` would use the model's own
+            arguments["tokenizer"] = tokenizer
         else:
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
             keywords = _with_option(keywords, "stop_strings", None)
@@ -295,7 +307,7 @@ def _captured_request(
     _checked_mode(config)
     if getattr(config, "return_timestamps", False):
         raise ValueError(
-            "`return_timestamps` runs several decoding loops, and an engine's request has one:"
+            "`return_timestamps` runs several decoding loops, and an engine's request has one loop:"
             ' call `model.generate(..., cache_implementation="paged")`'
         )
     _check_stock(model, compat.REPLACED_METHODS[call.method])
@@ -303,6 +315,7 @@ def _captured_request(
 
 
 def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
+    """Raises `ServedByGenerateError` if the model overrides one of these methods."""
     for method in methods:
         if not is_stock(model, method):
             raise ServedByGenerateError(
@@ -311,15 +324,16 @@ def _check_stock(model: PreTrainedModel, methods: Iterable[str]) -> None:
             )
 
 
-def _keywords(
-    host: Any,
+def _generate_keywords(
+    model: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
-    """Returns the generation config as keyword arguments of `generate`; in a dict, None differs
-    from a missing option. Raises `ValueError` for options that cannot be served."""
+    """Returns the generation config as keyword arguments of `generate`. A dict becomes the options
+    themselves, where `None` differs from a missing option. Raises `ValueError` for options that an
+    engine does not support."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
-    defaults = host.generation_config
+    defaults = model.generation_config
     if isinstance(generation_config, Mapping):
         options = dict(generation_config)
         if is_saved(options):
@@ -330,120 +344,126 @@ def _keywords(
                 raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
         keywords = {"generation_config": None, **options}
     if generation_config is not None:
-        for name, (accepted, why) in _REFUSED.items():
-            value = _option(keywords, name)
+        for name, (accepted, reason) in _UNSUPPORTED.items():
+            value = _option_value(keywords, name)
             default = getattr(defaults, name, None)
             if value != default and value not in accepted:
-                raise ValueError(f"`{name}` is {shown(value)}: {why}")
+                raise ValueError(f"`{name}` is {shown(value)}: {reason}")
     return {
-        name: value for name, value in keywords.items() if value is not None or name not in _REFUSED
+        name: value
+        for name, value in keywords.items()
+        if value is not None or name not in _UNSUPPORTED
     }
 
 
 def check_options(model: PreTrainedModel, generation_config: Any) -> None:
-    """Raises `ValueError` for options that, together with the model's defaults, no request can
-    have."""
-    keywords = _keywords(model, generation_config)
+    """Raises `ValueError` for options that are invalid with the model's defaults."""
+    keywords = _generate_keywords(model, generation_config)
     compat.prepare_generation_config(model, **keywords)
 
 
-def _option(keywords: Keywords, name: str) -> Any:
-    in_config = getattr(keywords["generation_config"], name, None)
-    return keywords.get(name, in_config)
+def _option_value(keywords: Keywords, name: str) -> Any:
+    """Returns the value of an option, from the keyword arguments or their generation config; `None`
+    if it is not set."""
+    config_value = getattr(keywords["generation_config"], name, None)
+    return keywords.get(name, config_value)
 
 
 def _checked_mode(config: Any, assistant: Any = None) -> Any:
+    """Returns transformers' generation mode, and turns off outputs that only `generate` returns.
+    Raises `ValueError` for modes and options that an engine does not support."""
     mode = config.get_generation_mode(assistant)
     if mode.value not in _MODES:
         raise ValueError(
-            f"the options ask for {mode.value!r}, an engine has {', '.join(_MODES)}: change them,"
-            " or call `generate`"
+            f"the options ask for {mode.value!r}, and an engine supports {', '.join(_MODES)}:"
+            " change them, or call `generate`"
         )
     if option_for_drafts(config, assistant) is not None and mode.value != _ASSISTED:
         raise ValueError(
-            "an assistant or prompt lookup goes with greedy search or sampling, not with beams: set"
-            " `num_beams` to 1, or leave the assistant out"
+            "an assistant or prompt lookup works with greedy search or sampling, not with beams:"
+            " set `num_beams` to 1, or leave the assistant out"
         )
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
-    for name in (*_REPORTS, *_OUTPUTS):
-        # defaults of the model, which only the output of `generate` has
+    for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
+        # may be True in the model's own config
         setattr(config, name, False)
     return mode
 
 
-# by model, then by the pickled options and configs of the model: the pickled config, in order of
-# last use
-_prepared: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
-_prepared = weakref.WeakKeyDictionary()
-_MAX_PREPARED = 64
+# pickled configs, by model and by its pickled configs and options; least recently used first
+_config_cache: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
+_config_cache = weakref.WeakKeyDictionary()
+_MAX_CACHED_CONFIGS = 64
 
 
-def _generation_config(host: Any, keywords: Keywords) -> GenerationConfig:
-    """Returns transformers' config for these options, which the caller owns. It is cached, since
-    making it copies and checks some seventy attributes twice: a request with the same options, of a
-    model with equal configs, gets a copy. The key is pickled bytes, which also tell types apart:
-    `True == 1 == 1.0`, and transformers' checks depend on the type."""
-    configs = (host.generation_config, keywords["generation_config"])
-    # a subclass may derive its options from more than its attributes
+def _generation_config(model: Any, keywords: Keywords) -> GenerationConfig:
+    """Returns transformers' config for these options, which the caller owns. Since transformers
+    copies and checks about seventy attributes twice, the configs are cached, and later requests
+    with the same options get copies while the model's configs are unchanged. The keys are pickled
+    bytes, since transformers' checks depend on types, and `True == 1 == 1.0`."""
+    configs = (model.generation_config, keywords["generation_config"])
+    # the options of a subclass may depend on more than its attributes
     are_plain = all(config is None or type(config) is GenerationConfig for config in configs)
     key = None
-    if are_plain and is_stock(host, compat.PREPARE_CONFIG):
-        key = _pickled((keywords, host.config, host.generation_config))
-    configs_of_model = _prepared.setdefault(host, {})
+    if are_plain and is_stock(model, compat.PREPARE_CONFIG):
+        key = _pickled((keywords, model.config, model.generation_config))
+    configs_of_model = _config_cache.setdefault(model, {})
     prepared = configs_of_model.pop(key, None)
     config: GenerationConfig
     if prepared is None:
-        config, _ = compat.prepare_generation_config(host, **keywords)
+        config, _ = compat.prepare_generation_config(model, **keywords)
         prepared = _pickled(config)
         if key is None or prepared is None:
             return config
     configs_of_model[key] = prepared
-    while len(configs_of_model) > _MAX_PREPARED:
+    while len(configs_of_model) > _MAX_CACHED_CONFIGS:
         configs_of_model.pop(next(iter(configs_of_model)), None)
     config = pickle.loads(prepared)
     return config
 
 
 def _pickled(value: Any) -> bytes | None:
+    """Returns the pickled value; `None` if it cannot be pickled."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # it holds an object that cannot be pickled, such as a lock
+    except Exception:  # of any type, from the objects in it
         return None
 
 
 def _prepared_config(
-    host: Any,
+    model: Any,
     ids: Tensor,
     keywords: Keywords,
     assistant_options: Keywords,
 ) -> Any:
-    """Returns the config that transformers' loops would get for `(1, length)` ids. Raises
-    `ValueError` for options that cannot be served."""
-    defaults = host.generation_config
-    default_max = defaults.max_length is None and _option(keywords, "max_length") is None
-    default_min = defaults.min_length is None and _option(keywords, "min_length") is None
-    config = _generation_config(host, keywords)
+    """Returns the config with which `generate` would call its loop for `(1, length)` ids. Raises
+    `ValueError` for options that an engine does not support."""
+    defaults = model.generation_config
+    has_default_max = defaults.max_length is None and _option_value(keywords, "max_length") is None
+    has_default_min = defaults.min_length is None and _option_value(keywords, "min_length") is None
+    config = _generation_config(model, keywords)
     mode = _checked_mode(config, assistant_options.get("assistant_model"))
-    compat.validate_generation_mode(host, mode, config, assistant_options)
-    compat.prepare_special_tokens(host, config, True, device=ids.device, batch_size=1)
+    compat.validate_generation_mode(model, mode, config, assistant_options)
+    compat.prepare_special_tokens(model, config, True, device=ids.device, batch_size=1)
     length = ids.shape[1]
     config = compat.prepare_generated_length(
-        host,
+        model,
         config,
-        default_max,
-        default_min,
+        has_default_max,
+        has_default_min,
         "input_ids",
         length,
         ids,
     )
-    compat.validate_generated_length(host, config, length, default_max)
+    compat.validate_generated_length(model, config, length, has_default_max)
     return config
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embedding; valid token ids are below it."""
+    """Returns the number of rows of the input embedding, which limits token ids; `sys.maxsize` if
+    it is unknown."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):  # unknown
+    except (AttributeError, NotImplementedError):
         return sys.maxsize

@@ -1,5 +1,5 @@
-"""Errors that name a caller's logits processor or stopping criterion which returned something
-wrong. They are made only once another error has been raised: no step pays for a check."""
+"""Errors that name a caller's logits processor or stopping criterion with an invalid result. The
+results are checked only after another error was raised, so that steps pay for no check."""
 
 from __future__ import annotations
 
@@ -11,57 +11,61 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from ...interrupts import is_interrupt
 
 
-def check_scores(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
-    """Raises `TypeError` if a processor returned no tensor, and that is why running them on the
-    logits `(rows, vocab)`, or using the scores that they gave, raised this error."""
-    listed = list(processors) if isinstance(processors, list) else [processors]
-    culprit = listed[-1] if listed else None
+def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
+    """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor.
+    `error` was raised when the processors ran on the logits `(rows, vocab)`, or when their result
+    `scores` was used."""
+    members = list(processors) if isinstance(processors, list) else [processors]
+    culprit = members[-1] if members else None
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code is LogitsProcessorList.__call__.__code__:
-            # the processor that got these scores from the one before it
+            # a processor raised, since the processor before it returned these scores
             scores = frame.f_locals.get("scores")
-            raising = frame.f_locals.get("processor")
-            pairs = zip([None, *listed], listed)
-            culprit = next((before for before, after in pairs if after is raising), None)
+            failing = frame.f_locals.get("processor")
+            pairs = zip([None, *members], members)
+            culprit = next((previous for previous, next_ in pairs if next_ is failing), None)
             break
         trace = trace.tb_next
     if culprit is None or isinstance(scores, Tensor) or is_interrupt(error):
         return
     raise TypeError(
-        f"the logits processor {type(culprit).__name__} returned {_described(scores)}: it must"
+        f"the logits processor {type(culprit).__name__} returned {_describe(scores)}: it must"
         f" return the scores, a tensor of shape {tuple(logits.shape)}, also if it changes them in"
         " place"
     ) from error
 
 
-def check_hits(criterion: Any, are_hits: Any, num_rows: int, error: Exception) -> None:
-    """Raises `TypeError` for what a criterion returned, which raised this error when it was
-    used."""
+def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exception) -> None:
+    """Raises `TypeError` for the result of a criterion, whose use raised `error`; does nothing if
+    `error` is an interrupt."""
     if is_interrupt(error):
         return
     raise TypeError(
-        f"the stopping criterion {type(criterion).__name__} returned {_described(are_hits)}: it"
-        f" must return a bool tensor of shape ({num_rows},), one value a row"
+        f"the stopping criterion {type(criterion).__name__} returned {_describe(are_hits)}: it"
+        f" must return a bool tensor of shape ({num_rows},), one value per row"
     ) from error
 
 
-def check_listed(num_rows: int, error: Exception) -> None:
-    """As `check_hits`, if transformers' list of criteria raised this error itself."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or last.tb_frame.f_code is not StoppingCriteriaList.__call__.__code__:
+def explain_criteria_error(num_rows: int, error: Exception) -> None:
+    """As `explain_hits_error`, if transformers' `StoppingCriteriaList` raised `error` when it used
+    the result of one of its criteria."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    list_code = StoppingCriteriaList.__call__.__code__
+    if innermost is None or innermost.tb_frame.f_code is not list_code:
         return
-    local = last.tb_frame.f_locals
-    if "criteria" in local:
-        check_hits(local["criteria"], NotImplemented, num_rows, error)
+    frame_locals = innermost.tb_frame.f_locals
+    if "criteria" in frame_locals:
+        explain_hits_error(frame_locals["criteria"], NotImplemented, num_rows, error)
 
 
-def _described(returned: Any) -> str:
-    if returned is NotImplemented:  # not known
+def _describe(result: Any) -> str:
+    """Describes a result in an error message; `NotImplemented` stands for an unknown result."""
+    if result is NotImplemented:
         return "no such tensor"
-    if isinstance(returned, Tensor):
-        return f"a tensor of shape {tuple(returned.shape)}"
-    return "None" if returned is None else f"a {type(returned).__name__}"
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    return "None" if result is None else f"a {type(result).__name__}"

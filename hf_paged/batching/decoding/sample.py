@@ -1,5 +1,5 @@
 """transformers' `_sample` (greedy search and sampling), suspended between two forwards, and
-streamers for single rows. It takes logits, and leaves forwards and blocks to the loop."""
+streamers for single rows. Leaves forwards and blocks to the loop."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .base import (
     hits,
     stop_string_hits,
 )
-from .returned import check_scores
-from .scores import BatchableProcessors, are_row_wise, draw, for_rows, pick
+from .returned import explain_scores_error
+from .scores import BatchableProcessors, are_row_wise, draw, for_rows, select_rows
 
 
 class RowStreamers(BaseStreamer):
-    """Sends each row that `generate` returns to a streamer of its own: the prompt without padding
-    (by the `(prompts, length)` attention mask), the row's tokens until it ends, then `end`."""
+    """Sends each row of a `generate` call to a separate streamer, as if the row were alone: first
+    the prompt, then the tokens until the row ends, then `end`. The `(prompts, length)` attention
+    mask marks the padding of prompts, which is removed."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class RowStreamers(BaseStreamer):
         self.streamers = list(streamers)
         self.attention_mask = attention_mask
         self._ended: set[int] = set()
-        # rows that the criteria have ended: the next `put` is their last
+        # rows that the stopping criteria have ended: `end` follows their next `put`
         self.ending: set[int] = set()
 
     def put(self, value: Tensor) -> None:
-        """Takes prompts `(rows, length)`, then one token of each row, `(rows,)`. Raises
+        """Takes prompts `(rows, length)` first, then one token per row, `(rows,)`. Raises
         `ValueError` unless there is one streamer per row."""
         if len(value) != len(self.streamers):
             raise ValueError(
@@ -51,18 +52,18 @@ class RowStreamers(BaseStreamer):
         for row, streamer in enumerate(self.streamers):
             if row in self._ended:
                 continue
-            part = value[row : row + 1]
+            ids = value[row : row + 1]
             if value.dim() == 2 and self.attention_mask is not None:
                 num_prompts = len(self.attention_mask)
                 mask = self.attention_mask[row * num_prompts // len(value)]
-                if len(mask) == part.shape[1]:
-                    is_token = mask.to(part.device) != 0
-                    part = part[:, is_token]
-            streamer.put(part)
+                if len(mask) == ids.shape[1]:
+                    is_token = mask.to(ids.device) != 0
+                    ids = ids[:, is_token]
+            streamer.put(ids)
         self.end(self.ending)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
-        """Ends the streamers of `rows` (default: all) that have not ended."""
+        """Ends those streamers of `rows` (default: all) that have not ended."""
         if rows is None:
             rows = range(len(self.streamers))
         for row in sorted({*rows} - self._ended):
@@ -71,7 +72,7 @@ class RowStreamers(BaseStreamer):
 
 
 class ObservedCriteria(StoppingCriteriaList):
-    """Stopping criteria that also mark the rows they end in `streamers`."""
+    """Stopping criteria that also tell `streamers` which rows they end."""
 
     def __init__(self, criteria: StoppingCriteriaList, streamers: RowStreamers) -> None:
         super().__init__(criteria)
@@ -90,10 +91,11 @@ class ObservedCriteria(StoppingCriteriaList):
 
 
 class SampleDecoding(Decoding):
-    """Greedy search or sampling of rows that advance together: processors and criteria see the
-    whole batch, and tokens are drawn over all rows, so that one seed gives `generate`'s tokens. If
-    the criteria include EOS, ended rows leave `open_rows`, or get padding if scores are kept.
-    Raises `ValueError` if there is no padding token for them."""
+    """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
+    processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
+    the same tokens. If the criteria include EOS, ended rows leave `open_rows`; if scores are
+    returned, they stay and get padding instead. Raises `ValueError` if EOS can end a row and there
+    is no padding token."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))
@@ -112,41 +114,43 @@ class SampleDecoding(Decoding):
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)
-        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: it has not
+        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: it is running
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_stock_code = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
-        is_streamed = streamer is not None and package != "transformers"
-        runs_callers = bool(checker.callers_criteria) or is_streamed
-        self.runs_callers_code = not self._runs_stock_code or runs_callers
-        # no caller's code sees the rows that ended, so the processors run on open rows alone
+        runs_callers_streamer = streamer is not None and package != "transformers"
+        self.runs_callers_code = (
+            not self._runs_stock_code or bool(checker.callers_criteria) or runs_callers_streamer
+        )
+        # no caller's code reads the rows that ended, so the processors run only on open rows
         self._selects_rows = self._runs_stock_code and not self._keeps_scores
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
-        reads_scores = self.do_sample or self.record_logprobs or processors
-        self.chooses_argmax = self._selects_rows and not reads_scores
-        has_readers = bool(checker.callers_criteria or checker.stop_strings)
-        is_read = has_readers or streamer is not None
-        is_alone = self.num_rows == 1
-        self.is_simple = is_alone and not is_read and not self.record_logprobs
+        needs_scores = self.do_sample or self.record_logprobs or processors
+        self.chooses_argmax = self._selects_rows and not needs_scores
+        has_criteria = bool(checker.callers_criteria or checker.stop_strings)
+        has_readers = has_criteria or streamer is not None
+        is_single_row = self.num_rows == 1
+        self.is_simple = is_single_row and not has_readers and not self.record_logprobs
         self.accepts_runs = self.chooses_argmax and self.is_simple
         self.batchable: BatchableProcessors | None = None
-        if is_alone and not self._keeps_scores and not checker.callers_criteria:
+        if is_single_row and not self._keeps_scores and not checker.callers_criteria:
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
-        if self.batchable is not None and not self.batchable.bound:
+        if self.batchable is not None and not self.batchable.length_bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # no caller's code sees the batch, and no row depends on when others end. (Sampled rows
-        # share one stream of random numbers, which they consume in another order once split.)
-        streams_rows = streamer is None or isinstance(streamer, RowStreamers)
-        sees_batch = checker.callers_criteria or not streams_rows
-        ends_alone = checker.has_eos or not checker.stop_strings
-        self.can_split = self._selects_rows and not sees_batch and ends_alone
+        # no caller's code reads the batch, and no row depends on when others end (but after a
+        # split, sampled rows consume their common random numbers in another order)
+        streams_by_row = streamer is None or isinstance(streamer, RowStreamers)
+        reads_batch = checker.callers_criteria or not streams_by_row
+        ends_independently = checker.has_eos or not checker.stop_strings
+        self.can_split = self._selects_rows and not reads_batch and ends_independently
 
     @property
     def lengths(self) -> list[int]:
-        """Length of every row up to its last token, prompt and padding included."""
-        return [end or self.length for end in self._end_lengths]
+        """Length of each row up to its last token, including the prompt and its padding."""
+        return [length or self.length for length in self._end_lengths]
 
     def result(self, cache: Any = None) -> Tensor | GenerateDecoderOnlyOutput:
+        """Returns the output of transformers' loop; `cache` is the cache in the output."""
         if not self.config.return_dict_in_generate:
             return self.input_ids
         return GenerateDecoderOnlyOutput(
@@ -162,18 +166,20 @@ class SampleDecoding(Decoding):
         is_drawn = self.draft is not None and self.draft.is_drawn
         if batchable is None or is_drawn:
             return None
-        if any(acts(processor, self.length) for acts, processor in batchable.bound):
+        if any(
+            is_active(processor, self.length) for is_active, processor in batchable.length_bound
+        ):
             return None
         return batchable.key, self.do_sample
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the `(open rows, vocab)` logits as float32, and the scores after the
-        processors."""
+        """Returns the `(open rows, vocab)` logits as float32, and the scores that the processors
+        make of them. Raises `TypeError` or `RuntimeError` for an invalid result of a processor."""
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         if not self._selects_rows:
-            logits = self._of_all_rows(logits)
+            logits = self._expand_to_all_rows(logits)
         raw = logits
         if self.record_logprobs:
             raw = logits.clone()
@@ -181,18 +187,18 @@ class SampleDecoding(Decoding):
         if self.logits_processor or not self._runs_stock_code:
             ids = self.input_ids
             if self._selects_rows:
-                ids = pick(ids, rows)
+                ids = select_rows(ids, rows)
                 if self._open_processors[0] != rows:
                     narrowed = for_rows(self.logits_processor, rows, self.num_rows)
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
             try:
                 scores = processors(ids, logits)
-                is_wrong = scores.dim() != 2 or len(scores) != len(ids)
+                has_wrong_shape = scores.dim() != 2 or len(scores) != len(ids)
             except Exception as error:
-                check_scores(processors, logits, scores, error)
+                explain_scores_error(processors, logits, scores, error)
                 raise
-            if is_wrong:
+            if has_wrong_shape:
                 raise RuntimeError(
                     f"the logits processors returned scores {tuple(scores.shape)} for logits"
                     f" {tuple(logits.shape)}"
@@ -201,36 +207,37 @@ class SampleDecoding(Decoding):
             self.scores += (scores,)
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
-        return pick(raw, rows), pick(scores, rows)
+        return select_rows(raw, rows), select_rows(scores, rows)
 
     def draw(self, probs: Tensor) -> Tensor:
-        """Draws a token for each row of `(open rows, vocab)` probabilities; like transformers,
-        draws for the ended rows as well."""
+        """Draws tokens `(open rows,)` from `(open rows, vocab)` probabilities. As in transformers,
+        the ended rows take part in the draw."""
         if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
-        probs = self._of_all_rows(probs)
+        probs = self._expand_to_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
         drawn = draw(probs, self.generator)
-        return pick(drawn, self.open_rows).to(device)
+        return select_rows(drawn, self.open_rows).to(device)
 
-    def tail(self, row: int, count: int) -> list[int]:
-        """Returns the last `count` tokens of a row, all if it has fewer."""
-        first = max(0, len(self._new) - count)
-        new = [tokens[row] for tokens in self._new[first:]]
-        missing = count - len(new)
-        if not missing:
-            return new
-        earlier: list[int] = self._ids[row, -missing:].tolist()
-        return earlier + new
+    def last_tokens(self, row: int, count: int) -> list[int]:
+        """Returns the last `count` tokens of a row; all of its tokens if it has fewer."""
+        first = max(0, len(self._new_tokens) - count)
+        new_tokens = [tokens[row] for tokens in self._new_tokens[first:]]
+        num_missing = count - len(new_tokens)
+        if not num_missing:
+            return new_tokens
+        earlier: list[int] = self._ids[row, -num_missing:].tolist()
+        return earlier + new_tokens
 
     def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:
-        """Appends a token to every open row."""
+        """Appends the chosen tokens to the open rows, evaluates the stopping criteria, and sends
+        the tokens to the streamer. `records`: one per token, if log-probabilities are recorded."""
         rows = self.open_rows
         checker = self.stop_checker
         running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
-        stopped = self._at_stop_strings(running, chosen) if checker.stop_strings else ()
+        stop_string_rows = self._at_stop_strings(running, chosen) if checker.stop_strings else ()
         if records:
             for index, row in running:
                 self.records[row].append(records[index])
@@ -239,7 +246,7 @@ class SampleDecoding(Decoding):
             tokens_by_row = [self._pad_token_id] * self.num_rows
             for index, row in running:
                 tokens_by_row[row] = chosen[index]
-        self._new.append(tokens_by_row)
+        self._new_tokens.append(tokens_by_row)
         self.length += 1
         if self.batchable is not None:
             self.batchable.pending_tokens.append(tokens_by_row[0])
@@ -247,13 +254,14 @@ class SampleDecoding(Decoding):
         are_hits: list[list[bool]] = []
         if checker.callers_criteria:
             are_hits = [
-                hits(other, self.input_ids, self.scores) for other in checker.callers_criteria
+                hits(criterion, self.input_ids, self.scores)
+                for criterion in checker.callers_criteria
             ]
-            # some criteria force a token by writing to the ids
+            # a criterion may force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         ended = []
         for _, row in running:
-            reason = checker.reason(tokens_by_row[row], self.length, row in stopped)
+            reason = checker.reason(tokens_by_row[row], self.length, row in stop_string_rows)
             if reason in (None, "length") and any(by_row[row] for by_row in are_hits):
                 reason = "criteria"
             if reason is not None:
@@ -261,22 +269,23 @@ class SampleDecoding(Decoding):
                 ended.append(row)
         finished = self._close_rows(ended)
         if self.streamer is not None:
-            self._stream(tokens_by_row, ended)  # as chosen, before criteria overwrote them
+            self._stream(tokens_by_row, ended)  # as chosen, not as criteria overwrote them
         return SampledTokens(tokens, None, finished, rows)
 
     def _at_stop_strings(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
-        """Returns the rows whose token completes a stop string. `running`: for each row that runs,
-        the index of its token in `chosen`, and the row."""
-        stopped: set[int] = set()
+        """Returns the rows whose chosen token completes a stop string. `running` holds, for each
+        row that has not ended, the index of its token in `chosen`, and the row."""
+        stop_string_rows: set[int] = set()
         for criterion in self.stop_checker.stop_strings:
             count = criterion.maximum_token_len - 1
-            tails = [[*self.tail(row, count), chosen[index]] for index, row in running]
+            tails = [[*self.last_tokens(row, count), chosen[index]] for index, row in running]
             are_hits = stop_string_hits(criterion, tails)
-            stopped.update(row for (_, row), is_hit in zip(running, are_hits) if is_hit)
-        return stopped
+            stop_string_rows.update(row for (_, row), is_hit in zip(running, are_hits) if is_hit)
+        return stop_string_rows
 
     def _close_rows(self, ended: list[int]) -> list[int]:
-        """Returns the rows that need no more forwards once the rows `ended` have ended."""
+        """Removes rows that need no more forwards from `open_rows`, after the rows `ended` have
+        ended, and returns them."""
         rows = self.open_rows
         if ended and self.stop_checker.has_eos and not self._keeps_scores:
             self.open_rows = [row for row in rows if not self._end_lengths[row]]
@@ -287,6 +296,8 @@ class SampleDecoding(Decoding):
         return []
 
     def _stream(self, tokens: list[int], ended: list[int]) -> None:
+        """Sends the tokens of all rows to the streamer, which learns that the rows `ended` have
+        ended."""
         assert self.streamer is not None
         if isinstance(self.streamer, RowStreamers):
             self.streamer.ending.update(ended)
@@ -297,18 +308,18 @@ class SampleDecoding(Decoding):
 
     @staticmethod
     def accept_simple(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
-        """Has each of these simple decodings `accept` its token, in one pass. An error becomes the
-        result of its decoding."""
+        """As `accept` for each of these decodings, which are simple, but faster: most of them only
+        append their token. An error becomes the result of its decoding."""
         results: list[Result] = []
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
             try:
                 length = decoding.length + 1
-                may_end = token in checker.eos_ids or length > checker.free_length
+                may_end = token in checker.eos_ids or length > checker.max_unchecked_length
                 if may_end or decoding.draft is not None:
                     results.append(decoding.accept_run([token]))
                     continue
-                decoding._new.append([token])
+                decoding._new_tokens.append([token])
                 decoding.length = length
                 if decoding.batchable is not None and decoding.batchable.reads_tokens:
                     decoding.batchable.pending_tokens.append(token)
@@ -319,8 +330,8 @@ class SampleDecoding(Decoding):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted step can be repeated: no other code has seen its token, and no
-        seeded generator has drawn it."""
+        """Whether an interrupted step can be undone (`rewind`) and repeated: no other code has read
+        its token, and no seeded generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:
@@ -328,27 +339,28 @@ class SampleDecoding(Decoding):
         return self.chooses_argmax or self.batchable is not None
 
     def rewind(self, num_new: int) -> None:
-        """Drops all tokens after the prompt and `num_new` new ones, if it `can_repeat`."""
+        """Keeps the prompt and `num_new` new tokens, and drops all later tokens. Requires
+        `can_repeat`."""
         self.length = self.inputs.input_ids.shape[1] + num_new
-        self._ids, self._new = self.input_ids[:, : self.length].contiguous(), []
+        self._ids, self._new_tokens = self.input_ids[:, : self.length].contiguous(), []
         self.finish_reasons, self._end_lengths = [None], [0]
         self.open_rows = [0]
-        if self.batchable is not None:  # its tensor of penalized tokens may be half written
+        if self.batchable is not None:  # its `penalized` tokens may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
     def accept_run(self, chosen: Sequence[int]) -> SampledTokens:
-        """Accepts tokens chosen at consecutive positions, like `accept`: those that equal the
-        draft's, and one more, up to the first that ends the only row (`is_simple`)."""
+        """Accepts tokens chosen at consecutive positions: those that equal the draft's, and one
+        more, but none after a token that ends the row. The decoding is simple (`is_simple`)."""
         checker = self.stop_checker
         drafted = [] if self.draft is None else self.draft.tokens
         reason = None
         tokens: list[int] = []
-        for token, guess in zip(chosen, [*drafted, None]):
+        for token, draft_token in zip(chosen, [*drafted, None]):
             tokens.append(token)
             reason = checker.reason(token, self.length + len(tokens), False)
-            if reason is not None or token != guess:
+            if reason is not None or token != draft_token:
                 break
-        self._new += [[token] for token in tokens]
+        self._new_tokens += [[token] for token in tokens]
         self.length += len(tokens)
         if self.batchable is not None:
             self.batchable.pending_tokens += tokens
@@ -361,11 +373,11 @@ class SampleDecoding(Decoding):
         return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
-        """Returns one decoding per row, which continues the row from here; each keeps its
-        padding."""
+        """Returns one decoding per row, which continues the row from here and keeps its padding.
+        Raises `ValueError` unless `can_split`."""
         if not self.can_split:
             raise ValueError(
-                "these rows depend on one another: only `can_split` decodings can be split"
+                "these rows depend on one another: only decodings with `can_split` can be split"
             )
         parts = []
         for row in range(self.num_rows):
@@ -382,16 +394,17 @@ class SampleDecoding(Decoding):
             part.finish_reasons = [self.finish_reasons[row]]
             part._end_lengths = [self._end_lengths[row]]
             part.open_rows = [0] if row in self.open_rows else []
-            part.records = [self.records[row]]  # the same list
+            part.records = [self.records[row]]  # the same list, so that `join` need not copy it
             parts.append(part)
         return parts
 
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
-        """Takes the rows back from the decodings that `split` returned; returns `self`."""
+        """Joins the rows of the decodings that `split` returned into this decoding, with padding on
+        the right; returns `self`."""
         pad = torch.nn.utils.rnn.pad_sequence
         rows = [part.input_ids[0] for part in parts]
         self._ids = pad(rows, batch_first=True, padding_value=self._pad_token_id)
-        self._new, self.length = [], self._ids.shape[1]
+        self._new_tokens, self.length = [], self._ids.shape[1]
         self.finish_reasons = [part.finish_reasons[0] for part in parts]
         self._end_lengths = [part._end_lengths[0] for part in parts]
         self.open_rows = [row for row, part in enumerate(parts) if part.open_rows]

@@ -1,5 +1,5 @@
-"""One step of many decodings: chooses their tokens from logits on the device, has each accept its
-own on the host. Leaves the rows' block tables and sequences to the ledger."""
+"""One step of many decodings: their tokens are chosen from logits on the device, copied to the host
+and accepted there. Leaves sequences and block tables to the ledger."""
 
 from __future__ import annotations
 
@@ -24,12 +24,19 @@ from .base import (
 )
 from .beam import BeamDecoding
 from .sample import SampleDecoding
-from .scores import alternatives, argmax, draw_by_inversion, logprobs_of, pick, process_together
+from .scores import (
+    alternatives,
+    argmax,
+    draw_by_inversion,
+    logprobs_of,
+    process_together,
+    select_rows,
+)
 
-Fetched = tuple["SampledBatch", list[int], list[list[Any]]]
-"""A batch, with its tokens and its log-probabilities on the host."""
+HostBatch = tuple["SampledBatch", list[int], list[list[Any]]]
+"""A batch, with its `tokens` and its `logprobs` on the host."""
 
-_NO_TOKEN = -1  # for a row whose scores allow no token
+_NO_TOKEN = -1  # token of a row whose scores allow no token
 _CHOOSES_ARGMAX = operator.attrgetter("chooses_argmax")
 _IS_SIMPLE = operator.attrgetter("is_simple")
 
@@ -38,33 +45,33 @@ _IS_SIMPLE = operator.attrgetter("is_simple")
 class SampledBatch:
     """The next tokens of decodings that were sampled together, on their device."""
 
-    indices: list[int]  # positions of the decodings in the step
+    indices: list[int]  # of the decodings in the step
     decodings: list[SampleDecoding]
-    tokens: Tensor  # (open rows,) int64, may contain `_NO_TOKEN`
+    tokens: Tensor  # (open rows,) int64; may contain `_NO_TOKEN`
     # if any row is recorded: (recorded rows,) log-probabilities before and after processors; if any
-    # has alternatives: their (recorded rows, k) ids and both log-probabilities
+    # row has alternatives, also their (recorded rows, k) ids and both of their log-probabilities
     logprobs: list[Tensor]
 
     def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:
-        """Has each decoding accept the tokens of its open rows; `columns` are `logprobs` on the
-        host. Returns the results."""
+        """Makes each decoding accept the tokens of its open rows, and returns their results.
+        `tokens` and `columns` are `self.tokens` and `self.logprobs` on the host."""
         if all(map(_IS_SIMPLE, self.decodings)) and _NO_TOKEN not in tokens:
             return SampleDecoding.accept_simple(self.decodings, tokens)
-        of_rows = iter(tokens)
-        recorded = zip(*columns)
+        remaining_tokens = iter(tokens)
+        recorded_rows = zip(*columns)
         results: list[Result] = []
         for decoding in self.decodings:
             num_rows = len(decoding.open_rows)
-            chosen = list(itertools.islice(of_rows, num_rows))
+            chosen = list(itertools.islice(remaining_tokens, num_rows))
             records: list[Record] = []
             if decoding.record_logprobs:
-                for raw, processed, *best in itertools.islice(recorded, num_rows):
-                    others = list(zip(*best))
-                    records.append(((raw, processed), others[: decoding.num_top]))
+                for raw, processed, *top in itertools.islice(recorded_rows, num_rows):
+                    top_tokens = list(zip(*top))
+                    records.append(((raw, processed), top_tokens[: decoding.num_alternatives]))
             try:
                 if _NO_TOKEN in chosen:
                     raise RuntimeError(
-                        "the scores of the next token contain nan, or no token has a finite one"
+                        "the scores of the next token contain nan, or no token has a finite score"
                     )
                 results.append(decoding.accept(chosen, records))
             except BaseException as error:
@@ -76,18 +83,18 @@ def sample_step(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits, one row for each of its open rows; `n + 1`
-    for a decoding with a draft of `n` tokens. Such a decoding accepts tokens as long as they equal
-    the draft's, and one more, each as if sampled in a separate step. `fetch` as in
+    """Takes one step of each decoding with its logits: one row for each of its open rows, or `n +
+    1` rows for a decoding with a draft of `n` tokens. Such a decoding accepts the tokens that equal
+    the draft's, and one more, each as if it were sampled in a separate step. `fetch` as in
     `sample_position`."""
-    drafted = [index for index, (row, _) in enumerate(ready) if row.draft is not None]
+    drafted = [index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
     greedy = [index for index in drafted if ready[index][0].accepts_runs]
     if greedy:
         logits = join_rows([ready[index][1] for index in greedy])
-        tokens = iter(argmax(logits).tolist())  # with one argmax for all
+        tokens = iter(argmax(logits).tolist())  # a single argmax for all decodings
         for index in greedy:
             decoding: Any
             decoding, rows = ready[index]
@@ -97,15 +104,16 @@ def sample_step(
     pending = [index for index in indices if index not in results]
     while pending:
         members = [ready[index] for index in pending]
-        parts = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
-        for index, result in zip(pending, sample_position(parts)):
+        at_position = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
+        for index, result in zip(pending, sample_position(at_position)):
             results[index] = _with_earlier(results.get(index), result)
-        pending = [index for index in pending if _is_draft_token(ready[index][0], results[index])]
+        pending = [index for index in pending if _advance_draft(ready[index][0], results[index])]
     return [results[index] for index in indices]
 
 
-def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
-    """Returns an error if the next forward would get an id without an embedding."""
+def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | None:
+    """Returns an error if the next forward would get a token id without an embedding; else
+    `None`."""
     if isinstance(result, BaseException):
         return None
     if isinstance(result, int):
@@ -122,16 +130,17 @@ def unknown_token(result: Result, num_embeddings: int) -> IndexError | None:
     return None
 
 
-def _with_earlier(before: Result | None, result: Result) -> Result:
-    if isinstance(before, SampledTokens) and isinstance(result, SampledTokens):
-        earlier = (*before.earlier, *before.tokens)
+def _with_earlier(previous: Result | None, result: Result) -> Result:
+    """Returns the result of a position with the tokens of the `previous` position's result."""
+    if isinstance(previous, SampledTokens) and isinstance(result, SampledTokens):
+        earlier = (*previous.earlier, *previous.tokens)
         return result._replace(earlier=earlier)
     return result
 
 
-def _is_draft_token(decoding: Decoding, result: Result) -> bool:
-    """Whether the token just chosen is the draft's, so that the logits after it are valid; if so,
-    advances `draft.position`."""
+def _advance_draft(decoding: Decoding, result: Result) -> bool:
+    """If the token just chosen equals the draft's, so that the logits after it are valid, advances
+    `draft.position` and returns `True`."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
@@ -153,17 +162,18 @@ def sample_position(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits, one row for each of its open rows. One-row
-    decodings with equal `batch_key` are sampled as one batch; those without a seeded generator draw
-    by `draw_by_inversion`. An error or an interrupt in a caller's code becomes the result of its
-    decoding only. `fetch` copies the tokens of all open rows to the host, in the order of the
-    decodings; it is called at most once, and only if all have tokens."""
+    """Takes one step of each decoding with its logits, one row for each of its open rows.
+    Single-row decodings with equal `batch_key` are sampled as one batch; if a batch has several,
+    those without a seeded generator draw by `draw_by_inversion`. An error or an interrupt in a
+    caller's code becomes the result of its decoding only. `fetch` copies the tokens of all open
+    rows to the host, in the order of the decodings; it is called at most once, and only if all
+    decodings have tokens."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
     results: dict[int, Result] = {}
     batches: list[SampledBatch] = []
-    for indices in _groups(ready):
+    for indices in _batch_indices(ready):
         _choose_or_fail(ready, indices, batches, results)
     if results or fetch is None:
         fetch = Tensor.tolist
@@ -173,14 +183,16 @@ def sample_position(
     return [results[index] for index in range(len(ready))]
 
 
-def _groups(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
+def _batch_indices(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequence[int]]:
     """Returns the indices of the decodings of each batch."""
-    constants = [None if row.draft is not None else row.constant_key for row, _ in ready]
-    if None not in constants and len(set(constants)) == 1:
+    constant_keys = [
+        None if decoding.draft is not None else decoding.constant_key for decoding, _ in ready
+    ]
+    if None not in constant_keys and len(set(constant_keys)) == 1:
         return [range(len(ready))]
     groups: dict[Hashable, list[int]] = {}
     for index, (decoding, _) in enumerate(ready):
-        key = constants[index] or decoding.batch_key
+        key = constant_keys[index] or decoding.batch_key
         groups.setdefault(index if key is None else key, []).append(index)
     return groups.values()
 
@@ -191,8 +203,8 @@ def _choose_or_fail(
     batches: list[SampledBatch],
     results: dict[int, Result],
 ) -> None:
-    """Samples the decodings at these indices as one batch and adds it to `batches`. If that fails,
-    samples each decoding separately, and stores the errors of those that fail."""
+    """Samples the decodings at these indices as one batch, and adds it to `batches`. If that fails,
+    samples each decoding separately, and adds the errors of decodings that fail to `results`."""
     decoding, rows = ready[indices[0]]
     try:
         if isinstance(decoding, BeamDecoding):
@@ -222,7 +234,7 @@ def _choose(
         raw, scores = decodings[0].process(logits)
     else:
         raw = logits.to(torch.float32)
-        batchable = [row.batchable for row in decodings if row.batchable is not None]
+        batchable = [decoding.batchable for decoding in decodings if decoding.batchable is not None]
         scores = process_together(raw, batchable)
     if decodings[0].do_sample:
         tokens = _draw(decodings, scores)
@@ -232,32 +244,35 @@ def _choose(
     recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
     logprobs: list[Tensor] = []
     if recorded:
-        chosen = pick(tokens, recorded).clamp_min(0)
-        kept_raw = pick(raw, recorded)
-        kept_scores = pick(scores, recorded)
-        before = logprobs_of(kept_raw, chosen)
-        after = logprobs_of(kept_scores, chosen)
+        chosen = select_rows(tokens, recorded).clamp_min(0)
+        recorded_raw = select_rows(raw, recorded)
+        recorded_scores = select_rows(scores, recorded)
+        before = logprobs_of(recorded_raw, chosen)
+        after = logprobs_of(recorded_scores, chosen)
         logprobs = [before, after]
-        num_top = max(decoding.num_top for decoding in decodings)
-        if num_top:
-            logprobs += alternatives(kept_raw, kept_scores, num_top)
+        num_alternatives = max(decoding.num_alternatives for decoding in decodings)
+        if num_alternatives:
+            logprobs += alternatives(recorded_raw, recorded_scores, num_alternatives)
     return SampledBatch(indices, decodings, tokens, logprobs)
 
 
 def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
-    """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow none.
-    For a single decoding on the CPU, raises torch's error instead."""
+    """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow no
+    token. For a single decoding on the CPU, raises torch's error instead."""
     probs = scores.softmax(dim=-1)
     if len(decodings) == 1 and probs.is_cpu:
         return decodings[0].draw(probs)
-    is_drawn = probs.sum(dim=-1) > 0
-    if not probs.is_cpu or not is_drawn.all():
-        # uniform where nothing can be drawn: all rows draw, so that the others' draws stay the same
-        probs = torch.where(is_drawn[:, None], probs, 1.0)
-    return torch.where(is_drawn, _draw_rows(decodings, probs), _NO_TOKEN)
+    is_drawable = probs.sum(dim=-1) > 0
+    if not probs.is_cpu or not is_drawable.all():
+        # rows without a token draw from uniform probabilities, since each row's draw advances the
+        # random numbers of the rows after it
+        probs = torch.where(is_drawable[:, None], probs, 1.0)
+    return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
 
 
 def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
+    """Draws tokens `(n,)` from `(n, vocab)` probabilities: together for decodings without a seeded
+    generator, if there are several decodings; separately for the others."""
     if len(decodings) == 1:
         return decodings[0].draw(probs)
     unseeded = [row for row, decoding in enumerate(decodings) if decoding.generator is None]
@@ -265,7 +280,7 @@ def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
         return draw_by_inversion(probs)
     inverted: Iterator[Tensor] = iter(())
     if unseeded:
-        inverted = iter(draw_by_inversion(pick(probs, unseeded)).split(1))
+        inverted = iter(draw_by_inversion(select_rows(probs, unseeded)).split(1))
     drawn = []
     for decoding, row_probs in zip(decodings, probs.split(1)):
         is_seeded = decoding.generator is not None
@@ -277,10 +292,10 @@ def _fetch_or_fail(
     batches: list[SampledBatch],
     fetch: Fetch,
     results: dict[int, Result],
-) -> list[Fetched]:
-    """Returns each batch with its tokens and log-probabilities on the host. If fetching fails,
-    fetches each batch separately, and stores the errors of those that fail."""
-    fetched: list[Fetched] = []
+) -> list[HostBatch]:
+    """Returns each batch with its tokens and log-probabilities on the host. If the copies fail,
+    copies each batch separately, and adds the errors of batches that fail to `results`."""
+    fetched: list[HostBatch] = []
     try:
         tokens_of_batches = _fetch(batches, fetch)
         for batch, tokens in zip(batches, tokens_of_batches):
@@ -303,17 +318,17 @@ def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
     if len(batches) < 2:
         return [fetch(batch.tokens) for batch in batches]
     device = batches[0].tokens.device
-    # by decoding: the list that its tokens go to, and its tokens
+    # by decoding: the host list of its batch, and its tokens on the device
     parts: dict[int, tuple[list[int], Tensor]] = {}
     tokens_of_batches: list[list[int]] = []
     for batch in batches:
-        on_host: list[int] = []
-        tokens_of_batches.append(on_host)
+        host_tokens: list[int] = []
+        tokens_of_batches.append(host_tokens)
         sizes = [len(decoding.open_rows) for decoding in batch.decodings]
         for index, tokens in zip(batch.indices, batch.tokens.to(device).split(sizes)):
-            parts[index] = (on_host, tokens)
+            parts[index] = (host_tokens, tokens)
     in_order = [parts[index] for index in sorted(parts)]
     fetched = iter(fetch(torch.cat([tokens for _, tokens in in_order])))
-    for on_host, tokens in in_order:
-        on_host += itertools.islice(fetched, len(tokens))
+    for host_tokens, tokens in in_order:
+        host_tokens += itertools.islice(fetched, len(tokens))
     return tokens_of_batches

@@ -1,5 +1,5 @@
-"""Stop strings of an engine's requests, found in the text of a row's last tokens. When to look for
-them is up to `sample.py`."""
+"""Finds the stop strings of an engine's requests in the text of a row's last tokens. `sample.py`
+calls it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from transformers import StoppingCriteria
 
 from ... import compat
 
-_Text = Any  # `str`, or `bytes` for tokenizers whose tokens may be parts of characters
+_TokenText = Any  # `str`, or `bytes` for tokenizers whose tokens may be parts of characters
 
-_vocabularies: weakref.WeakKeyDictionary[Any, tuple[int, dict[int, str], dict[int, _Text | None]]]
+# by tokenizer: number of tokens, their names, and the texts of tokens that have occurred
+_vocabularies: weakref.WeakKeyDictionary[
+    Any, tuple[int, dict[int, str], dict[int, _TokenText | None]]
+]
 _vocabularies = weakref.WeakKeyDictionary()
 
 
 class StopStrings(StoppingCriteria):
-    """Ends the same rows as `StopStringCriteria`. transformers' class builds a table with an entry
-    for each token of the vocabulary, string and position: minutes and gigabytes for long strings.
-    This one caches the texts of the tokens that have occurred."""
+    """Ends the same rows as transformers' `StopStringCriteria`, which builds a table of all tokens,
+    strings and positions: for long strings, this takes minutes and gigabytes. `StopStrings` caches
+    only the texts of tokens that have occurred. Raises transformers' error for tokenizers whose
+    tokens have no texts."""
 
     def __init__(self, tokenizer: Any, stop_strings: str | list[str]) -> None:
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         self.stop_strings = tuple(stop_strings)
         self._strings = compat.stop_texts(tokenizer, self.stop_strings)
-        # how many of the last tokens are read, as in `StopStringCriteria`
+        # number of last tokens that are read; the name is that of `StopStringCriteria`
         self.maximum_token_len = max(map(len, self._strings))
         self._tokenizer = tokenizer
-        self._names, self._texts = _vocabulary(tokenizer)
-        # raises transformers' error for tokenizers whose tokens have no texts
-        first = next(iter(self._names), -1)
+        self._names_by_token, self._texts_by_token = _vocabulary(tokenizer)
+        # raises for tokenizers whose tokens have no texts
+        first = next(iter(self._names_by_token), -1)
         self._text(first)
 
     def __call__(self, input_ids: Tensor, scores: Any = None, **kwargs: Any) -> Tensor:
@@ -42,7 +46,7 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(are_hits, device=input_ids.device)
 
     def hits(self, rows: list[list[int]]) -> list[bool]:
-        """Whether one of the strings ends within the last token of each row."""
+        """Returns whether the last token of each row completes a stop string."""
         return [self._is_hit(tokens) for tokens in rows]
 
     def _is_hit(self, tokens: list[int]) -> bool:
@@ -58,21 +62,21 @@ class StopStrings(StoppingCriteria):
         start = len(tail) - len(last)
         return any(tail.find(string, max(0, start - len(string) + 1)) >= 0 for string in strings)
 
-    def _text(self, token: int) -> _Text | None:
-        """Returns the text of a token; `None` for ids without one, across which no string
+    def _text(self, token: int) -> _TokenText | None:
+        """Returns the text of a token; `None` for ids without a text, across which no stop string
         matches."""
-        if token not in self._texts:
-            name = self._names.get(token)
+        if token not in self._texts_by_token:
+            name = self._names_by_token.get(token)
             text = None
             if name is not None:
                 text = compat.token_text(self._tokenizer, name, token)
-            self._texts[token] = text
-        return self._texts[token]
+            self._texts_by_token[token] = text
+        return self._texts_by_token[token]
 
 
-def _vocabulary(tokenizer: Any) -> tuple[dict[int, str], dict[int, _Text | None]]:
-    """Returns the names of a tokenizer's tokens, and the texts of those that have occurred, which
-    its requests share."""
+def _vocabulary(tokenizer: Any) -> tuple[dict[int, str], dict[int, _TokenText | None]]:
+    """Returns the names of a tokenizer's tokens, and the texts of tokens that have occurred, by
+    token id. All requests with this tokenizer share both."""
     size = len(tokenizer)
     entry = _vocabularies.get(tokenizer)
     if entry is None or entry[0] != size:  # new, or tokens were added

@@ -116,7 +116,7 @@ class Executor:
             self.doubt_model()  # another thread may change the model without a pause
         else:
             with self.lock:
-                self.guard.open()
+                self.guard.begin_period()
                 self.handle_model_change()
             span.is_open = self.is_unchecked = True
 
@@ -152,12 +152,12 @@ class Executor:
         self.clear_run_ahead()
         self.runner.go_idle()
         with self.lock:
-            self.guard.rest()
+            self.guard.go_idle()
         self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
         """Between steps: after a change of weights, makes all blocks cached before unusable."""
-        self.guard.change()
+        self.guard.forget_earlier()
         self.forget_model()
 
     def forget_model(self) -> None:
@@ -199,7 +199,7 @@ class Executor:
     def doubt_model(self) -> None:
         """Has the next replay check whether other code has replaced modules or tensors."""
         if self._state is not None:
-            self._state.doubt()
+            self._state.mark_unverified()
 
     def _read_model(self) -> bool:
         """Reads the model's state, within `attention`. If it has changed, drops cached prefixes,

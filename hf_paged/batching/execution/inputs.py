@@ -84,7 +84,7 @@ def pack(
             num_prompt_tokens = sequence.request.num_prompt_tokens
             length = max(end, len(sequence.token_ids))
             factors += rope.token_factors(start, end, num_prompt_tokens, length)
-    if rope is not None and rope.is_fresh and not any(factors):
+    if rope is not None and rope.has_short_factors and not any(factors):
         factors = []
     groups = []
     for number, size in enumerate(block_sizes):
@@ -139,7 +139,7 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
         recording = sequence.request.prompt_logprobs
         if recording is not None:
             # a draft is not among the computed tokens
-            count = recording.num_recorded(start, start + num_tokens - len(sequence.draft))
+            count = recording.num_recordable(start, start + num_tokens - len(sequence.draft))
             if count:
                 tokens = range(first, first + count)
                 recordings.append((recording, start, tokens))

@@ -338,7 +338,7 @@ class PackedRunner(Runner):
             return NOTHING
         # few tokens on a device get the expert products that `generate` uses for decodes: in dtypes
         # other than bfloat16, grouped products wait for the device, and cannot be recorded
-        experts: AbstractContextManager[Any] = compat.with_experts_of_decodes(self.model)
+        experts: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
         return experts
 
     def _rotating(self, factors: list[int]) -> AbstractContextManager[None]:
@@ -388,7 +388,7 @@ class PackedRunner(Runner):
         arguments[self._cache_name] = cache
         self.num_forwards += 1
         if self._state is not None:
-            self._state.doubt()
+            self._state.mark_unverified()
         self.cache.begin(steps, positions)
         try:
             with self._kernels(num_tokens):

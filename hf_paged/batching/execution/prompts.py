@@ -231,7 +231,9 @@ class Prompts(PromptInputs):
         rectangle.borrow(first)
         with observing_attention(observer):
             inputs = rectangle.inputs
-            logits, _ = next_logits(model, self.input_ids, inputs, begins=True, num_cached=first)
+            logits, _ = next_logits(
+                model, self.input_ids, inputs, is_first_step=True, num_cached=first
+            )
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_positions for layer in layers if layer.num_positions]
         if any(count != self.length for count in counts):

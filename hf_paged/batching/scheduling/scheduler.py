@@ -123,7 +123,7 @@ class Scheduler:
         if self.preemption.waiting.awaited:
             self.preemption.waiting.awaited.clear()
         self._refused = None
-        if self.rope is not None and self.rope.restarts:
+        if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
                 if request.update_factors(self.rope):
                     self._preempt(request, keeps_kv=False)

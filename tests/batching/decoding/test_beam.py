@@ -86,7 +86,7 @@ def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
             )
             kept[keep_all, early_stopping] = (
                 ours.sequences if keep_all else ours,
-                decoding.returned(decoding.beam_scores).tolist(),
+                decoding.select_returned(decoding.beam_scores).tolist(),
             )
         needed[keep_all] = sum(rows)
     assert needed[False] < needed[True]
@@ -122,7 +122,7 @@ def test_dicts(do_sample: bool) -> None:
     for theirs, mine in ((plain.scores, ours.scores), (plain.logits, ours.logits)):
         for a, b in zip(theirs, mine, strict=True):
             torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
-    assert decoding.returned(decoding.beam_scores).tolist() == ours.sequences_scores.tolist()
+    assert decoding.select_returned(decoding.beam_scores).tolist() == ours.sequences_scores.tolist()
 
 
 def test_a_dict_without_scores() -> None:

@@ -108,7 +108,7 @@ def test_a_models_config_may_hold_what_cannot_be_copied() -> None:
 def test_a_remembered_model_is_freed() -> None:
     model = models.build("llama")
     made(model, max_new_tokens=5)
-    assert model in prepare._prepared
-    size = len(prepare._prepared)
+    assert model in prepare._config_cache
+    size = len(prepare._config_cache)
     del model
-    assert len(prepare._prepared) == size - 1
+    assert len(prepare._config_cache) == size - 1

@@ -9,42 +9,22 @@ request's time from arrival to end, divided by its new tokens.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from benchmarks import latency, report
+from benchmarks import latency, runner
 from benchmarks.continuous import PATIENCE, GenerateBatch, add
 from benchmarks.models import Shape
-from benchmarks.systems import Engine, Generate, NotAvailable
+from benchmarks.systems import Engine, Generate
 from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegpt_like
 
 MAX_BATCH = 32
 SHARES = (0.4, 0.8, 1.2, 2.0)  # of the engine's rate when all requests wait
 WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0, 0), (0, 0))
-PICTURED = {
-    "engine": "PagedEngine",
-    "plain, static batches": "plain generate, batch after batch",
-    "generate_batch, tuned": "transformers' generate_batch, tuned",
-}
-COLUMNS = {
-    "share": "of capacity",
-    "rate": "requests/s",
-    "system": "system",
-    "tokens_per_s": "tokens/s",
-    "requests_per_s": "served/s",
-    "normalized_ms": "normalized latency, ms/token, mean",
-    "normalized_p50_ms": "normalized p50",
-    "normalized_p99_ms": "normalized p99",
-    "ttft_p50_ms": "TTFT p50, ms",
-    "ttft_p99_ms": "TTFT p99, ms",
-    "tpot_p50_ms": "TPOT p50, ms",
-    "tpot_p99_ms": "TPOT p99, ms",
-    "problem": "",
-}
 
 
 @dataclass
@@ -161,7 +141,7 @@ def by_generate_batch(peer: GenerateBatch) -> Serve:
 
 
 def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]:
-    """A row of the table. Raises if a request got a number of tokens other than asked for."""
+    """Columns of the table. Raises if a request got a number of tokens other than asked for."""
     given = [len(record.tokens) for record in records]
     if given != list(asked):
         raise RuntimeError(f"gave {sum(given)} tokens, not {sum(asked)}")
@@ -171,64 +151,41 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
     ]
     times, starts = [record.tokens for record in records], [record.arrived for record in records]
     return {
-        "tokens_per_s": sum(given) / seconds,
-        "requests_per_s": len(records) / seconds,
-        "normalized_ms": statistics.mean(normalized),
-        "normalized_p50_ms": latency.percentile(normalized, 50),
-        "normalized_p99_ms": latency.percentile(normalized, 99),
+        "tokens/s": sum(given) / seconds,
+        "served/s": len(records) / seconds,
+        "normalized, ms/token": statistics.mean(normalized),
+        "normalized p50, ms": latency.percentile(normalized, 50),
+        "normalized p99, ms": latency.percentile(normalized, 99),
         **latency.summary(times, starts),
     }
 
 
-def run(
-    model: Any, shape: Shape, peers: dict[str, GenerateBatch], quick: bool
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields and prints the rows of one rate at a time; the order of the systems alternates."""
+def cases(
+    model: Any, shape: Shape, peer: GenerateBatch | None, quick: bool
+) -> Iterator[runner.Case]:
+    """One for each rate; the order of the systems alternates."""
     systems: dict[str, Serve] = {"engine": by_engine, "plain, static batches": by_generate}
-    systems |= {name: by_generate_batch(peer) for name, peer in peers.items()}
+    if peer is not None:
+        systems["generate_batch, tuned"] = by_generate_batch(peer)
     device = model.device.type
     everything = Trace.make(device, quick, shape.vocab, float("inf"), 0)
     by_engine(model, shape, everything)  # warm-up
-    capacity = figures(by_engine(model, shape, everything), everything.batch.new_tokens)[
-        "requests_per_s"
-    ]
-    print(f"the engine serves {capacity:.2f} requests/s when all {len(everything.arrivals)} wait\n")
-    for turn, share in enumerate(SHARES[:2] if quick else SHARES, 1):
-        trace = Trace.make(device, quick, shape.vocab, share * capacity, turn)
-        found = []
-        for name in list(systems)[:: 1 if turn % 2 else -1]:
-            row: dict[str, Any] = {"share": share, "rate": share * capacity, "system": name}
-            row["requests"] = len(trace.arrivals)
-            try:
-                row |= figures(systems[name](model, shape, trace), trace.batch.new_tokens)
-            except NotAvailable as error:
-                row["problem"] = str(error)
-            except Exception as error:  # a failing peer is a result
-                row["problem"] = report.failed(error)
-            found.append(row)
-        found.sort(key=lambda row: list(systems).index(row["system"]))
-        report.show(found, COLUMNS, is_first=turn == 1)
-        yield found
+    asked = everything.batch.new_tokens
+    capacity = figures(by_engine(model, shape, everything), asked)["served/s"]
+    for number, share in enumerate(SHARES[:2] if quick else SHARES, 1):
+        trace = Trace.make(device, quick, shape.vocab, share * capacity, number)
 
+        def arm(turn: int, serve: Serve, trace: Trace = trace) -> runner.Turn | float:
+            if turn < 0:
+                return 0.0
+            records = serve(model, shape, trace)
+            seconds = max(record.finished for record in records)
+            return runner.Turn(seconds, figures=figures(records, trace.batch.new_tokens))
 
-def draw(rows: Sequence[dict[str, Any]], foot: str, path: Path) -> Path | None:
-    """Normalized latency and time to first token over the rate."""
-    told = [row for row in rows if "normalized_ms" in row]
-    if not told:
-        return None
-    figure, axes = report.figure(380, foot, ncols=2)
-    titles = {
-        "normalized_ms": "From arrival to end, ms per new token (mean)",
-        "ttft_p50_ms": "From arrival to the first token, ms (median)",
-    }
-    rates = sorted({row["rate"] for row in told})
-    for axis, (key, said) in zip(axes, titles.items()):
-        for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in told)):
-            points = [(row["rate"], row[key]) for row in told if row["system"] == name]
-            axis.plot(*zip(*points), marker=marker, label=PICTURED.get(name, name))
-        axis.set(xlabel="requests that arrive per second", yscale="log")
-        report.title(axis, said)
-        axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
-        report.log_ticks(axis.yaxis)
-    report.legend_below(figure, axes[0], 3)
-    return report.save(figure, path)
+        arms = {
+            name: runner.guarded(functools.partial(arm, serve=serve))
+            for name, serve in systems.items()
+        }
+        rate = {"arrive/s": share * capacity}
+        name = f"arrivals, {share:g} of capacity"
+        yield runner.Case(name, arms, turns=1, figures=rate, first=number - 1)

@@ -251,26 +251,6 @@ class Flex(Peer):
         )
 
 
-class FlashAttention(Peer):
-    """flash-attn's decode over the contiguous cache; its paged variant needs blocks of 256
-    tokens."""
-
-    name, module, cuda = "flash-attn", "flash_attn", True
-
-    def prepare(self, data: Data) -> Attention:
-        from flash_attn import flash_attn_with_kvcache
-
-        query, options = data.query.transpose(1, 2), dict(softmax_scale=data.scale, causal=True)
-
-        def call(layer: int) -> Tensor:
-            key, value = (part.transpose(1, 2) for part in data.contiguous[layer])
-            return flash_attn_with_kvcache(
-                query, key, value, cache_seqlens=data.step.on_device.seq_lens, **options
-            )
-
-        return call
-
-
 class FlashInfer(Peer):
     """FlashInfer over the same blocks as ours, planned once for all layers."""
 
@@ -387,6 +367,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else flex_seconds), FlashAttention(), FlashInfer()]
+    rest = [Flex(0 if quick else flex_seconds), FlashInfer()]
     rest += [Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

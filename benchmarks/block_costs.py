@@ -142,7 +142,7 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     table: dict[str, dict[str, float]] = {}
     for (kernel, stored, size), values in sorted(medians.items()):
         mean = math.exp(sum(map(math.log, values)) / len(values))
-        table.setdefault(costs.key(kernel, stored), {})[str(size)] = round(mean, 3)
+        table.setdefault(costs.entry_name(kernel, stored), {})[str(size)] = round(mean, 3)
     return table
 
 
@@ -159,7 +159,7 @@ def run(device: str, seconds: float, quick: bool, folder: Path) -> None:
     """Measures, writes the table and prints times relative to blocks of 16 tokens."""
     start = time.monotonic()
     table = measure(device, seconds, quick)
-    path = folder / f"{costs.machine(torch.device(device))}.json"
+    path = folder / f"{costs.machine_name(torch.device(device))}.json"
     write(path, table, time.monotonic() - start, facts(device))
     for name, times in table.items():
         over = [f"{size}: {found / times['16']:.3f}" for size, found in times.items()]

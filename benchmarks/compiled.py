@@ -2,29 +2,28 @@
 loops, blocks per multiprocessor.
 
     python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick]
-                                  [--results DIR]
+                                  [--json PATH]
 
-Measures no time. Loops are counted in SASS (NVIDIA) or LLVM's text (AMD): instructions of one warp
-per tile of keys, and of all warps of a block per token. The files keep the rows of other cases,
-chips and versions of Triton.
+Attention of decodes and prompts for heads of 64 to 576, quantized blocks, shared prefixes, stores,
+merges, copies, hashes, LoRA. Nothing has run, and no time is measured. Loops are counted in SASS
+(NVIDIA) or LLVM's text (AMD): instructions of one warp per tile of keys, and of all warps of a
+block per token. The file keeps the rows of other cases, chips and versions of Triton.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from benchmarks import runner
+from benchmarks import report, runner
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
-from benchmarks.machine import facts
-from benchmarks.report import RESULTS, command_line, markdown, read, write
-from benchmarks.runner import option
+from benchmarks.runner import Data, option
 from benchmarks.tune import Problem
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -32,23 +31,16 @@ META = torch.device("meta")
 QUICK_CHIP, QUICK = "sm_90", ("decode d128 64x8192", "store d128")
 TARGET_CASE, TARGET = "decode d128 64x8192", 490
 """Most instructions of the decode kernel's loop per tile of 64 tokens, on NVIDIA chips."""
-
-COLUMNS = {
-    "triton": "Triton",
-    "chip": "chip",
-    "case": "case",
-    "kernel": "kernel",
+FIGURES = {
     "tile": "tile, tokens",
     "num_warps": "warps",
     "num_stages": "stages",
     "registers": "registers",
     "shared": "shared, bytes",
-    "spills": "spills, bytes",
+    "tensor_columns": "tensor columns",
     "loop": "loop, instructions",
-    "per_token": "a token",
-    "blocks": "blocks a multiprocessor",
-    "limit": "limited by",
 }
+"""Titles of the resources of `Compiled`."""
 
 
 def _decode(
@@ -117,90 +109,88 @@ def _measure(job: tuple[str, str]) -> list[Compiled]:
     return measure(case, CASES[case] if case in CASES else calls()[case], CHIPS[chip])
 
 
-def row(found: Compiled) -> dict[str, Any]:
-    """The row for JSON and for the table."""
-    row = dataclasses.asdict(found)
-    row["spills"] = found.stack + found.spilled
-    row["per_token"] = found.per_token
-    row["blocks"], row["limit"] = found.residency
-    return row | {"tile": found.tile or None, "loop": found.loop or None}
+def row(found: Compiled, version: str) -> Data:
+    """The row of a kernel."""
+    figures = {title: getattr(found, key) for key, title in FIGURES.items()}
+    blocks, limit = found.residency
+    figures |= {"spills, bytes": found.stack + found.spilled, "a token": found.per_token}
+    figures |= {"blocks a multiprocessor": blocks, "limited by": limit}
+    figures |= {"problems": "; ".join(found.problems), "instructions": found.instructions}
+    limits = {}
+    is_target = (found.case, found.kernel) == (TARGET_CASE, "attention_kernel")
+    if is_target and not CHIPS[found.chip].is_amd:
+        limits = {FIGURES["loop"]: TARGET}
+    case = f"{found.case}, {found.chip}, Triton {version}"
+    more = {"seconds": [], "over": {}, "figures": figures, "limits": limits}
+    return {"case": case, "system": found.kernel, **more}
 
 
-def verdicts(found: Sequence[Compiled]) -> list[str]:
-    """One line per target: whether it is met."""
-    lines = []
-    for one in found:
-        is_target = (one.case, one.kernel) == (TARGET_CASE, "attention_kernel")
-        if is_target and not CHIPS[one.chip].is_amd:
-            verdict = "holds" if one.loop <= TARGET else "MISSED"
-            lines.append(
-                f"{one.case} on {one.chip}: {one.loop} instructions a tile of {one.tile}, at most"
-                f" {TARGET}: {verdict}"
-            )
-    problems = [
-        f"{one.case}, {one.kernel} on {one.chip}: {'; '.join(one.problems)}"
-        for one in found
-        if one.problems
-    ]
-    return lines + (
-        problems or [f"none of {len(found)} kernels spills registers, each fits its chip"]
-    )
-
-
-def _notes(rows: Sequence[dict[str, Any]]) -> str:
-    """The verdicts on the rows of each version of Triton."""
-    names = [field.name for field in dataclasses.fields(Compiled)]
-    lines = []
-    for version in sorted({row["triton"] for row in rows}):
-        mine = [row for row in rows if row["triton"] == version]
-        zeros = [{"tile": row["tile"] or 0, "loop": row["loop"] or 0} for row in mine]
-        kernels = [
-            Compiled(**{name: row[name] for name in names} | more) for row, more in zip(mine, zeros)
-        ]
-        lines += [f"- Triton {version}: {line}" for line in verdicts(kernels)]
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
-    options = {
-        "--chips": option(nargs="+", choices=list(CHIPS), default=list(CHIPS)),
-        "--only": option("cases that contain one of these", nargs="+", default=[""]),
-        "--jobs": option("processes that compile at the same time", type=int, default=2),
-        "--quick": runner.flag(f"two cases on {QUICK_CHIP}: shows that it runs"),
-        "--results": runner.RESULTS,
-    }
-    args = runner.parser_of(__doc__, options).parse_args(argv)
+def compile_all(args: argparse.Namespace, keep: Any) -> Data:
+    """The rows of all cases on all chips."""
     require_compiler()
     import triton
 
-    version = triton.__version__
-    machine = facts() | {"triton": version}
-    cases, chips = (QUICK, [QUICK_CHIP]) if args.quick else (calls(), args.chips)
     jobs = [
-        (case, chip) for chip in chips for case in cases if any(name in case for name in args.only)
+        (case, chip)
+        for chip in args.chips
+        for case in args.cases or calls()
+        if any(name in case for name in args.only)
     ]
-    found: list[Compiled] = []
-    for number, compiled in enumerate(in_processes(_measure, jobs, args.jobs), start=1):
-        found += compiled
-        print(
-            f"{number} of {len(jobs)}: {' on '.join(jobs[number - 1])}", file=sys.stderr, flush=True
-        )
-    rows = [row(one) | {"triton": version, "revision": machine["revision"]} for one in found]
-    print(markdown(rows, COLUMNS), _notes(rows), sep="\n\n")
-    directory = args.results or (None if args.quick else RESULTS)
-    if directory is None:
-        return
-    command = command_line()
-    earlier = read(directory / "compiled.json") if (directory / "compiled.json").exists() else {}
-    runs = earlier.get("runs", {}) | {version: {"command": command, "facts": machine}}
-    done = {(version, chip, case) for case, chip in jobs}
-    kept = [other for other in earlier.get("rows", ()) if "triton" in other]
-    rows += [other for other in kept if (other["triton"], other["chip"], other["case"]) not in done]
-    rows.sort(key=lambda row: (row["triton"], list(CHIPS).index(row["chip"])))
-    files = {"directory": directory, "columns": COLUMNS, "command": command}
-    write("compiled", machine, rows, notes=_notes(rows), extra={"runs": runs}, **files)
+    found = tqdm(in_processes(_measure, jobs, args.jobs), total=len(jobs), disable=None)
+    return {"rows": [row(one, triton.__version__) for ones in found for one in ones]}
 
+
+def show(runs: Sequence[Data]) -> Iterator[str]:
+    """All kernels, and the verdict."""
+    rows = runner.pooled(runs)
+    for one in rows:
+        one["figures"].pop("instructions", None)
+    yield runner.table(rows)
+    problems = [f"{one['case']}, {one['system']}: {one['figures']['problems']}" for one in rows]
+    yield "; ".join(one for one in problems if not one.endswith(": ")) or (
+        f"none of {len(rows)} kernels spills registers, each fits its chip"
+    )
+    yield runner.targets(rows)
+
+
+def section(data: Data) -> str:
+    """Of docs/benchmarks.md: one row for each chip and version of Triton."""
+    kernels: dict[tuple[str, str], list[tuple[Data, str]]] = {}
+    for run in data["runs"]:
+        for one in run["rows"]:
+            *_, chip, version = one["case"].split(", ")
+            kernels.setdefault((chip, version), []).append((one, run["facts"]["revision"]))
+    order = [(chip, version) for chip in CHIPS for version in sorted({key[1] for key in kernels})]
+    rows = []
+    for chip, version in filter(kernels.__contains__, order):
+        figures = [one["figures"] for one, _ in kernels[chip, version]]
+        row = {"chip": chip, "Triton": version.removeprefix("Triton "), "kernels": len(figures)}
+        row["most shared memory, bytes"] = max(one["shared, bytes"] for one in figures)
+        row["a block has"] = CHIPS[chip].block_shared
+        row["kernels that spill"] = sum(one["spills, bytes"] > 0 for one in figures)
+        row["revision"] = ", ".join(sorted({revision for _, revision in kernels[chip, version]}))
+        rows.append(row)
+    said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
+        has run. Registers and instructions of each kernel:
+        [compiled.json](../benchmarks/results/compiled.json)."""
+    all_rows = runner.pooled(data["runs"])
+    return "\n\n".join([report.flow(said), report.markdown(rows), runner.targets(all_rows)])
+
+
+BENCHMARK = runner.Benchmark(
+    __doc__,
+    measure=compile_all,
+    show=show,
+    options={
+        "--chips": option(nargs="+", choices=list(CHIPS), default=list(CHIPS)),
+        "--only": option("cases that contain one of these", nargs="+", default=[""]),
+        "--jobs": option("processes that compile at the same time", type=int, default=2),
+    },
+    fixed={"cases": ()},
+    quick={"chips": [QUICK_CHIP], "cases": QUICK},
+    keeps=True,
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

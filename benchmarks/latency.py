@@ -27,12 +27,12 @@ def between_tokens(times: Sequence[Sequence[float]]) -> list[float]:
 
 
 def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 of both in milliseconds; empty without times."""
+    """p50 and p99 of both in milliseconds, by the titles of columns; empty without times."""
     found = {}
-    for name, values in (("ttft", first_tokens(times, starts)), ("tpot", between_tokens(times))):
+    for name, values in (("TTFT", first_tokens(times, starts)), ("TPOT", between_tokens(times))):
         if values:
             found |= {
-                f"{name}_p50_ms": 1e3 * percentile(values, 50),
-                f"{name}_p99_ms": 1e3 * percentile(values, 99),
+                f"{name} p50, ms": 1e3 * percentile(values, 50),
+                f"{name} p99, ms": 1e3 * percentile(values, 99),
             }
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FEWEST = 5
 """Turns below which there is no interval."""
@@ -40,44 +40,23 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
+    is_interval: bool = True
 
     def text(self, digits: int) -> str:
-        return f"{self.value:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        value, low, high = (f"{one:.{digits}f}" for one in (self.value, self.low, self.high))
+        return value if self.low == self.high else f"{value} ({low} to {high})"
 
-    def entries(self, digits: int) -> dict[str, Any]:
-        """The entries of a row."""
-        return {"ratio": round(self.value, digits), "interval": self.bounds(digits)}
-
-    def bounds(self, digits: int) -> list[float]:
-        return [round(self.low, digits), round(self.high, digits)]
+    def reaches(self, target: float) -> bool:
+        """Whether the interval reaches the target; with too few values, whether the median does."""
+        return (self.high if self.is_interval else self.value) >= target
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The median and its interval."""
-    low, high = interval(values) or (min(values), max(values))
-    return Estimate(statistics.median(values), low, high)
-
-
-def verdict(values: Sequence[float], target: float | None) -> str:
-    """Whether speed ratios reach `target`, by their median. A target of 1 means "not slower",
-    decided by the interval if there are enough turns; empty without a target.
-    """
-    if target is None:
-        return ""
     found = interval(values)
-    if target == 1 and found is not None and len(values) >= ENOUGH:
-        return f"not slower: {said(found[1] >= 1 / NOT_SLOWER)}"
-    return f"at least {target:g}: {said(statistics.median(values) >= target)}"
+    low, high = found or (min(values), max(values))
+    return Estimate(statistics.median(values), low, high, found is not None)
 
 
-def at_most(value: float, limit: float) -> str:
-    return f"at most {limit:g}: {said(value <= limit)}"
-
-
-def said(met: bool) -> str:
-    return "met" if met else "not met"
-
-
-def span(values: Sequence[float] | None) -> str:
-    """Formats an interval, or the range of some values."""
-    return f"{min(values):.3g}..{max(values):.3g}" if values else ""
+def said(is_met: bool) -> str:
+    return "met" if is_met else "not met"

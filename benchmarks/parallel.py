@@ -38,7 +38,16 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
 from benchmarks.workloads import texts
 
-COMPUTED = ("model", "gpus", "weights_gib", "kv_tokens", "rows", "step_ms", "tokens_s", "ratio")
+COMPUTED = {
+    "model": "model",
+    "gpus": "GPUs",
+    "weights_gib": "weights, GiB",
+    "kv_tokens": "K/V, tokens",
+    "rows": "rows",
+    "step_ms": "a step, ms",
+    "tokens_s": "tokens/s",
+    "ratio": "ratio",
+}
 
 # A100 80 GB SXM, data sheet: bytes and operations (bfloat16) per second; NVLink in one direction.
 A100 = Ceilings(2.039e12, {"bfloat16": 312e12})

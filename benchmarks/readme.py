@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import (
     arrivals,
+    compiled,
     first_call,
-    generate_tables,
+    generate,
     grpo,
     linears,
     lora,
     parallel,
+    pictures,
     report,
     runner,
     side_by_side,
@@ -31,13 +34,19 @@ from benchmarks import (
     tiers,
     virtual,
 )
+from benchmarks.paper import __main__ as paper
 from benchmarks.paper import plots
-from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import architectures, calls, chips, gpu_day, papers
+from benchmarks.peers import TITLES
+from benchmarks.report import flow, machine_of, picture_of, result
+from benchmarks.sections import architectures, attention, gpu_day
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES = "architectures"
+ARCHITECTURES, PAPER = "architectures", "paper-cpu"
+WHOLE_CALLS = "generate-cpu-llama-100m"
+PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
+PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
+INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
 BEFORE = (first_call, threads, linears, grpo, speculation, tiers)
 AFTER = (lora, parallel, virtual, side_by_side)
 """Benchmarks whose sections are what their commands print, before and after those of attention."""
@@ -64,59 +73,83 @@ def processor(facts: Mapping[str, Any]) -> str:
     return f"{facts['cores']} cores ({facts['cpu'].replace('(R)', '')})"
 
 
-def compared() -> dict[str, tuple[float, float]]:
-    """By workload, plain's time over ours, and the share of plain's peak bytes of K/V that ours
-    holds."""
-    peaks: dict[str, dict[str, float]] = {}
-    speeds: dict[str, float] = {}
-    for row in generate_tables.memory_rows(result(calls.WHOLE_CALLS)["rows"]):
-        is_ours = row["system"] == "ours"
-        peaks.setdefault(row["workload"], {})["ours" if is_ours else "plain"] = row["kv_mib"]
-        speeds |= {row["workload"]: row["plain_over"]} if is_ours else {}
-    return {
-        name: (speeds[name], peak["ours"] / peak["plain"])
-        for name, peak in peaks.items()
-        if name in speeds
-    }
-
-
 def gain_section() -> str:
     """Section of README.md: two numbers, with the model and the hardware."""
-    data = result(calls.WHOLE_CALLS)
-    speed, share = compared()["W2"]
+    data = result(WHOLE_CALLS)
+    plain, ours, speed = pictures.compared(data["rows"])["W2"]
     return flow(
         f"""For {WORKLOADS["W2"].title}, a paged call is **{speed:.1f} times as fast** as plain `generate`, and its keys
-        and values take **{share:.0%} of the memory**: `{data["model"]["name"]}` (random weights, bfloat16),
+        and values take **{kv_share(plain, ours):.0%} of the memory**: {model_of(data)},
         {processor(data["facts"])}."""
     )
 
 
+def kv_share(plain: runner.Data, ours: runner.Data) -> float:
+    """Ours of plain's peak bytes of K/V."""
+    return float(ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"])
+
+
+def model_of(data: Mapping[str, Any]) -> str:
+    """The model of a run and its weights, from the title."""
+    return str(data["title"].partition(". ")[0])
+
+
 def headline_section() -> str:
     """Section of README.md: speed and memory in one table."""
-    data = result(calls.WHOLE_CALLS)
+    data = result(WHOLE_CALLS)
     rows = [
         {
             "one call of `generate`": WORKLOADS[name].title,
             "plain's time / paged": f"{speed:.2f}",
-            "paged memory / plain's": f"{share:.0%}",
+            "paged memory / plain's": f"{kv_share(plain, ours):.0%}",
         }
-        for name, (speed, share) in compared().items()
+        for name, (plain, ours, speed) in pictures.compared(data["rows"]).items()
     ]
     said = flow(
-        f"""`{data["command"]}`, revision {data["facts"]["revision"]}: `{data["model"]["name"]}` with random weights in
-        bfloat16, {processor(data["facts"])}. Memory: peak bytes of keys and values."""
+        f"""`{data["command"]}`, revision {data["facts"]["revision"]}: {model_of(data)},
+        {processor(data["facts"])}. Memory: peak bytes of keys and values."""
     )
     return f"{report.markdown(rows)}\n\n{said}"
 
 
 def engines_section() -> str:
-    """Section of docs/guide/other-engines.md: whole calls beside engines for CPUs."""
-    data = result(calls.PEERS[0])
+    """Section of docs/guide/other-engines.md: median seconds of whole calls beside engines for
+    CPUs."""
+    data, rows = result(PEERS[0]), []
+    names = {"plain": "plain `generate`", "ours": "hf_paged", **dict.fromkeys(TITLES.values())}
+    ran = {row["system"].partition(", batch")[0] for row in data["rows"]}
+    titles = {name: title or name for name, title in names.items() if name in ran}
+    for name in WORKLOADS:
+        line = {"call": WORKLOADS[name].title}
+        for system, title in titles.items():
+            row = runner.base_of(data["rows"], name, system)
+            line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
+        rows.append(line)
     said = flow(
-        f"""Seconds, less is better: `{data["model"]["name"]}` with random weights in bfloat16,
+        f"""Seconds, less is better: {model_of(data)},
         {processor(data["facts"])}, revision {data["facts"]["revision"]}."""
     )
-    return f"{calls.seconds_table(data)}\n\n{said}"
+    table = report.markdown(rows, {key: key for key in rows[0]})
+    return f"{table}\n\n{said}"
+
+
+def other_engines() -> list[str]:
+    """Of docs/benchmarks.md: other CPU engines."""
+    said = flow(
+        """**Other CPU engines** on the same weights (with `--int8` 8-bit weights, torchao's for plain and ours, their
+        own for the others) and the same prompts. Each runs in a separate process and environment, in the versions of
+        `benchmarks/peers/*.txt`, with as many threads. A run that names no settings had the engines' defaults: OpenVINO
+        without its prefix cache, vLLM without tcmalloc, the AVX2 build of llama.cpp, no beams. Above 1, "ours / it" says
+        that the engine is faster than ours. llama.cpp gets one turn, also in W6. Time until the last row's first token
+        (prompts, and the rows that decode beside them) is TTFT p99; W6's target is 1.5 times the roofline:"""
+    )
+    parts = [said]
+    for name in PEERS:
+        parts += generate.BENCHMARK.shown([result(name)])
+    parts.append(
+        "**The same bits in any batch** (`PagedConfig(batch_invariant=True)`), against the engine without it:"
+    )
+    return parts + generate.BENCHMARK.shown([result(INVARIANT)])
 
 
 def benchmarks_section() -> str:
@@ -126,17 +159,21 @@ def benchmarks_section() -> str:
             """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
             JSON files in `benchmarks/results`; a test compares the two."""
         ),
-        calls.whole_calls(result(calls.WHOLE_CALLS)),
-        calls.processors(list(map(result, calls.PEERS))),
-        calls.stages([result(name) for name in calls.PEERS if "int8" not in name]),
-        calls.invariance(result(calls.INVARIANT)),
+        "\n".join(f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()),
+        generate.BENCHMARK.section(),
+        *picture_of(WHOLE_CALLS, "Speed of whole calls over plain generate, by workload"),
+        *picture_of(f"{WHOLE_CALLS}-memory", "Memory of keys and values beside plain generate's"),
+        *picture_of(f"{WHOLE_CALLS}-latency", "Latency by the rate of arrivals"),
+        *other_engines(),
         *(module.BENCHMARK.section() for module in BEFORE),
-        papers.quantized(list(map(result, papers.QUANTIZED))),
+        attention.quantized(list(map(result, attention.QUANTIZED))),
         *(module.BENCHMARK.section() for module in AFTER),
-        papers.paper(result(papers.PAPER)),
-        *papers.paper_turns(result(papers.PAPER)),
-        papers.attention(result(papers.ATTENTION)),
-        chips.compiled(result(chips.COMPILED)),
+        *paper.sections(result(PAPER)),
+        *picture_of(
+            f"{PAPER}-waste", "Memory by use: reservation against blocks, published and here"
+        ),
+        attention.attention(result(attention.ATTENTION)),
+        compiled.section(result("compiled")),
     ]
     return "\n\n".join(filter(None, parts))
 
@@ -151,20 +188,17 @@ def architectures_section() -> str:
 def results_section() -> str:
     """Section of benchmarks/README.md."""
     names = {
-        calls.WHOLE_CALLS: "whole calls, arrivals, memory",
-        papers.ATTENTION: "attention alone",
-        papers.PAPER: "the papers' tables (each table has a run of its own, listed below them)",
+        WHOLE_CALLS: "whole calls, arrivals, waste",
+        attention.ATTENTION: "attention alone",
+        PAPER: "the papers' tables, the last of which",
+        ARCHITECTURES: "every architecture against plain `generate`",
     }
     lines = []
     for name, title in names.items():
         data = result(name)
-        files = f"[table](results/{name}.md), [JSON](results/{name}.json)"
-        lines.append(f"- {title}: `{data['command']}`, {machine_of(data['facts'])}; {files}")
-    facts = result(ARCHITECTURES)["facts"]
-    lines.append(
-        f"- every architecture against plain `generate`: `{result(ARCHITECTURES)['command']}`,"
-        f" {machine_of(facts)}; [JSON](results/{ARCHITECTURES}.json)"
-    )
+        run = data["runs"][-1] if "runs" in data else data
+        said = f"`{run['command']}`, {machine_of(run['facts'])}"
+        lines.append(f"- {title}: {said}; [JSON](results/{name}.json)")
     return "\n".join(lines)
 
 
@@ -201,8 +235,8 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 PICTURES: dict[str, Callable[[Any, Path], Any]] = {
-    calls.WHOLE_CALLS: lambda data, stem: generate_tables.draw_all(data, stem),
-    papers.PAPER: lambda data, stem: plots.draw_all(data, stem),
+    WHOLE_CALLS: lambda data, stem: pictures.draw_all(data, stem),
+    PAPER: lambda data, stem: plots.draw_all(data, stem),
 }
 """What draws the pictures of a result, beside its JSON file."""
 

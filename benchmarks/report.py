@@ -1,4 +1,4 @@
-"""Results as files: JSON with the machine's facts, a dated Markdown table, and plots."""
+"""Results as files, as Markdown and as plots."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-Columns = Sequence[str] | Mapping[str, str]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WIDTH_PIXELS = 800
@@ -49,28 +48,21 @@ def failed(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _titles(rows: Sequence[Row], columns: Columns | None) -> dict[str, str]:
-    if columns is None:
-        return {key: key.replace("_", " ") for row in rows for key in row}
-    if isinstance(columns, Mapping):
-        return dict(columns)
-    return {key: key.replace("_", " ") for key in columns}
-
-
 def markdown(
-    rows: Iterable[Row], columns: Columns | None = None, right: Collection[str] = ()
+    rows: Iterable[Row], columns: Mapping[str, str] | None = None, right: Collection[str] = ()
 ) -> str:
     """
     A Markdown table; columns of numbers are right-aligned.
 
     Args:
         rows (`Iterable[Mapping]`): A missing key is an empty cell.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Keys, or keys with their
-            titles; `None`: all keys of the rows in order of first appearance.
+        columns (`Mapping[str, str]`, *optional*): Keys with their titles; `None`: all keys of the
+            rows, in order of first appearance.
         right (`Collection[str]`): Keys of texts that are right-aligned, too.
     """
     rows = list(rows)
-    titles = _titles(rows, columns)
+    keys = {key: key.replace("_", " ") for row in rows for key in row}
+    titles = keys if columns is None else columns
 
     def numeric(key: str) -> bool:
         values = [row[key] for row in rows if row.get(key) not in (None, "")]
@@ -86,51 +78,8 @@ def markdown(
     return "\n".join(lines)
 
 
-def show(rows: Iterable[Row], columns: Columns | None, is_first: bool) -> None:
-    """Prints a table, or further rows of one."""
-    lines = markdown(rows, columns).split("\n")
-    print("\n".join(lines if is_first else lines[2:]), flush=True)
-
-
-def write(
-    name: str,
-    facts: Row,
-    rows: Iterable[Row],
-    *,
-    directory: str | os.PathLike[str],
-    columns: Columns | None = None,
-    command: str = "",
-    notes: str = "",
-    extra: Row | None = None,
-) -> tuple[Path, Path]:
-    """Writes `<name>.json` and `<name>.md` to `directory` and returns the two paths. Replaces each
-    file atomically, so that a killed run leaves whole files.
-
-    Args:
-        facts (`Mapping`): Machine and software, see `machine.facts`; its `date` dates the table.
-        rows (`Iterable[Mapping]`): The table; all keys go into the JSON.
-        columns (`Sequence[str]` or `Mapping[str, str]`, *optional*): Columns of the Markdown, see
-            `markdown`.
-        command (`str`): Command that repeats the run; empty: that of this process.
-        notes (`str`): Markdown below the table.
-        extra (`Mapping`, *optional*): Further entries of the JSON.
-    """
-    rows = [dict(row) for row in rows]
-    command = command or command_line()
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    data = {"command": command, "facts": dict(facts), "rows": rows, **(extra or {})}
-    known = "; ".join(f"{key} {value}" for key, value in facts.items() if key != "date")
-    page = [f"`{command}`, {facts.get('date', 'undated')}", known, markdown(rows, columns)]
-    page += [notes] if notes else []
-    paths = directory / f"{name}.json", directory / f"{name}.md"
-    replace_file(paths[0], json.dumps(data, indent=1, default=str) + "\n")
-    replace_file(paths[1], "\n\n".join(page) + "\n")
-    return paths
-
-
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the JSON of `write`: `command`, `facts`, `rows` and the rest."""
+    """The content of a JSON file of the runner: `command`, `facts`, `rows`, or `runs` of these."""
     return json.loads(Path(path).read_text())
 
 

@@ -14,8 +14,9 @@ import gc
 import json
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -27,8 +28,7 @@ from tqdm import tqdm
 
 from benchmarks import machine, paired, report
 from benchmarks.models import SHAPES
-from benchmarks.sections import earlier
-from benchmarks.systems import quiet
+from benchmarks.systems import NotAvailable, quiet
 from benchmarks.workloads import equal_share
 
 Data = dict[str, Any]
@@ -74,7 +74,7 @@ def parser_of(
 
 def parts(parser: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
     """The names in `asked`, by commas; ends the process if one is not known."""
-    names = [name for name in asked.split(",") if name]
+    names = [name.strip() for name in asked.split(",") if name.strip()]
     if unknown := [name for name in names if name not in known]:
         parser.error(
             f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(known)})"
@@ -97,54 +97,103 @@ class Turn(NamedTuple):
     figures: Mapping[str, Any] = {}
 
 
+Arm = Callable[[int], "Turn | float | str"]
+
+
 class Case(NamedTuple):
     """
     Arms that take turns on the same inputs.
 
     Args:
         arms (`dict[str, Callable]`): By system, a function of the turn's number, which is below 0
-            in warm-up turns; it returns a [`Turn`] or the seconds.
+            in warm-up turns; it returns a [`Turn`], the seconds, or why the system does not run.
         over (`dict[str, dict]`): By the system that the others are compared with, the least that
-            its time over another's should be.
+            its time over another's should be. Systems whose names end in ", batch SIZE" are one,
+            of which the fastest counts.
         turns (`int`, *optional*): Instead of the benchmark's.
         figures (`dict`): Further columns, the same for all arms.
+        limits (`dict[str, float]`): By a figure's name, the most that it should be.
+        once (`Collection[str]`): Arms that run a single turn.
+        first, fewest, until: See [`take_turns`].
     """
 
     name: str
-    arms: Mapping[str, Callable[[int], Turn | float]]
-    over: Mapping[str, Mapping[str, float]] = {}
+    arms: Mapping[str, Arm]
+    over: Mapping[str, Mapping[str, float | None]] = {}
     turns: int | None = None
     figures: Mapping[str, Any] = {}
+    limits: Mapping[str, float] = {}
+    once: Collection[str] = ()
+    first: int = 0
+    fewest: int | None = None
+    until: float = math.inf
+
+
+def guarded(work: Arm) -> Arm:
+    """The arm, or, from its first failure on, why it does not run: a failing peer is a result."""
+    problem = ""
+
+    def arm(turn: int) -> Turn | float | str:
+        nonlocal problem
+        if not problem:
+            try:
+                return work(turn)
+            except NotAvailable as error:
+                problem = str(error)
+            except Exception as error:
+                problem = report.failed(error)
+        return problem
+
+    return arm
 
 
 def rows_of(
-    cases: Callable[[argparse.Namespace], Iterable[Case]], args: argparse.Namespace
+    cases: Callable[[argparse.Namespace], Iterable[Case]],
+    args: argparse.Namespace,
+    keep: Callable[[list[Data]], Any] = lambda rows: None,
 ) -> list[Data]:
-    """Rows of this process: one for each arm of each case."""
-    rows = []
+    """Rows of this process: one for each arm of each case. `keep` gets those so far after each
+    case."""
+    rows: list[Data] = []
     with quiet(), frozen():
         for case in cases(args):
-            count = args.turns if case.turns is None else case.turns
-            warm_ups = getattr(args, "warm_ups", 1)
-            found = take_turns(case.arms, count, warm_ups, case.name)
-            turns = {
-                name: [turn if isinstance(turn, Turn) else Turn(turn) for turn in mine]
-                for name, mine in found.items()
-            }
-            first = next(iter(turns.values()))
-            for name, mine in turns.items():
-                row: Data = {"case": case.name, "system": name}
-                row["seconds"] = [turn.seconds for turn in mine]
-                row["over"] = {
-                    base: targets.get(name) for base, targets in case.over.items() if base != name
-                }
-                if mine[0].tokens is not None:
-                    shares = [share_of(a.tokens, b.tokens) for a, b in zip(first, mine)]
-                    row["equal"] = statistics.mean(shares)
-                figures = joined({key: [one] for key, one in turn.figures.items()} for turn in mine)
-                middle = {key: _middle(values) for key, values in figures.items()}
-                rows.append(row | {"figures": {**case.figures, **middle}})
+            turns = args.turns if case.turns is None else case.turns
+            rows += rows_of_case(case, turns, getattr(args, "warm_ups", 1))
+            keep(rows)
     return rows
+
+
+def rows_of_case(case: Case, turns: int, warm_ups: int = 1) -> list[Data]:
+    """Runs all arms; one row for each."""
+
+    def is_done(name: str, found: Mapping[str, Sequence[Any]]) -> bool:
+        return bool(found[name]) and (name in case.once or isinstance(found[name][-1], str))
+
+    limits = {"first": case.first, "fewest": case.fewest, "until": case.until}
+    found = take_turns(case.arms, turns, warm_ups, case.name, **limits, is_done=is_done)
+    rows, first = [], next(iter(found.values()))
+    for name, mine in found.items():
+        row: Data = {"case": case.name, "system": name}
+        rows.append(row)
+        if problems := [turn for turn in mine if isinstance(turn, str)]:
+            row |= {"seconds": [], "over": {}, "figures": {}, "problem": problems[0]}
+            continue
+        row["seconds"] = [_turn(turn).seconds for turn in mine]
+        row["over"] = {base: targets.get(name) for base, targets in case.over.items()}
+        expected = [_turn(turn).tokens for turn in first if not isinstance(turn, str)]
+        pairs = list(zip(expected, (_turn(turn).tokens for turn in mine)))
+        if pairs and pairs[0][1] is not None:
+            row["equal"] = statistics.mean(share_of(*pair) for pair in pairs)
+        figures = joined({key: [one] for key, one in _turn(turn).figures.items()} for turn in mine)
+        middle = {key: _middle(values) for key, values in figures.items()}
+        row["figures"] = {**case.figures, **middle}
+        if limited := {key: most for key, most in case.limits.items() if key in row["figures"]}:
+            row["limits"] = limited
+    return rows
+
+
+def _turn(turn: Any) -> Turn:
+    return turn if isinstance(turn, Turn) else Turn(turn)
 
 
 def share_of(expected: Any, actual: Any) -> float:
@@ -179,40 +228,106 @@ def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
 
 
 def ratio_of(base: Data, row: Data) -> paired.Estimate:
-    """The base's time over a row's, within turns. Older results have only the estimate."""
+    """The base's time over a row's, within turns. Results from before 2026-11-26 have only the
+    estimate, or its ratios."""
     if "ratio" in row:
         return paired.Estimate(row["ratio"], *row["interval"])
     return paired.estimate(row.get("ratios") or paired.ratios(base["seconds"], row["seconds"]))
 
 
+def base_of(rows: Iterable[Data], case: str, base: str) -> Data | None:
+    """The row of a system, or of its fastest batch size; `None` if it did not run."""
+    mine = [
+        row
+        for row in rows
+        if (row["case"], row["system"].partition(", batch ")[0]) == (case, base) and row["seconds"]
+    ]
+    return min(mine, key=lambda row: statistics.median(row["seconds"]), default=None)
+
+
+def comparisons(
+    rows: Sequence[Data],
+) -> Iterator[tuple[Data, str, paired.Estimate, float | None]]:
+    """Each row with each system that it is compared with: that one's time over the row's, and the
+    least that it should be."""
+    for row in rows:
+        for base, target in row["over"].items():
+            other = base_of(rows, row["case"], base)
+            if other is not None and other is not row:
+                yield row, base, ratio_of(other, row), target
+
+
+def targets(rows: Sequence[Data]) -> str:
+    """How many targets are met, and those that are not."""
+    count, missed = 0, []
+    for row, base, ratio, target in comparisons(rows):
+        if target is not None:
+            count += 1
+            if not ratio.reaches(target):
+                what = f"{row['case']}: {base} / {row['system']} {report.text(ratio.value)}"
+                missed.append(f"{what}, not at least {target:.3g}")
+    for row in rows:
+        for name, most in row.get("limits", {}).items():
+            count += 1
+            if not row["figures"][name] <= most:
+                what = f"{row['case']}, {row['system']}: {name} {report.text(row['figures'][name])}"
+                missed.append(f"{what}, not at most {most:g}")
+    said = f"Targets: {count - len(missed)} of {count} are met"
+    return f"{said}; not met: {'; '.join(missed)}." if missed else f"{said}."
+
+
+MOST_FIGURES = 5
+"""Columns of figures that a table has beside the times."""
+
+
 def table(rows: Sequence[Data]) -> str:
-    """Medians of the turns, ratios with their 95% intervals, and what else the rows have. A target
-    is met where the interval reaches it."""
-    by_name = {(row["case"], row["system"]): row for row in rows}
-    lines = []
+    """Medians of the turns, ratios with their 95% intervals, and what else the rows have: many
+    figures in a table of their own. A target is met where the interval reaches it, or, with fewer
+    than 5 turns, the median."""
+    bases = dict.fromkeys(f"{base} / it" for row in rows for base in row["over"])
+    ratios: dict[tuple[str, str], Data] = {}
+    for row, base, ratio, target in comparisons(rows):
+        met = "" if target is None else f", at least {target:.3g}: "
+        met += "" if target is None else paired.said(ratio.reaches(target))
+        ratios.setdefault((row["case"], row["system"]), {})[f"{base} / it"] = ratio.text(2) + met
+    lines, others = [], []
     for row in rows:
         seconds = row["seconds"]
         line = {"case": row["case"], "system": row["system"]}
+        others.append(line | _figures(row))
         if turns := row.get("turns", len(seconds)):
             line["turns, processes"] = f"{turns}, {row.get('processes', 1)}"
         if any(seconds):
             low, high = min(seconds), max(seconds)
             spread = f" ({report.text(low)} to {report.text(high)})" if len(seconds) > 2 else ""
             line["s"] = report.text(float(statistics.median(seconds))) + spread
-        for base, target in row["over"].items():
-            if (row["case"], base) not in by_name:
-                continue
-            ratio = ratio_of(by_name[row["case"], base], row)
-            met = "" if target is None else f", at least {target:.3g}: "
-            met += "" if target is None else paired.said(ratio.high >= target)
-            line[f"{base} / it"] = ratio.text(2) + met
+        elif "problem" in row:
+            line["s"] = row["problem"]
+        line |= ratios.get((row["case"], row["system"]), {})
         if row.get("equal") is not None:
             share = row["equal"]
-            line["tokens"] = "equal" if share == 1 else f"{math.floor(100 * share)}% equal"
-        lines.append(line | row["figures"])
-    last = ["tokens", *dict.fromkeys(key for row in rows for key in row["figures"])]
+            line["tokens"] = "equal" if share == 1 else f"{math.floor(100 * share + 1e-9)}% equal"
+        lines.append(line)
+    if len({key for row in rows for key in row["figures"]}) <= MOST_FIGURES:
+        return _table([line | other for line, other in zip(lines, others)], bases)
+    parts = [[line for line in part if len(line) > 2] for part in (lines, others)]
+    return "\n\n".join(_table(part, bases) for part in parts if part)
+
+
+def _figures(row: Data) -> Data:
+    """The figures of a row, those with a limit with the outcome."""
+    outcomes = {
+        name: f"{report.text(row['figures'][name])}, at most {most:g}: "
+        + paired.said(row["figures"][name] <= most)
+        for name, most in row.get("limits", {}).items()
+    }
+    return row["figures"] | outcomes
+
+
+def _table(lines: Sequence[Data], ratios: Iterable[str]) -> str:
     titles = list(dict.fromkeys(key for line in lines for key in line))
-    titles.sort(key=lambda key: last.index(key) + 1 if key in last else 0)
+    known = ["case", "system", "turns, processes", "s", *ratios, "tokens"]
+    titles.sort(key=lambda key: known.index(key) if key in known else len(known))
     return report.markdown(lines, {title: title for title in titles}, right=("s",))
 
 
@@ -225,8 +340,10 @@ class Benchmark:
         about (`str`): Help of the command.
         cases (`Callable`, *optional*): From the options, the cases, one after the other; what
             follows a `yield` runs when its turns are over. All of it runs in each process.
-        measure (`Callable`, *optional*): Instead of `cases`: from the options, the entries of the
-            JSON file, `rows` among them.
+        again (`Callable`, *optional*): From the options, those of a second process, which runs some
+            of the cases once more; `None`: there is none.
+        measure (`Callable`, *optional*): Instead of `cases`: from the options and what writes the
+            JSON file early, the entries of that file, `rows` among them.
         show (`Callable`, *optional*): Instead of the table of the rows: from the content of JSON
             files, those of several processes that ran one revision, the paragraphs to print.
         title (`str`): Of its section in the documentation.
@@ -249,7 +366,8 @@ class Benchmark:
 
     about: str
     cases: Callable[[argparse.Namespace], Iterable[Case]] | None = None
-    measure: Callable[[argparse.Namespace], Data] | None = None
+    again: Callable[[argparse.Namespace], argparse.Namespace | None] | None = None
+    measure: Callable[[argparse.Namespace, Callable[[Data], Any]], Data] | None = None
     show: Callable[[Sequence[Data]], Iterable[str]] | None = None
     title: str = ""
     results: Sequence[Sequence[str]] = ()
@@ -282,12 +400,19 @@ class Benchmark:
             args.only = parts(parser, args.only, self.known)
         return args
 
-    def run(self, args: argparse.Namespace) -> Data:
-        """The entries of the JSON file."""
+    def run(self, args: argparse.Namespace, keep: Callable[[Data], Any]) -> Data:
+        """The entries of the JSON file; `keep` gets them after each case of this process, too."""
         if self.measure is not None:
-            return self.measure(args)
+            return self.measure(args, keep)
         assert self.cases is not None
-        found = in_processes(getattr(args, "processes", 0), rows_of, self.cases, args)
+        processes = getattr(args, "processes", 0)
+        more = () if processes else (lambda rows: keep({"rows": rows}),)
+        found = in_processes(processes, rows_of, self.cases, args, *more)
+        if self.again is not None and (second := self.again(args)) is not None:
+            try:
+                found += in_processes(1, rows_of, self.cases, second)
+            except Exception as error:  # the turns of this process are kept
+                print(f"the second process {report.failed(error)}", file=sys.stderr)
         said = {} if self.said is None else {"title": self.said(args)}
         return said | {"rows": pooled({"rows": rows} for rows in found)}
 
@@ -298,16 +423,18 @@ class Benchmark:
         said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
         parts = [f"**{self.title}**: {' '.join(said)}"]
         for names in self.results:
-            for group in earlier.groups(names):
+            files = [report.result(name) for name in names]
+            for group in [[run] for run in files[0]["runs"]] if "runs" in files[0] else [files]:
                 parts += self.shown(group)
         return "\n\n".join(parts)
 
     def shown(self, runs: Sequence[Data]) -> list[str]:
         """The machine and the tables of one group of results."""
         module = (self.measure or self.cases).__module__  # type: ignore[union-attr]
+        own = runs[0].get("command", f"python -m {module}")
         facts, others = runs[0]["facts"], [run["facts"]["revision"] for run in runs]
         more = "".join(f", {one}" for one in dict.fromkeys(others) if one != facts["revision"])
-        command = f"`python -m {module}`, {report.machine_of(facts)}"
+        command = f"`{own}`, {report.machine_of(facts)}"
         command += f"; also revision{more.removeprefix(',')}" if more else ""
         return [f"{command}:", *filter(None, self.paragraphs(runs))]
 
@@ -325,15 +452,24 @@ class Benchmark:
         if getattr(args, "threads", None):
             torch.set_num_threads(args.threads)
         facts = machine.facts(getattr(args, "device", "cpu"))
+        run = {"command": report.command_line(), "facts": facts}
+        old = []
+        if self.keeps and args.json and args.json.exists():
+            old = report.read(args.json).get("runs", [])
+
+        def keep(found: Data) -> None:
+            """Writes all that there is: a run that is killed leaves its cases so far."""
+            if args.json:
+                if machine.revision() != facts["revision"]:
+                    facts["tree"] = "changed during the run"
+                data = run | found
+                content = {"runs": added(old, data)} if self.keeps else data
+                report.replace_file(args.json, json.dumps(content, indent=1) + "\n")
+
         with quiet():
-            data = {"command": report.command_line(), "facts": facts, **self.run(args)}
-        print(*filter(None, self.paragraphs([data])), sep="\n\n")
-        if args.json:
-            content = data
-            if self.keeps:
-                old = report.read(args.json).get("runs", []) if args.json.exists() else []
-                content = {"runs": added(old, data)}
-            report.replace_file(args.json, json.dumps(content, indent=1) + "\n")
+            data = run | self.run(args, keep)
+        keep(data)
+        print(*self.shown([data]), sep="\n\n")
         differs = any(row.get("equal") not in (None, 1.0) for row in data["rows"])
         return int((self.is_exact and differs) or bool(self.is_wrong and self.is_wrong(data)))
 

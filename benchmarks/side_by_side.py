@@ -158,19 +158,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             max_source_positions=By(100, 300),
         ),
     ),
-    "Bamba": (
-        "BambaForCausalLM",
-        TEXT
-        | dict(
-            attn_layer_indices=By([2], [4, 8]),
-            mamba_n_groups=1,
-            mamba_d_conv=4,
-            mamba_expand=2,
-            mamba_n_heads=By(8, 24),
-            mamba_d_head=By(16, 64),
-            mamba_d_state=By(16, 64),
-        ),
-    ),
     "Bloom": (
         "BloomForCausalLM",
         dict(hidden_size=By(64, 768), n_layer=By(4, 12), n_head=By(4, 12), vocab_size=VOCAB),

@@ -157,11 +157,11 @@ def case(
         stats, before = systems[name].engine.stats(), counts[name]
         counts[name] = stats.num_draft_tokens, stats.num_accepted_tokens
         proposed, accepted = (now - then for now, then in zip(counts[name], before))
-        figures: dict[str, float] = {"all else, s": seconds[0] - sum(spent.values()), **spent}
+        figures: dict[str, float] = {"all else, s": seconds - sum(spent.values()), **spent}
         if name != OFF:
             figures["acceptance, %"] = 100 * accepted / max(1, proposed)
             figures["accepted a row and step"] = statistics.mean(accepted_a_step(answer))
-        return runner.Turn(seconds[0], answer.rows, figures)
+        return runner.Turn(seconds, answer.rows, figures)
 
     arms = {name: functools.partial(work, name=name) for name in systems}
     targets = {name: least for name in systems if least and (name == NGRAMS or name == TENTH)}

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
@@ -191,7 +190,7 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     options = decode_candidates(
         configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
     )
-    key = configs.key("decode", key_dim, value_dim, dtype, group)
+    key = configs.entry_name("decode", key_dim, value_dim, dtype, group)
     return [Task(key, dim, dtype, LOADS["decode"], options, Problem.decode)]
 
 
@@ -202,7 +201,7 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     for name in ("prefill", "short"):
         loads = LOADS[name]
         rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
-        key = configs.key("prefill", key_dim, value_dim, dtype, min(rows, 128))
+        key = configs.entry_name("prefill", key_dim, value_dim, dtype, min(rows, 128))
         if key not in tasks:
             # else enough query heads share a K/V head for short chunks to fill tiles, too
             options = prefill_candidates(
@@ -253,7 +252,6 @@ OPTIONS = {
     "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
     "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
     "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
-    "--cache": option("folder of compiled kernels (Triton's own)", type=Path),
     "--quick": flag("two candidates of each entry: shows that it runs"),
     "--block-sizes": flag("a table of what block sizes cost instead"),
     "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
@@ -263,10 +261,8 @@ OPTIONS = {
 
 
 def main() -> None:
-    """Tunes and writes the table, or compiles the candidates."""
+    """Tunes and writes the table."""
     options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
-    if options.cache is not None:
-        os.environ["TRITON_CACHE_DIR"] = str(options.cache.resolve())
     if options.block_sizes:
         block_costs.run(options.device, options.seconds, options.quick, options.folder)
         return
@@ -277,7 +273,7 @@ def main() -> None:
             "benchmarks.tune measures kernels on a CUDA device, and there is none here"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    chip = configs.chip(device)
+    chip = configs.chip_name(device)
     for kernel, dim, name in shapes:
         for task in TASKS[kernel](dim, getattr(torch, name), chip):
             best, figures = tune(task._replace(options=task.options[:most]), device)

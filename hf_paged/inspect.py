@@ -32,11 +32,11 @@ from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
 from .model.registry import Route
 from .tools.models import (
-    build,
+    build_model,
+    find_kernels,
     find_model,
     find_route,
-    kernels,
-    measure,
+    measure_blocks,
     saved_generation_config,
     stores_latents,
 )
@@ -117,7 +117,7 @@ def examine(
         dtype = config.dtype or text_config.dtype or torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
-    meta_model = build(config, model_class, dtype, "meta")
+    meta_model = build_model(config, model_class, dtype, "meta")
     meta_model.generation_config = saved_generation_config(model) or meta_model.generation_config
     max_positions = getattr(text_config, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
@@ -125,7 +125,7 @@ def examine(
     costs = Costs(*find_costs(device, dtype, kv_dtype)) if is_auto else None
     sizes = BlockSizes(costs, [length])
     size_of = sizes.of if is_auto else lambda spec: int(block_size)
-    group_blocks, other_layers = measure(meta_model, size_of, kv_dtype)
+    group_blocks, other_layers = measure_blocks(meta_model, size_of, kv_dtype)
     route = find_route(meta_model)
     kernel_device = device if route.in_place else None
     groups = [
@@ -190,7 +190,9 @@ def _group(
         reason=None if choice is None else choice.reason,
         block_bytes=block_bytes,
         token_bytes=block_bytes // block_size,
-        kernels=kernels(blocks[0], spec.window, is_latent, device) if device is not None else {},
+        kernels=find_kernels(blocks[0], spec.window, is_latent, device)
+        if device is not None
+        else {},
     )
 
 

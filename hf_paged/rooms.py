@@ -204,12 +204,12 @@ class NativeRoom(Protocol):
     """`hf_paged.native`."""
 
     replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
-    through_wrapper: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
+    wrapper_methods: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
 
     def set_default(self, config: PagedConfig) -> None:
         """Sets the default config of managers."""
 
-    def destroy_kept(self) -> None:
+    def destroy_kept_managers(self) -> None:
         """Destroys the managers that are kept for models' next sessions."""
 
 

@@ -36,9 +36,12 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     folder = tmp_path / "tables"
     folder.mkdir()
     found = {
-        costs.key(kernel, "float32"): TIMES for kernel in ("cpp", "gather", "triton", "reference")
+        costs.entry_name(kernel, "float32"): TIMES
+        for kernel in ("cpp", "gather", "triton", "reference")
     }
-    (folder / f"{costs.machine(torch.device('cpu'))}.json").write_text(json.dumps({"costs": found}))
+    (folder / f"{costs.machine_name(torch.device('cpu'))}.json").write_text(
+        json.dumps({"costs": found})
+    )
     monkeypatch.setattr(costs, "FOLDER", folder)
     yield
     gc.collect()

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +14,16 @@ from typing import Any
 import pytest
 
 import hf_paged
-from benchmarks import generate, generate_tables, machine, readme, report
+from benchmarks import generate, machine, readme, report, runner
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
-from benchmarks.runner import Turn
-from benchmarks.sections import calls
-from benchmarks.workloads import WORKLOADS
 from hf_paged import PagedConfig
 from tests.support.rooms import needs_all_rooms
 
 ROOT = readme.ROOT
 # constants of the package that the text names
-CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW")
+CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW_REQUESTS")
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -151,70 +149,49 @@ def test_the_readme_is_short():
 
 
 def test_whole_calls_are_one_run_of_one_clean_revision():
-    data = report.result(calls.WHOLE_CALLS)
+    data = report.result(readme.WHOLE_CALLS)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
     assert re.fullmatch(
         r"python -m benchmarks\.generate --device cpu( --minutes \d+)?", data["command"]
     )
-    shown = calls.whole_calls(data)
+    shown = "\n".join(generate.BENCHMARK.shown([data]))
     for row in data["rows"]:
-        for key in ("equal", "time") if "seconds" in row else ("time",):
-            assert report.text(row[key]) in shown
-        assert all(report.text(row[key]) in shown for key in row if key.endswith("_ms"))
-    missed = [row for row in calls.targets(data) if row["outcome"] != "met"]
-    assert shown.count("| not met |") == len(missed) and f"{len(missed)} are not." in shown
-
-
-def rows() -> list[dict[str, Any]]:
-    slow = {"ttft_p50_ms": 9.0, "ttft_p99_ms": 9.0, "tpot_p50_ms": 2.0, "tpot_p99_ms": 3.0}
-    late = {"ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "tpot_p50_ms": 1.0, "tpot_p99_ms": 77.0}
-    common = {"cpu_s": 1.0, "tokens": 10}
-    found = {
-        "plain": [Turn(2.0, [[1, 2, 3, 4]], {**common, **slow, "kv_mib": 1.0})],
-        "ours": [Turn(4.0, [[1, 5, 5, 5]], {**common, **late, "kv_mib": 0.5})],
-        "vLLM": ["not installed"],
-    }
-    workload = dataclasses.replace(WORKLOADS["W1"], target=2.0)
-    return generate_tables.rows_of(workload, found, 0.5)
+        for value in row["figures"].values():
+            assert report.text(value) in shown
+        assert row.get("problem", "") in shown
+        if row["seconds"]:
+            assert f"| {row['case']} | {row['system']} | {len(row['seconds'])}, " in shown
+    assert runner.targets(data["rows"]) in shown
 
 
 def test_what_is_missed_or_worse_is_shown():
-    arrivals = [
-        {
-            "share": 2.0,
-            "rate": 9.0,
-            "system": name,
-            "requests": 40,
-            "ttft_p50_ms": ttft,
-            "normalized_p99_ms": 5.0,
-        }
-        for name, ttft in (("engine", 800.0), ("generate_batch, tuned", 300.0))
+    def row(case: str, system: str, seconds: list[float], **more: Any) -> dict[str, Any]:
+        return {
+            "case": case,
+            "system": system,
+            "seconds": seconds,
+            "over": {},
+            "figures": {},
+        } | more
+
+    slow, late = {"TTFT p99, ms": 9.0, "TPOT p99, ms": 3.0}, {"TPOT p99, ms": 77.0}
+    rows = [
+        row("W1", "plain", [2.0], figures=slow),
+        row("W1", "ours", [4.0], figures=late, equal=0.25, over={"plain": 2.0}),
+        row("W1", "vLLM", [], problem="not installed"),
+        row("arrivals, 2 of capacity", "engine", [1.0], figures={"TTFT p50, ms": 800.0}),
+        row("arrivals, 2 of capacity", "plain", [1.0], figures={"TTFT p50, ms": 300.0}),
+        row("waste", "engine", [1.0], figures={generate.WASTE: 5.0}, limits={generate.WASTE: 4.0}),
+        row("W1" + generate.EXACT, "ours", [1.0], equal=0.9),
     ]
-    memory = {
-        "what": "W2 in a third",
-        "system": "engine",
-        "value": 1.9,
-        "unit": "x",
-        "target": "at most 1.6: not met",
-    }
-    data = {
-        "command": "python -m benchmarks.generate --device cpu",
-        "facts": {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"},
-        "model": {"name": "llama-tiny"},
-        "ceilings": {"bandwidth": 1e10, "flops": {"bfloat16": 1e12}},
-        "rows": rows(),
-        "memory": [{**memory, "problem": ""}],
-        "arrivals": arrivals,
-        "problems": ["W4 failed: RuntimeError: no"],
-    }
-    shown = calls.whole_calls(data)
-    assert "0 of 2 are met, 2 are not" in shown
-    assert "| W1: plain / ours, at least 2 | 0.5 | 1 | not met |" in shown
-    assert "| W2 in a third, engine, at most 1.6 | 1.9 x |  | not met |" in shown
-    assert "W1 ours TPOT p99 77 against 3 ms" in shown and "| 25% |" in shown
-    assert "Ahead of the engine: generate_batch, tuned in TTFT p50 at 9 requests/s." in shown
-    assert "vLLM on W1 (not installed)" in shown and "W4 failed: RuntimeError: no" in shown
+    facts = {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"}
+    shown = "\n".join(generate.BENCHMARK.shown([{"facts": facts, "rows": rows}]))
+    assert "Targets: 0 of 2 are met; not met: W1: plain / ours 0.5, not at least 2; " in shown
+    assert "waste, engine: waste, % 5, not at most 4." in shown and "| 25% equal |" in shown
+    assert "plain in TPOT p99, ms of W1 (ours), 3 against 77" in shown
+    assert "plain in TTFT p50, ms of arrivals, 2 of capacity (engine), 300 against 800" in shown
+    assert "vLLM (not installed) on W1" in shown and "0 of 1 checks" in shown
     assert "revision 0123456+ (work tree: changed: a.py)" in shown
 
 
@@ -247,33 +224,15 @@ def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     assert machine.tree() == machine.revision() == "unknown"
 
 
-@pytest.mark.slow
-def test_a_run_outlives_a_part_that_fails(tmp_path, monkeypatch):
-    measure = generate.measure
+def test_a_run_that_ends_early_leaves_its_cases(tmp_path):
+    def cases(args: Any) -> Iterator[runner.Case]:
+        yield runner.Case("first", {"ours": lambda turn: 1.0})
+        raise RuntimeError("out of luck")
 
-    def failing(state, model, workload, peer):
-        if workload.name == "W5":
-            raise RuntimeError("out of luck")
-        return measure(state, model, workload, peer)
-
-    monkeypatch.setattr(generate, "measure", failing)
-    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    arguments = [
-        "--quick",
-        "--only",
-        "W5,W6",
-        "--no-peers",
-        "--no-memory",
-        "--results",
-        str(tmp_path),
-    ]
-    generate.main(arguments)
-    (path,) = tmp_path.glob("*.json")
-    data = report.read(path)
-    assert data["problems"] == ["W5 failed: RuntimeError: out of luck"]
-    assert {row["workload"] for row in data["rows"] if "seconds" in row} == {"W6"}
-    assert set(data["seconds"]) == {"W5", "W6", "tokens in float32"}
-    assert "W5 failed" in path.with_suffix(".md").read_text()
+    path = tmp_path / "found.json"
+    with pytest.raises(RuntimeError, match="out of luck"):
+        runner.Benchmark("A test.", cases, turns=1).main(["--json", str(path)])
+    assert [row["case"] for row in report.read(path)["rows"]] == ["first"]
 
 
 def test_the_papers_tables_claim_nothing_that_cannot_fail():

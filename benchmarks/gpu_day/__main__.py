@@ -17,36 +17,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import runner
 from benchmarks.gpu_day.record import CUDA, FAKE
 from benchmarks.gpu_day.runner import MINUTES, STAGES, Options, run
+from benchmarks.runner import option
 
 MOST_MINUTES = 24 * 60
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=minutes, default=MINUTES, help="for all stages (%(default)g)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder of the results, at most 8 files (a new one)"
-    )
-    parser.add_argument("--only", default="", help="stages, for example a,c; without it all")
-    parser.add_argument("--device", choices=[CUDA, FAKE], default=CUDA)
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        help="folder of compiled kernels, perhaps carried along (Triton's own)",
-    )
-    parser.add_argument("--revision", default="", help="of the checkout, where there is no .git")
+    parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     names = [stage.name for stage in STAGES]
-    only = [name for name in map(str.strip, args.only.split(",")) if name] or names
-    if unknown := [name for name in only if name not in names]:
-        parser.error(f"argument --only: there is no stage {unknown[0]!r}, only {', '.join(names)}")
+    only = runner.parts(parser, args.only, names) or names
     out = args.out or Path(tempfile.mkdtemp(prefix="gpu_day-"))
     cache = None if args.cache is None else args.cache.resolve()
     for folder in (out, *filter(None, [cache])):
@@ -66,6 +50,15 @@ def minutes(content: str) -> float:
         raise argparse.ArgumentTypeError(f"{content} is not between 0 and {MOST_MINUTES}")
     return number
 
+
+OPTIONS = {
+    "--minutes": option("for all stages (%(default)g)", type=minutes, default=MINUTES),
+    "--out": option("folder of the results, at most 8 files (a new one)", type=Path),
+    "--only": option("stages, for example a,c; without it all", default=""),
+    "--device": option(choices=[CUDA, FAKE], default=CUDA),
+    "--cache": option("folder of compiled kernels, perhaps carried along", type=Path),
+    "--revision": option("of the checkout, where there is no .git", default=""),
+}
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
-import torch
-
-from benchmarks import attention_data, ceilings
-from benchmarks.attention import admit, measure, rows_of
+from benchmarks import attention_data, ceilings, paired, runner
+from benchmarks.attention import case_of
 from benchmarks.attention_data import Setting
 from benchmarks.attention_peers import (
     CONTIGUOUS,
@@ -32,17 +31,7 @@ CASES = (
 )
 """Heads and rows x tokens, of `attention_data.settings`."""
 NEEDED = (CONTIGUOUS, "ours")
-REPEATS, SECONDS = 5, 0.03
-COLUMNS = ("heads", "phase", "case", "contender")
-FIGURES = (
-    "gb_per_s",
-    "bandwidth_share",
-    "tflop_per_s",
-    "matmul_share",
-    "over_contiguous",
-    "ours_over",
-    "over_ours",
-)
+TURNS, SECONDS = 5, 0.03
 
 
 def run(record: Record) -> None:
@@ -60,38 +49,41 @@ def run(record: Record) -> None:
         settings = [known[case] for case in CASES]
     missing: dict[str, str] = {}
     for setting in settings:
+        about = {"heads": setting.shape.name, "case": setting.case.name}
         if record.left < 4:
-            record.add(case=setting.case.name, note="no time left")
+            record.add(**about, note="no time left")
             continue
-        with record.guard(heads=setting.shape.name, case=setting.case.name), torch.no_grad():
-            missing |= compare(record, setting, limits)
+        with record.guard(**about):
+            for row in compare(setting, limits, record.is_fake):
+                if "problem" in row and row["contender"] not in NEEDED:
+                    missing[row["contender"]] = row["problem"]
+                else:
+                    record.add(**about, **row)
     record.add(missing="; ".join(f"{name}: {problem}" for name, problem in missing.items()))
 
 
-def compare(record: Record, setting: Setting, limits: Ceilings) -> dict[str, str]:
-    """Adds the rows of a case. Returns the contenders that did not run, with the reason of each."""
-    data = attention_data.make(setting, record.is_fake)
-    functions, problems = admit(contenders(), data)
-    repeats, seconds = (2, 0.002) if record.is_fake else (REPEATS, SECONDS)
-    times, recorded = measure(functions, data.layers, setting.device, repeats, seconds)
-    for row in rows_of(setting, times, problems, limits):
-        if row["contender"] in times or row["contender"] in NEEDED:
-            record.add(**of_interest(row, recorded))
-    return {name: problem for name, problem in problems.items() if name not in NEEDED}
+def compare(setting: Setting, limits: Ceilings, is_fake: bool) -> list[dict[str, Any]]:
+    """The rows of a case. Ours must give the reference's numbers, another contender may be
+    missing."""
+    turns, seconds = (2, 0.002) if is_fake else (TURNS, SECONDS)
+    case = case_of(setting, contenders(), limits, is_fake, seconds)
+    rows = {row["system"]: row for row in runner.rows_of_case(case, turns)}
+    found = []
+    for name, row in rows.items():
+        line = {"phase": setting.case.phase, "contender": name}
+        if "problem" in row:
+            found.append(line | {"problem": row["problem"]})
+            continue
+        line |= {"us": 1e6 * statistics.median(row["seconds"]), **row["figures"]}
+        for base, key in {CONTIGUOUS: "over_contiguous", "ours": "over_ours"}.items():
+            if base != name and base in rows:
+                over = paired.ratios(row["seconds"], rows[base]["seconds"])
+                line |= {key: statistics.median(over)} if over else {}
+        found.append(line)
+    return found
 
 
 def contenders() -> list[Peer]:
     """The contiguous ideal, ours, transformers' own, and the kernels that may be installed."""
     others = [Transformers("sdpa"), Varlen(), AtenFlash()]
     return [Contiguous(), Ours(""), Quantized(), *others]
-
-
-def of_interest(row: dict[str, Any], recorded: set[str]) -> dict[str, Any]:
-    """The row of the record: ours must give the reference's numbers, another contender may be
-    missing."""
-    name = row["contender"]
-    found = {key: row[key] for key in COLUMNS} | {"us": row["time"]}
-    found |= {key: row[key] for key in FIGURES if key in row}
-    if "us" not in row:
-        return found | ({"problem": row["time"]} if name in NEEDED else {})
-    return found | {"timed": "a graph" if name in recorded else "calls"}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks import ceilings, generate, generate_tables
+from benchmarks import ceilings, generate, runner
 from benchmarks.continuous import PAGE_SIZE, GenerateBatch
 from benchmarks.gpu_day.record import Record
 from benchmarks.models import SHAPES, build
-from benchmarks.roofline import Cost
 from benchmarks.systems import Answer, Engine, Generate, System, quiet
 from benchmarks.workloads import WORKLOADS, Workload
 from hf_paged.tape import graphs
@@ -21,7 +21,6 @@ from hf_paged.tape import graphs
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3
 SETTINGS: tuple[tuple[str, Any], ...] = (("max_batch_tokens", 1024), (PAGE_SIZE, 32))
-HIDDEN = ("seconds", "processes", "target", "interval", "cpu_s")
 
 
 class UnrecordedChunks(Generate):
@@ -75,17 +74,17 @@ def run(record: Record) -> None:
             with record.guard(**about), quiet():
                 if model not in models:
                     models[model] = build(SHAPES[model], record.torch_device, torch.bfloat16)
-                workload, turns = (
-                    scaled(WORKLOADS[name], record.is_fake),
-                    1 if record.is_fake else TURNS,
-                )
-                floor = generate.floor_of(Cost.of(models[model], SHAPES[model]), limits, workload)
-                until = time.perf_counter() + record.left - 2
-                found = generate.run(
-                    models[model], SHAPES[model], workload, systems, turns, 1, until
-                )
-                for row in generate_tables.rows_of(workload, found, floor):
-                    record.add(**(about | of_interest(row)))
+                workload = scaled(WORKLOADS[name], record.is_fake)
+                case = generate.case_of(models[model], SHAPES[model], workload, systems, limits)
+                turns, until = 1 if record.is_fake else TURNS, time.perf_counter() + record.left - 2
+                case = case._replace(turns=turns, fewest=1, until=until)
+                rows = [
+                    row
+                    for one in generate.freed(models[model], systems, case)
+                    for row in runner.rows_of_case(one, turns)
+                ]
+                for row in rows:
+                    record.add(**about, **of_interest(row, rows))
 
 
 def scaled(workload: Workload, is_fake: bool) -> Workload:
@@ -95,10 +94,13 @@ def scaled(workload: Workload, is_fake: bool) -> Workload:
     return dataclasses.replace(workload.scaled(0.125, 0.06), target=None)
 
 
-def of_interest(row: dict[str, Any]) -> dict[str, Any]:
+def of_interest(row: runner.Data, rows: list[runner.Data]) -> dict[str, Any]:
     """The row of the record. Only ours must run."""
-    found = {
-        key: value for key, value in row.items() if key not in HIDDEN and value not in (None, "")
-    }
-    missing = row["system"] in ("plain", "ours", "engine") and "seconds" not in row
-    return found | ({"problem": row.get("time") or "no turn"} if missing else {})
+    found = {"system": row["system"]}
+    if "problem" in row:
+        must_run = row["system"] in ("plain", *generate.OURS)
+        return found | {"problem" if must_run else "note": row["problem"]}
+    for one, base, ratio, _ in runner.comparisons(rows):
+        found |= {"plain_over": ratio.value} if (one, base) == (row, "plain") else {}
+    equal = {"equal_share": row["equal"]} if "equal" in row else {}
+    return found | {"s": statistics.median(row["seconds"])} | equal | row["figures"]

@@ -9,13 +9,10 @@ Triton takes a kernel from there if it was compiled by the same Triton, by its k
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +27,6 @@ from tests.support.kernels import aot, variants
 
 MODELS = ("llama-3.1-8b", "qwen3-0.6b")  # both with eight K/V heads of 128
 CASES = ("hash", "copy", "int8")  # beginnings of `AotCase` names
-KEY_FILE = "triton_key.txt"
 FAKE_CHIP = "sm_90"
 SECONDS = 60.0  # of one job
 BUILD = "from hf_paged.kernels import cpp; raise SystemExit(not cpp.is_available())"
@@ -60,7 +56,6 @@ def run(record: Record) -> None:
     device."""
     os.nice(10)  # the stages beside it go first
     record.note_machine()
-    record.add(**key_of(record.cache))
     environment = {name: value for name, value in os.environ.items() if name != "HF_PAGED_CPP"}
     building = subprocess.Popen([sys.executable, "-c", BUILD], env=environment)
     chip = FAKE_CHIP if record.is_fake else "sm_{}{}".format(*torch.cuda.get_device_capability())
@@ -73,14 +68,12 @@ def run(record: Record) -> None:
         compile_ahead, jobs, processes, SECONDS, record.until - record.left / 3
     ):
         counts |= {"done": counts["done"] + 1, "seconds": round(time.monotonic() - start, 1)}
-        record.rows[1] |= counts
+        record.rows[0] |= counts
         record.write()
         if problem:
             record.add(
                 what=str(job), problem=problem.reason if isinstance(problem, Lost) else problem
             )
-    if record.cache and counts["done"] == len(jobs):
-        Path(record.cache, KEY_FILE).write_text(triton_key())
     names = ("llama-tiny",) if record.is_fake else MODELS[::-1]
     warms = [
         Warm(name, 2, rows, "paged", record.torch_device) for name in names for rows in (1, 64)
@@ -97,30 +90,6 @@ def run(record: Record) -> None:
         record.add(what="C++ kernels", built=not building.wait(max(0.0, record.left)))
     except subprocess.TimeoutExpired:
         record.add(what="C++ kernels", note="no time left")
-
-
-def triton_key() -> str:
-    """The key of this Triton: two that are equal share compiled kernels."""
-    for name in ("triton.runtime.cache", "triton.compiler.compiler"):
-        if hasattr(module := importlib.import_module(name), "triton_key"):
-            return str(module.triton_key())
-    return "unknown"
-
-
-def key_of(cache: str) -> dict[str, Any]:
-    """This Triton's key, and whether kernels that were carried along are used."""
-    key, path = triton_key(), Path(cache, KEY_FILE)
-    Path(cache or ".").mkdir(parents=True, exist_ok=True)
-    carried = path.read_text() if cache and path.exists() else ""
-    uses = (
-        "none carried along"
-        if not carried
-        else "used"
-        if carried == key
-        else "of another Triton, not used"
-    )
-    print(f"triton_key: {key}")
-    return {"what": f"triton_key {hashlib.sha256(key.encode()).hexdigest()[:16]}", "kernels": uses}
 
 
 def jobs_for(chip: str) -> list[Job]:

@@ -3,19 +3,21 @@ waits for the host, beside plain `generate` and a compiled static cache."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks.decode_step import padded, step_seconds
 from benchmarks.gpu_day.record import Record
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import quiet
-from benchmarks.workloads import equal_share
+from benchmarks.systems import StopsAt, quiet
+from benchmarks.workloads import equal_share, left_padded, texts
 from hf_paged.kernels.hashing import hash_tensors
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -89,12 +91,31 @@ def fingerprint(model: Any) -> dict[str, Any]:
     return {"fingerprint_ms": 1000 * min(seconds), "weights_gb": gigabytes}
 
 
+def step_seconds(
+    model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **options: Any
+) -> tuple[list[float], torch.Tensor]:
+    """Seconds of each decode step after the first, which includes the prefill, between two calls of
+    a stopping criterion: all that `generate` does per token. Also all tokens."""
+    rows, width = inputs["input_ids"].shape
+    clock = StopsAt(width, [new_tokens + 1] * rows, model.device)
+    tokens = model.generate(
+        **inputs,
+        max_new_tokens=new_tokens + 1,
+        do_sample=False,
+        eos_token_id=None,
+        stopping_criteria=StoppingCriteriaList([clock]),
+        **options,
+    )
+    return [after - before for before, after in itertools.pairwise(clock.times)], tokens
+
+
 def timed(
     model: Any, case: Case, system: str, record: Record
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """The figures of a system, and its tokens. The first call compiles, and records what is
     replayed."""
-    inputs = padded((case.tokens,) * case.rows, SHAPES[case.model].vocab, record.torch_device)
+    prompts = texts(random.Random(0), [case.tokens] * case.rows, SHAPES[case.model].vocab)
+    inputs = left_padded(prompts, record.torch_device)
     options = SYSTEMS[system]
     start = time.perf_counter()
     step_seconds(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 
-import hf_paged
-from benchmarks import paired, parallel, runner
+from benchmarks import generate, paired, parallel, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper import kernel
 from benchmarks.paper.kernel import BLOCKS
@@ -225,17 +223,8 @@ def beam_cases(size: Size) -> Iterator[runner.Case]:
     shape, workload = SHAPES[size.small], beam_workload(size)
     model = build(shape, "cpu", torch.float32)
     systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
-
-    def work(turn: int, name: str) -> runner.Turn:
-        batch = workload.batch(turn, shape.vocab)
-        start = time.perf_counter()
-        rows = systems[name](model, shape, workload, batch).rows
-        seconds = time.perf_counter() - start
-        held = systems[name].kv_bytes(model, shape, workload, batch)
-        return runner.Turn(seconds, rows, {"bytes": float(held or 0)})
-
-    yield runner.Case("W5", {name: functools.partial(work, name=name) for name in systems})
-    hf_paged.free(model)
+    case = generate.case_of(model, shape, workload, systems)
+    yield from generate.freed(model, systems, case._replace(turns=None, fewest=None))
 
 
 def beam_speed(size: Size) -> list[Row]:
@@ -250,7 +239,8 @@ def beam_speed(size: Size) -> list[Row]:
     found, workload = measured(beam_cases, size)["W5"], beam_workload(size)
     times = times_of(found)
     ratios = paired.ratios(times[PLAIN], times[OURS])
-    saved = 100 * (1 - found[OURS]["figures"]["bytes"] / found[PLAIN]["figures"]["bytes"])
+    held = {name: row["figures"]["K/V, MiB"] for name, row in found.items()}
+    saved = 100 * (1 - held[OURS] / held[PLAIN])
     part = "" if size.turns > 1 else ", an eighth of it"
     name = f"plain's time over ours, W5 ({workload.title}, {size.small}, float32{part})"
     seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}

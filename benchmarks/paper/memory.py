@@ -10,7 +10,7 @@ from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_reserved
-from benchmarks.paper.traces import ALPACA, LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
+from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
 FIGURE_2 = {
     "Max": (20.4, 13.3, 57.3, 8.9),
@@ -22,7 +22,6 @@ FIGURE_2 = {
 FIGURE_13A = {"Max": 7.00, "Pow2": 9.81, "Oracle": 13.62, "ours": 30.42}
 """Average number of running requests."""
 PAGED_USED = 96.3
-SIMULATED = (4, 8, 16, 32, 64, 128, 256)
 SPREAD = "the spread of the lengths is ours, since the paper gives only their means"
 
 
@@ -152,32 +151,3 @@ def batch_size(size: Size) -> list[Row]:
         title = f"batch size, ours over {title}"
         rows.append(Row(title, published, _by_spread(times), "times", TOLD, why))
     return rows
-
-
-def block_sizes(size: Size) -> list[Row]:
-    """
-    PagedAttention (arXiv 2309.06180), section 7.2 and figure 18b: performance over block sizes.
-
-    The same: OPT-13B's slots and the data sets' mean lengths. Different: the paper plots latency at
-    one request rate; ours is requests per second relative to block size 16, with memory always
-    short. It includes the waste of large blocks but not the kernel cost of small ones; `sweep` has
-    both, measured.
-    """
-    rows = []
-    for lengths, said in (
-        (SHAREGPT, "16 to 128 are best"),
-        (ALPACA, "16 and 32 work well, larger ones degrade it"),
-    ):
-        trace = make_trace(lengths, size.short // 8)
-        rates = {block: serve_paged(trace, A100, OPT_13B_SLOTS, block).rate for block in SIMULATED}
-        for block, rate in rates.items():
-            name = f"throughput at block size {block}, simulated, {lengths.name}"
-            source, unit = f"{PAPER}, section 7.2 ({READ})", "of block size 16"
-            rows.append(Row(name, said, rate / rates[16], unit, source, _WHY_BLOCKS))
-    return rows
-
-
-_WHY_BLOCKS = (
-    "the paper plots latency at one rate, which explodes once capacity falls below that; ours is"
-    " the capacity itself, and a simulated step costs the same at any block size"
-)

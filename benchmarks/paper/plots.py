@@ -20,19 +20,13 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> Path | None:
     """Draws the table `waste` of a result to `<stem>-waste.png`."""
     subject = "simulated with the engine's scheduler and block manager"
     path = stem.with_name(f"{stem.name}-waste.png")
-    foot = report.caption(data["runs"].get("waste", {}).get("facts", {}), subject)
-    return report.plot(lambda: waste(data["rows"], foot, path))
+    (run,) = (one for one in data["runs"] if one["rows"][0]["case"] == "waste")
+    return report.plot(lambda: waste(run["rows"], report.caption(run["facts"], subject), path))
 
 
-def waste(rows: list[dict[str, Any]], foot: str, path: Path) -> Path | None:
+def waste(rows: list[dict[str, Any]], foot: str, path: Path) -> Path:
     """Stacked bars: published and ours for every system."""
-    found = {
-        row["name"].split(", ")[1]: row
-        for row in rows
-        if row["table"] == "waste" and "details" in row
-    }
-    if not found:
-        return None
+    found = {row["name"].split(", ")[1]: row for row in rows if "details" in row}
     drawing, axis = report.figure(440, foot)
     places, labels = [], []
     for place, (system, row) in enumerate(found.items()):

@@ -46,9 +46,9 @@ class Row:
     details: dict[str, Any] | None = None
 
     def as_dict(self, table: str) -> dict[str, Any]:
-        """The row for `benchmarks.report`."""
+        """The row for the JSON file."""
         return {
-            "table": table,
+            "case": table,
             **{key: value for key, value in asdict(self).items() if value is not None},
         }
 

@@ -58,7 +58,7 @@ def small_shape(size: Size, layers: int) -> Shape:
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:
     """Median over turns with its 95% interval, or the range if there are few values."""
-    value, low, high = paired.estimate(values)
+    value, low, high, _ = paired.estimate(values)
     processes = f" in {size.processes} processes" if size.processes > 1 else ""
     turns = f"{len(values)} turn{'s' * (len(values) > 1)}{processes}"
     return f"{value:{digits}} ({low:{digits}}..{high:{digits}}), {turns}"

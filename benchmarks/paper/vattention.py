@@ -3,10 +3,12 @@ tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +32,6 @@ from benchmarks.paper.turns import (
     times_of,
 )
 from benchmarks.systems import checked
-from benchmarks.virtual import mmaps
 from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
@@ -435,6 +436,22 @@ MECHANISMS: dict[str, Any] = {
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
 """More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps
 of milliseconds."""
+
+
+@contextlib.contextmanager
+def mmaps() -> Iterator[list[int]]:
+    """Within it, a list of the sizes of the mappings that are made."""
+    from hf_paged.virtual.pages import MemoryFile
+
+    sizes: list[int] = []
+    map_pages = MemoryFile.map
+
+    def count(self: Any, address: int, offset: int, size: int) -> None:
+        sizes.append(size)
+        map_pages(self, address, offset, size)
+
+    with unittest.mock.patch.object(MemoryFile, "map", count):
+        yield sizes
 
 
 def latencies(

@@ -55,7 +55,7 @@ def kernels(rows: Rows) -> str | None:
 
 def bandwidth(rows: Rows) -> str | None:
     ours = dict(case="64 x 8192", contender="ours", heads=LLAMA)
-    found = value("gb_per_s", "GB/s", **ours)(rows), value("bandwidth_share", **ours)(rows)
+    found = value("GB/s", "GB/s", **ours)(rows), value("of bandwidth, %", "%", **ours)(rows)
     return f"{found[0]}, {found[1]} of a copy's" if None not in found else None
 
 

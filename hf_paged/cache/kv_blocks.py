@@ -192,7 +192,7 @@ class KVBlocks:
             if kv_dtype is None:
                 shapes.append((num_blocks, num_heads, block_size, dim))
             else:
-                quantized.check_sizes(block_size, dim)
+                quantized.check_alignment(block_size, dim)
                 shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
         if kv_dtype is not None:
             codes = (block_size, key_dtype)

@@ -52,7 +52,7 @@ def choose_store(
     has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         tensors = (keys, values, key_blocks, value_blocks)
-        supported = (*DTYPES, *quantized.LARGEST)
+        supported = (*DTYPES, *quantized.MAX_CODES)
         device = key_blocks.device
         are_supported = all(x.dtype in supported and x.device == device for x in tensors)
         if has_equal_heads and are_supported:

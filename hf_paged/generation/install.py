@@ -407,7 +407,7 @@ def _add_to_peft(module: Any) -> None:
     """Adds the methods of continuous batching to `PeftModel`, where they call those of the model
     inside."""
     with _lock:
-        for name, method in _native().through_wrapper.items():
+        for name, method in _native().wrapper_methods.items():
             if (ContinuousMixin, name) in _installed:
                 _replace(module.PeftModel, name, method)
 
@@ -492,7 +492,7 @@ def uninstall() -> None:
         _is_paged_by_default = False
         forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
-            _native().destroy_kept()
+            _native().destroy_kept_managers()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             if original is None:

@@ -1,5 +1,5 @@
-"""Attention time per context token by block size, from tables per machine that `benchmarks.tune`
-writes. `cache.block_sizes` chooses a size."""
+"""Measured attention time per context token by block size, one table per machine, which
+`benchmarks.tune --block-sizes` writes. `cache.block_sizes` chooses a size."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .cpp.prebuilt import LEVELS, levels
 FOLDER = Path(__file__).with_name("tables")
 
 
-def machine(device: torch.device) -> str:
-    """Returns the name of a device's table: a processor's instruction level (`"x86-64-v3"`), or a
-    GPU's chip."""
+def machine_name(device: torch.device) -> str:
+    """Returns the name of the table for `device`: the processor's instruction level
+    (`"x86-64-v3"`) or architecture (`"aarch64"`), or the GPU's chip (`"sm90"`)."""
     if device.type != "cpu":
         from .triton import configs
 
-        return configs.chip(device)
-    name = platform.machine()
-    if name != "x86_64":
-        return name
-    return next(levels(cpu_flags()), name)
+        return configs.chip_name(device)
+    architecture = platform.machine()
+    if architecture != "x86_64":
+        return architecture
+    return next(levels(cpu_flags()), architecture)
 
 
-def key(kernel: str, stored: str) -> str:
-    """Returns the name of a table's entry. `stored`: the dtype of keys and values in blocks, such
-    as `"int8"`."""
-    return f"{kernel}/{stored}"
+def entry_name(kernel: str, kv_dtype: str) -> str:
+    """Returns the name of a table's entry for the attention backend `kernel` and the dtype of keys
+    and values in blocks, such as `"int8"` or `"float32"`."""
+    return f"{kernel}/{kv_dtype}"
 
 
 def find_costs(
@@ -41,33 +41,33 @@ def find_costs(
     dtype: torch.dtype,
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
-    """Returns nanoseconds per context token by block size, for the kernel that computes attention
-    of a model in `dtype` on this device; and the source of the times, or why there are none. If a
-    processor's level has no times, uses those of the best level that has."""
+    """Returns the nanoseconds per context token by block size (in tokens) of the kernel that
+    computes attention of a model in `dtype` on `device`, and a text that names their source. If
+    none were measured, returns an empty `dict`, and the text is the reason. `kv_dtype` is that of
+    `PagedConfig`. If the processor's instruction level has no times, uses those of the best level
+    with times."""
     kernel = preferred(torch.empty(0, device=device))
-    stored = kv_dtype or str(dtype).removeprefix("torch.")
-    entry = key(kernel, stored)
+    entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"
     if is_cpu or kernel == "triton":
-        name = machine(device)
+        machine = machine_name(device)
     else:
-        name = device.type
-    names = (name, *LEVELS) if is_cpu else (name,)
-    for table_name in names:
-        path = FOLDER / f"{table_name}.json"
-        times = _table(path).get(entry)
+        machine = device.type
+    machines = (machine, *LEVELS) if is_cpu else (machine,)
+    for measured_machine in machines:
+        times = _load_table(FOLDER / f"{measured_machine}.json").get(entry)
         if times:
-            return times, f"times of {entry} on {table_name}"
-    reason = f"no times of {entry} were measured on {name} (`benchmarks.tune --block-sizes`)"
+            return times, f"times of {entry} on {measured_machine}"
+    reason = f"no times of {entry} were measured on {machine} (`benchmarks.tune --block-sizes`)"
     return {}, reason
 
 
 @functools.cache
-def _table(path: Path) -> dict[str, dict[int, float]]:
+def _load_table(path: Path) -> dict[str, dict[int, float]]:
     if not path.exists():
         return {}
     table = json.loads(path.read_text())["costs"]
     return {
-        name: {int(size): float(time) for size, time in times.items()}
-        for name, times in table.items()
+        entry: {int(block_size): float(time) for block_size, time in times.items()}
+        for entry, times in table.items()
     }

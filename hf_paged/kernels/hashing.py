@@ -1,4 +1,4 @@
-"""Hashes of tensor bytes, to detect writes that change neither `_version` nor `data_ptr` (fused
+"""Hashes of tensor bytes, which detect writes that change neither `_version` nor `data_ptr` (fused
 optimizers, numpy).
 
 The constants are public and strides are ignored, so a user who chooses the bytes can make two
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import cpp, uses_triton
 from .triton.launch import LaunchFailedError
 
-# Bytes that the portable hash reads at a time. Its temporaries take about four times as many.
+# bytes that `hash_portable` reads at a time; its temporaries take about four times as many
 CHUNK_BYTES = 8 << 20
 # The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed int64.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -27,9 +27,9 @@ _GAMMA, _MIX_1, _MIX_2 = (
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes the elements of strided tensors. Returns one hash of all tensors that the C++ kernel
-    reads (`None` if there are none), then for each device a list with the hash of each remaining
-    tensor."""
+    """Hashes the elements of tensors of any strides and devices. Returns one hash of all tensors
+    that the C++ kernel reads (`None` if it reads none), then for each device of the others a list
+    with the hash of each tensor, two int64 numbers."""
     tensors = [_dense(tensor) for tensor in tensors]
     # `is_cpu` first, so that GPU tensors do not trigger the C++ build
     cpp_tensors = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
@@ -43,13 +43,13 @@ def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
         if not (cpp_tensors and tensor.is_cpu):
             by_device.setdefault(tensor.device, []).append(tensor)
     device_hashes = [_hash_on_device(device_tensors) for device_tensors in by_device.values()]
-    # `tolist` waits for a device; by now every device has its work queued
+    # `tolist` waits for a device, so every device's work is queued before
     return [cpp_hash, *(hashes.tolist() for hashes in device_hashes)]
 
 
 def _hash_on_device(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns `hash_portable` of contiguous tensors on one device, as `(len(tensors), 2)` int64 on
-    that device."""
+    """Returns the `hash_portable` of each of several contiguous tensors on one device, as
+    `(len(tensors), 2)` int64 on that device."""
     if uses_triton(tensors[0]):
         from .triton.hash import hash_all  # needs Triton
 
@@ -59,8 +59,8 @@ def _hash_on_device(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor with each element of `tensor` once: `tensor` itself, a view of it
-    or a copy."""
+    """Returns a contiguous tensor that holds each element of `tensor` once (expanded dimensions
+    have size 1): `tensor` itself, a view of it or a copy."""
     if tensor.is_contiguous():
         return tensor
     for dim, stride in enumerate(tensor.stride()):
@@ -71,28 +71,29 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
-    """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on its device, independent of
-    the order of summation. A bijection mixes each 8-byte word with its position. The results, and a
-    second mix of them, are each summed modulo 2^64: one changed word always changes the first sum,
-    and two different contents agree in both sums with a probability of about 2^-128."""
+    """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on its device, which does not
+    depend on the order of summation. Mixes each 8-byte word with its position by a bijection, mixes
+    the results once more, and sums the results of both mixes separately, modulo 2^64. One changed
+    word always changes the first sum; two different contents agree in both sums with a probability
+    of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):
         chunk = content[start : start + CHUNK_BYTES]
         if chunk.numel() % 8 or chunk.storage_offset() % 8:
             chunk = F.pad(chunk, (0, -chunk.numel() % 8))  # always copies, which aligns the chunk
         words = chunk.view(torch.int64)
-        position = torch.arange(
+        positions = torch.arange(
             start // 8 + 1, start // 8 + 1 + words.numel(), device=tensor.device
         )
-        mixed = position.mul_(_GAMMA).bitwise_xor_(words)
+        mixed = positions.mul_(_GAMMA).bitwise_xor_(words)
         for bits, factor in ((30, _MIX_1), (27, _MIX_2), (31, _GAMMA)):
             mixed = mixed.bitwise_xor_(_shift_right_unsigned(mixed, bits)).mul_(factor)
-        total[0] += mixed.sum()
-        total[1] += mixed.bitwise_xor_(_shift_right_unsigned(mixed, 32)).mul_(_MIX_1).sum()
-    return total
+        sums[0] += mixed.sum()
+        sums[1] += mixed.bitwise_xor_(_shift_right_unsigned(mixed, 32)).mul_(_MIX_1).sum()
+    return sums
 
 
 def _shift_right_unsigned(words: Tensor, bits: int) -> Tensor:
-    """Returns `words >> bits`, with the int64 words taken as unsigned."""
+    """Returns `words >> bits` of int64 words, shifting in zeros."""
     return (words >> bits).bitwise_and_((1 << 64 - bits) - 1)

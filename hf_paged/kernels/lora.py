@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output for packed rows, one adapter per range of
-rows. `adapters` decides which rows have which adapter."""
+"""Adds the deltas of LoRA adapters to a layer's output: the rows of a packed batch, in ranges with
+one adapter each. `adapters` decides which rows have which adapter."""
 
 from __future__ import annotations
 
@@ -18,56 +18,57 @@ from .triton.launch import LaunchFailedError
 
 
 class LoraWeights(NamedTuple):
-    """An adapter's weights for one layer, which add `scaling * (x A^T B^T + bias)` (LoRA, arXiv
+    """An adapter's weights for one layer: its delta is `scaling * (x A^T B^T + bias)` (LoRA, arXiv
     2106.09685, section 4.1)."""
 
     a: Tensor  # (rank, depth)
     b: Tensor  # (width, rank)
     bias: Tensor | None  # (width,)
     scaling: float
-    group: Any = None  # process group that shards the depth and sums the products with `a`
+    group: Any = None  # process group whose ranks hold shards of the depth and sum `x A^T`
 
     @property
     def tensors(self) -> list[Tensor]:
         return [self.a, self.b] if self.bias is None else [self.a, self.b, self.bias]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LoraWeights:
-        """Returns the same adapter with `function` applied to its tensors."""
+        """Returns the weights with `function` applied to each tensor."""
         bias = None if self.bias is None else function(self.bias)
         return self._replace(a=function(self.a), b=function(self.b), bias=bias)
 
 
 Part = tuple[int, int, LoraWeights]
-"""Rows `[start, end)`, and the adapter weights applied to them."""
+"""The range of rows `[start, end)`, and the weights of their adapter."""
 
 
 class Deltas:
-    """The deltas for one layer's output. Each part is a separate product (segmented products, as in
+    """Adds the deltas of one layer, each part by a separate product (segmented products, as in
     Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank
     and dtype, and a row's delta depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.table: Any = None  # for the Triton kernels: addresses, ranges and factors on device
+        # the `LoraTable` of the Triton kernels: addresses, ranges and scalings on the device
+        self.table: Any = None
 
     def prepare(self, like: Tensor) -> None:
-        """Copies the kernels' table to the device of `like`, so that later calls copy nothing and
-        can be captured. Does nothing on devices without the Triton kernels."""
+        """Makes the table of the Triton kernels on the device of `like`, so that `add` copies
+        nothing to the device and can be captured. Does nothing where these kernels do not run."""
         if self.table is None and self.parts and uses_triton(like):
             from .triton import lora  # needs Triton
 
             self.table = lora.make_table(self.parts, like.device)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Adds the parts' deltas of `x` `(rows, depth)` to `out` `(rows, width)` in place; rows
-        without a part are unchanged."""
+        """Adds the deltas for the layer's input `x` `(rows, depth)` to its output `out` `(rows,
+        width)` in place. Leaves rows outside all parts unchanged."""
         self.prepare(out)
         if self.table is not None:
             from .triton import lora
 
             if lora.supports(out, x):
-                # on failure `out` is unchanged; processes that share the depth run the same
-                # kernels, so that all fail
+                # A failed kernel leaves `out` unchanged. Ranks that shard the depth run the same
+                # kernels, so that either all fail or none.
                 with contextlib.suppress(LaunchFailedError):
                     lora.add_deltas(out, x, self.table)
                     return
@@ -75,20 +76,20 @@ class Deltas:
 
 
 class RecordedDeltas:
-    """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows on the device,
-    where they change between replays. `ranges`: `(n, 2)` int64, of at most `max_rows` rows each;
-    `weights` refer to their range by index."""
+    """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows from the device,
+    where the caller changes them between replays. `ranges`: `(n, 2)` int64, `[start, end)` of at
+    most `max_rows` rows each; `weights`: the index of a range, and the weights for its rows."""
 
     def __init__(
         self, ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]
     ) -> None:
         from .triton import lora  # needs Triton
 
-        self.table = lora.table_over(ranges, max_rows, weights)
+        self.table = lora.make_range_table(ranges, max_rows, weights)
 
     def add(self, out: Tensor, x: Tensor) -> None:
-        """Same as `Deltas.add`. Raises [`NotCapturable`] for tensors that the kernels do not
-        support, or if they fail."""
+        """Adds the deltas as [`Deltas.add`] does. Raises [`NotCapturable`] for tensors that the
+        kernels do not support, or if a kernel fails."""
         from .triton import lora
 
         if not lora.supports(out, x):
@@ -96,11 +97,11 @@ class RecordedDeltas:
         try:
             lora.add_deltas(out, x, self.table)
         except LaunchFailedError as error:
-            raise NotCapturable("the LoRA kernels do not run") from error
+            raise NotCapturable("a LoRA kernel does not run") from error
 
 
 def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether [`RecordedDeltas`] support these weights on this device."""
+    """Whether [`RecordedDeltas`] can add the deltas of all `weights` on `device`."""
     if not uses_triton(torch.empty(0, device=device)):
         return False
     from .triton import lora
@@ -109,26 +110,27 @@ def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
 
 
 def add_portable(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
-    """Computes `Deltas.add` in plain PyTorch, operation for operation like PEFT with one
+    """Computes [`Deltas.add`] in plain PyTorch, with the operations of PEFT for a single
     adapter."""
     shrunk = [F.linear(x[start:end].to(lora.a.dtype), lora.a) for start, end, lora in parts]
-    for (start, end, lora), middle in zip(parts, _summed(shrunk, parts)):
+    for (start, end, lora), shrunk_rows in zip(parts, _all_reduce(shrunk, parts)):
         target = out[start:end]
-        delta = F.linear(middle, lora.b, lora.bias) * lora.scaling
+        delta = F.linear(shrunk_rows, lora.b, lora.bias) * lora.scaling
         if target.dtype == delta.dtype:
             target += delta
         else:
             target.copy_(target + delta)
 
 
-def _summed(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Sums the products over processes that shard the depth, for all adapters in one all-reduce."""
+def _all_reduce(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """Sums the products `x A^T` of the parts over the ranks that shard the depth, in one all-reduce
+    for all adapters, and returns them; other products stay as they are."""
     indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
     if indices:
         sharded = [shrunk[index] for index in indices]
-        together = torch.cat([product.flatten() for product in sharded])
-        dist.all_reduce(together, group=parts[indices[0]][2].group)
-        sums = together.split([product.numel() for product in sharded])
+        flat = torch.cat([product.flatten() for product in sharded])
+        dist.all_reduce(flat, group=parts[indices[0]][2].group)
+        sums = flat.split([product.numel() for product in sharded])
         for index, product, total in zip(indices, sharded, sums):
             shrunk[index] = total.view(product.shape).to(product.dtype)
     return shrunk

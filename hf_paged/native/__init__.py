@@ -1,8 +1,7 @@
-"""transformers' continuous-batching API on `PagedEngine`, after
-`install(continuous_batching=True)`: the methods that replace those of models. Imports no other
-room."""
+"""transformers' continuous-batching API on `PagedEngine`: the methods that replace those of models
+after `install(continuous_batching=True)`. Imports no other room."""
 
-from .continuous_batching import destroy_kept as destroy_kept
+from .continuous_batching import destroy_kept_managers as destroy_kept_managers
 from .continuous_batching import replacements as replacements
-from .continuous_batching import through_wrapper as through_wrapper
+from .continuous_batching import wrapper_methods as wrapper_methods
 from .manager_config import set_default as set_default

@@ -28,35 +28,34 @@ from ..batching.results import RequestResult
 from ..interrupts import guarded, restoring
 from ..model.wrappers import adapters_for, base_model
 from ..topics import Topic
-from .manager_config import paged_config
+from .manager_config import make_paged_config
 from .manager_thread import ManagerThread
-from .one_call import Effective, sample_together
-from .pending import Pending, output_names
+from .one_call import EffectiveOptions, sample_together
+from .pending import PendingRequest, make_output_ids
 
 logger = logging.getLogger(__name__)
 
 
 _session_lock = forks.rlock()  # guards the managers that models keep for the next session
-# models that have kept a manager
-_kept: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_models_with_kept_managers: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 class PagedBatchingManager(ContinuousBatchingManager):
     """
     transformers' `ContinuousBatchingManager` on a [`PagedEngine`] that runs in a separate thread;
-    `model.init_continuous_batching` returns one.
+    `model.init_continuous_batching` returns such a manager.
 
-    A request gets the tokens of `model.generate` on its prompt alone with its options; requests
-    that sample without a `seed` draw in turn from torch's global generator. A request that cannot
-    be served ends with the error in its output. A step that raises is logged and repeated; if it
-    raises again, its requests end with that error, and others go on. If the thread still dies, from
-    `SystemExit` for instance, `fatal_error` holds the cause, all unfinished requests end with that
-    error, and waiting methods return.
+    A request gets the tokens that `model.generate` returns for its prompt alone with its options;
+    requests that sample without a `seed` draw from torch's global generator in turn. A request that
+    cannot be served ends with the error in its output. A step that raises is logged and repeated;
+    if it raises again, its requests end with that error, and others continue. If the thread still
+    dies, for instance from `SystemExit`, `fatal_error` holds the error, all unfinished requests end
+    with it, and waiting methods return.
 
     Args:
-        model ([`PreTrainedModel`]): Any that [`PagedEngine`] serves.
-        generation_config ([`GenerationConfig`]): Default of all requests, over the model's; a
-            request may change options.
+        model ([`PreTrainedModel`]): Any model that [`PagedEngine`] serves.
+        generation_config ([`GenerationConfig`]): The default options of requests, which override
+            the model's; each request may override them.
         continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED` lists the
             fields that have an effect, `IGNORED` the others.
 
@@ -76,16 +75,16 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.model = model
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
-        config = paged_config(continuous_batching_config, _cache_config(model, generation_config))
+        cache_config = _find_cache_config(model, generation_config)
+        config = make_paged_config(continuous_batching_config, cache_config)
         self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
-        # request numbers for seeds, and for default request ids
-        self._numbers = itertools.count()
-        self._names = itertools.count()
+        self._request_numbers = itertools.count()  # added to the config's seed
+        self._default_ids = itertools.count()  # of requests without a `request_id`
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
 
     def __reduce__(self) -> Any:
-        # copies and checkpoints of a model leave its manager out, like its memory
+        # copies and pickles of a model hold `None` instead of its manager
         return type(None), ()
 
     @property
@@ -99,28 +98,31 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @property
     def fatal_error(self) -> BaseException | None:
-        """The error that ended the engine's thread."""
+        """The error that ended the engine's thread; `None` if no error did."""
         return self._thread.fatal_error
 
     @property
     def background_thread_status(self) -> Any:
-        """`fatal_error` under transformers' name."""
+        """An object with `fatal_error`, where transformers has it."""
         return self._thread
 
     def warmup(self) -> None:
-        """Does nothing but set `warmed_up`: graphs are captured when their steps first occur."""
+        """Sets `warmed_up` and does nothing else: the engine captures each graph when it first
+        needs it."""
         self.warmed_up = True
 
     def is_running(self) -> bool:
         return self._thread.is_alive
 
     def start(self) -> None:
+        """Starts the engine's thread; if it is running, logs a warning. Raises `RuntimeError` if
+        the system allows no more threads."""
         if self.is_running():
             logger.warning(
-                Topic.CONTINUOUS_BATCHING("the manager is running already, so `start` does nothing")
+                Topic.CONTINUOUS_BATCHING("the manager is already running, so `start` does nothing")
             )
         else:
-            with _session_lock:  # other calls must not take a running manager
+            with _session_lock:  # `init_continuous_batching` must not return a running manager
                 if getattr(self.model, compat.CACHED_MANAGER, None) is self:
                     delattr(self.model, compat.CACHED_MANAGER)
                 self._thread.start()
@@ -132,14 +134,15 @@ class PagedBatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Refuses further requests and ends the thread: once all requests are finished or, with
-        `hard_stop`, after the step in progress, which fails unfinished requests. Waits until other
-        threads end their pauses. Frees the memory, unless the next session keeps it. Raises
-        `RuntimeError` in a thread that pauses the manager."""
-        if threading.get_ident() in self._thread.pausing.values():
+        """Refuses further requests and ends the thread, once all requests are finished or, with
+        `hard_stop`, after the step in progress; then fails the unfinished requests. The thread ends
+        only after all pauses. Frees the memory, unless `keep_for_next_session`. With `block`, waits
+        for the thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has
+        paused the manager."""
+        if threading.get_ident() in self._thread.pauses.values():
             raise RuntimeError(
-                "this thread has paused the manager, which cannot stop until then: leave the"
-                " `pause` context first"
+                "this thread has paused the manager, which cannot stop before the pause ends: leave"
+                " the `pause` context first"
             )
         was_started = self._thread.thread is not None
         self._thread.stop(hard_stop, keep_for_next_session)
@@ -147,30 +150,33 @@ class PagedBatchingManager(ContinuousBatchingManager):
             self.join(time.perf_counter(), timeout)
         if keep_for_next_session and was_started:
             with _session_lock:
-                # a concurrent session may have kept one
-                other = getattr(self.model, compat.CACHED_MANAGER, None)
+                # a concurrent session may have kept its manager
+                former = getattr(self.model, compat.CACHED_MANAGER, None)
                 setattr(self.model, compat.CACHED_MANAGER, self)
-                _kept.add(self.model)
-            if other is not None and other is not self:
-                other.destroy()
+                _models_with_kept_managers.add(self.model)
+            if former is not None and former is not self:
+                former.destroy()
 
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
-        """Waits for the thread's end, at most `timeout` seconds."""
+        """Waits for the thread's end, at most `timeout` seconds; logs a warning if it has not ended
+        then. Ignores `stop_trigger_time`, an argument of transformers' method."""
         if not self._thread.join(timeout):
-            message = "the engine's thread did not end within %s s, and its requests go on"
+            message = "the engine's thread did not end within %s s, and its requests continue"
             logger.warning(Topic.CONTINUOUS_BATCHING(message), timeout)
 
     def destroy(self) -> None:
+        """Stops the manager once all requests are finished, and frees its memory."""
         self.stop()
         self.engine.free()
 
     @restoring
     def pause(self) -> Iterator[None]:
-        """A context that pauses steps, in which the caller may change the model. Afterwards
-        unfinished requests continue with the keys and values that they have, and cached prefixes of
-        other weights are dropped. Steps continue in evaluation mode; if the caller has set training
-        mode within the context, the manager restores it at its end. Raises `RuntimeError` if the
-        manager is not running, or ends before the pause begins."""
+        """A context without steps, in which the caller may change the model. After it, unfinished
+        requests continue with the keys and values that they have, and cached prefixes that other
+        weights computed are dropped. Steps run in evaluation mode; if the caller sets training mode
+        within the context, the manager restores that mode when its thread ends. Raises
+        `RuntimeError` if the manager is not running, or if its thread ends before the pause
+        begins."""
         if not self.is_running():
             raise RuntimeError("the manager is not running, so it cannot pause: call `start` first")
         with self._thread.paused():
@@ -190,50 +196,52 @@ class PagedBatchingManager(ContinuousBatchingManager):
         on_result: Callable[[RequestResult], None] | None = None,
         **options: Any,
     ) -> str:
-        """Queues a request and returns its id. `get_result`, iteration or a handler deliver its
-        outputs; if the request cannot be served, its last output has the error. With
-        `num_return_sequences` n, n - 1 further outputs have the ids `"{request_id}__child#{i}"`.
+        """Queues a request and returns its id. `get_result`, iteration or a handler delivers its
+        outputs; if the request cannot be served, its last output holds the error. With
+        `num_return_sequences` n, the other n - 1 sequences have the ids
+        `"{request_id}__child#{i}"`.
 
         Args:
             input_ids (`list[int]`): The prompt.
-            streaming (`bool`): Deliver an output for each new token, with all tokens so far;
-                log-probabilities come with the last output.
-            record_timestamps (`bool`): Record `time.perf_counter()` of every token.
-            eos_token_id (`int` or `list[int]`, *optional*): Instead of the configuration's;
-                negative ids are ignored.
-            seed (`int`, *optional*): As in `PagedEngine.add_request`, instead of the
-                configuration's.
-            tokenizer (*optional*): For `stop_strings`, as in `generate`; in effect until a later
-                request passes another.
+            request_id (`str`, *optional*): The id, by default `"req_{number}"`.
+            max_new_tokens (`int`, *optional*): Most tokens to generate.
+            streaming (`bool`): Whether to deliver an output after each new token, with all tokens
+                so far; log-probabilities come with the last output.
+            record_timestamps (`bool`): Whether to record the `time.perf_counter()` of each token.
+            eos_token_id (`int` or `list[int]`, *optional*): Replaces the configuration's; negative
+                ids are ignored.
+            seed (`int`, *optional*): As in `PagedEngine.add_request`; replaces the configuration's.
+            tokenizer (*optional*): For `stop_strings`, as in `generate`. Also serves later requests
+                that pass none.
             request_options (`dict`, *optional*): Further arguments of `PagedEngine.add_request`:
                 `inputs`, `schema`, `cache_salt`, `top_logprobs`, ...
-            on_result (callable, *optional*): The engine's thread calls it with the engine's
-                [`RequestResult`] when the request has ended, before it delivers the last outputs.
+            on_result (callable, *optional*): Called in the engine's thread with the engine's
+                [`RequestResult`] when the request has ended, before its last outputs are delivered.
             options: Options of [`GenerationConfig`] for this request.
 
         Raises:
             ValueError: if an unfinished request has that id.
-            RuntimeError: after `stop`, and, chained to its error, once the thread has died.
+            RuntimeError: after `stop`, or once the thread has died, chained to the thread's error.
             queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         if request_id is None:
-            request_id = f"req_{next(self._names)}"
+            request_id = f"req_{next(self._default_ids)}"
         cb_config = self.continuous_batching_config
         if seed is None and cb_config.seed is not None:
-            seed = cb_config.seed + next(self._numbers)
+            seed = cb_config.seed + next(self._request_numbers)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         generation = {option: value for option, value in options.items() if value is not None}
         num_sequences = generation.setdefault("num_return_sequences", self.num_return_sequences)
         make_config = functools.partial(
             _request_config, self.model, self.generation_config, generation
         )
-        request = Pending(
-            names=output_names(request_id, num_sequences),
+        request = PendingRequest(
+            output_ids=make_output_ids(request_id, num_sequences),
             prompt=input_ids,
             make_config=make_config,
             seed=seed,
             is_streaming=streaming,
-            records_times=record_timestamps,
+            has_timestamps=record_timestamps,
             tokenizer=tokenizer,
             options={"return_logprobs": cb_config.return_logprobs, **(request_options or {})},
             on_result=on_result,
@@ -249,8 +257,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Queues requests in order and returns their ids. Arguments and errors are those of
-        `add_request`."""
+        """Queues requests in order and returns their ids. Takes the arguments and raises the errors
+        of `add_request`."""
         return [
             self.add_request(
                 input_ids,
@@ -264,22 +272,22 @@ class PagedBatchingManager(ContinuousBatchingManager):
         ]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request after the step in progress; its last output is `FAILED`, with the tokens
-        so far. Raises `ValueError` for a `"...__child#{i}"`: the sequences of a request end
-        together, under the request's own id."""
+        """Ends a request after the step in progress; its last output is `FAILED` and has the tokens
+        so far. Raises `ValueError` for the id of a further sequence (`"...__child#{i}"`): the
+        sequences of a request can only be cancelled together, by the request's id."""
         self._thread.cancel(request_id)
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Waits for the next output, of `request_id` if given. `None` after `timeout` seconds, and
-        when no more outputs can come because the manager has stopped or died (`fatal_error`).
-        Without a timeout, raises `ValueError` for an id that was never added, or whose last output
-        has been read."""
+        """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
+        after `timeout` seconds, and when no more outputs can come because the manager has stopped
+        or died (`fatal_error`). Without a timeout, raises `ValueError` for an id that was never
+        added, or whose last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Yields outputs as they come, until the manager has stopped."""
+        """Yields outputs as they come, until the manager has stopped or died."""
         while (output := self.get_result()) is not None:
             yield output
 
@@ -293,8 +301,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
     def register_result_handler(
         self, request_id: str, callback: Callable[[GenerationOutput], None]
     ) -> None:
-        """Makes the running event loop call `callback` with each output of a request, until the
-        last. The request may be added later, while this manager runs."""
+        """Makes the running event loop call `callback` with each output of a request, including
+        unread ones. The request may also be added later, while this manager runs."""
         with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             for output in self._thread.outputs.pop(request_id, ()):
@@ -304,8 +312,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
 def _request_config(
     model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig:
-    """The configuration of one request. Raises `ValueError` for options that are not in
-    `GenerationConfig`."""
+    """Returns the generation config of one request: `config` with `options`, and with a limit of
+    the length. Raises `ValueError` for options that `GenerationConfig` does not have, and if
+    neither they nor the model limit the length."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (
@@ -314,61 +323,63 @@ def _request_config(
         "compile_config",
         "continuous_batching_config",
     ):
-        if hasattr(request_config, name):  # options of transformers' own loop
+        # these options are for transformers' own loop
+        if hasattr(request_config, name):
             setattr(request_config, name, None)
     for name, value in options.items():
         setattr(request_config, name, value)
-    effective = Effective(model, request_config)
+    effective = EffectiveOptions(model, request_config)
     if (effective.num_beams or 1) == 1 and not effective.do_sample:
-        request_config.num_return_sequences = 1  # greedy sequences are all equal
+        request_config.num_return_sequences = 1  # greedy sequences would all be equal
     else:
         request_config.num_return_sequences = request_config.num_return_sequences or 1
     if effective.max_new_tokens is None and effective.max_length is None:
         text_config = model.config.get_text_config(decoder=True)
-        limit = getattr(text_config, "max_position_embeddings", None)
-        if limit is None:
+        max_positions = getattr(text_config, "max_position_embeddings", None)
+        if max_positions is None:
             raise ValueError(
                 "neither the call nor the model's config limits the length: pass `max_new_tokens`"
             )
-        request_config.max_length = limit
+        request_config.max_length = max_positions
     return request_config
 
 
 # -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
 
 
-def _cb_config(
+def _choose_cb_config(
     config: GenerationConfig, argument: ContinuousBatchingConfig | None
 ) -> ContinuousBatchingConfig:
     from_config = getattr(config, "continuous_batching_config", None)
     return argument or from_config or ContinuousBatchingConfig()
 
 
-def _cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    effective = Effective(model, config)
+def _find_cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
+    """Returns the `cache_config` of a generation config, or `None` if it is for another cache."""
+    effective = EffectiveOptions(model, config)
     if effective.cache_implementation not in (None, "paged", NAME):
         return None
     return effective.cache_config
 
 
-def _init(
+def _init_manager(
     model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> PagedBatchingManager:
     config = generation_config or model.generation_config
-    cb_config = _cb_config(config, continuous_batching_config)
+    cb_config = _choose_cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config = config
             return cached
-        model.destroy_cached_continuous_batching_manager()  # it has another config
+        model.destroy_cached_continuous_batching_manager()  # its config differs
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
-def _destroy_cached(model: Any) -> None:
+def _destroy_cached_manager(model: Any) -> None:
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if cached is not None:
         delattr(model, compat.CACHED_MANAGER)
@@ -376,7 +387,7 @@ def _destroy_cached(model: Any) -> None:
 
 
 @restoring
-def _context(
+def _manager_context(
     model: Any,
     generation_config: GenerationConfig | None = None,
     block: bool = True,
@@ -387,16 +398,17 @@ def _context(
     workload_hints: Any = None,
 ) -> Iterator[PagedBatchingManager]:
     manager: PagedBatchingManager | None = None
-    is_hard = True
+    has_raised = True
     try:
-        with _session_lock:  # concurrent calls must not take the same kept manager
+        with _session_lock:  # concurrent calls must not get the same kept manager
             manager = model.init_continuous_batching(generation_config, continuous_batching_config)
             manager.start()
         yield manager
-        is_hard = False
-    finally:  # after an error of the caller's code, unfinished requests are dropped
+        has_raised = False
+    finally:
         if manager is not None:
-            manager.stop(block, timeout, persistent_manager, hard_stop=is_hard)
+            # an error in the caller's code ends unfinished requests
+            manager.stop(block, timeout, persistent_manager, hard_stop=has_raised)
 
 
 @guarded
@@ -413,21 +425,21 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # one `generate` call would compute only the adapter layers in the model
+    # raises for active adapters that compute more than layers in the model
     base_adapters = adapters_for(base_model(model))
     if base_adapters is not None:
         base_adapters.check_served(base_model(model), None)
-    base = generation_config or model.generation_config
+    default_config = generation_config or model.generation_config
     options = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in options.items() if name != "tokenizer"}
-    config = _request_config(model, base, generation_options)
-    effective = Effective(model, config)
-    # one `generate` call does not report where a stop string ended a row
+    config = _request_config(model, default_config, generation_options)
+    effective = EffectiveOptions(model, config)
+    # a `generate` call does not report where a stop string ended a row
     needs_requests = record_timestamps or persistent_manager or effective.stop_strings
     if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
-        cb_config = _cb_config(base, continuous_batching_config)
-        paged = paged_config(cb_config, _cache_config(model, base))
-        sampled = sample_together(model, inputs, config, cb_config, paged)
+        cb_config = _choose_cb_config(default_config, continuous_batching_config)
+        paged_config = make_paged_config(cb_config, _find_cache_config(model, default_config))
+        sampled = sample_together(model, inputs, config, cb_config, paged_config)
         if sampled is not None:
             return sampled
     context = model.continuous_batching_context_manager(
@@ -437,48 +449,52 @@ def _generate_batch(
     )
     outputs: dict[str, GenerationOutput] = {}
     with context as manager:
-        added = manager.add_requests(inputs, record_timestamps=record_timestamps, **options)
+        request_ids = manager.add_requests(inputs, record_timestamps=record_timestamps, **options)
         num_sequences = options.get("num_return_sequences", manager.num_return_sequences)
-        names: Iterable[str]
-        names = [name for request_id in added for name in output_names(request_id, num_sequences)]
-        # without a progress bar, tqdm is avoided: it takes a lock that a forked child may find held
+        output_ids: Iterable[str] = [
+            output_id
+            for request_id in request_ids
+            for output_id in make_output_ids(request_id, num_sequences)
+        ]
+        # only with a progress bar, since tqdm takes a lock, which a fork may leave locked in a
+        # child
         if progress_bar:
-            names = tqdm(names, unit="request")
-        for name in names:
-            output = manager.get_result(name)
+            output_ids = tqdm(output_ids, unit="request")
+        for output_id in output_ids:
+            output = manager.get_result(output_id)
             if output is None:
                 raise RuntimeError(
-                    f"the manager ended before request {name!r}"
+                    f"the manager ended before request {output_id!r}"
                 ) from manager.fatal_error
-            outputs[name] = output
+            outputs[output_id] = output
         if manager.fatal_error is not None:
             raise RuntimeError("the engine's thread died") from manager.fatal_error
     errors = [output.error for output in outputs.values() if output.error is not None]
     if errors:
-        message = "%d of %d requests failed, and their outputs hold the errors; the first is: %s"
+        message = "%d of %d requests failed, with the errors in their outputs; the first one is: %s"
         logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
     return outputs
 
 
-def destroy_kept() -> None:
-    """Destroys the managers that models keep for the next session, which transformers' own methods
-    would otherwise use."""
-    for model in list(_kept):
+def destroy_kept_managers() -> None:
+    """Destroys the managers that models keep for the next session. Otherwise transformers' own
+    methods would use them after an uninstall."""
+    for model in list(_models_with_kept_managers):
         if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
-            _destroy_cached(model)
-    _kept.clear()
+            _destroy_cached_manager(model)
+    _models_with_kept_managers.clear()
 
 
 replacements: dict[str, Callable[..., Any]] = {
-    "init_continuous_batching": _init,
-    "destroy_cached_continuous_batching_manager": _destroy_cached,
-    "continuous_batching_context_manager": _context,
+    "init_continuous_batching": _init_manager,
+    "destroy_cached_continuous_batching_manager": _destroy_cached_manager,
+    "continuous_batching_context_manager": _manager_context,
     "generate_batch": _generate_batch,
 }
-"""The replacement of each method of `ContinuousMixin`, by the method's name."""
+"""The replacements of methods of `ContinuousMixin`, by the method's name."""
 
 
-def _through_wrapper(name: str) -> Callable[..., Any]:
+def _make_wrapper_method(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(base_model(wrapper), name)(*args, **kwargs)
 
@@ -486,13 +502,13 @@ def _through_wrapper(name: str) -> Callable[..., Any]:
     return method
 
 
-through_wrapper = {
-    name: _through_wrapper(name)
+wrapper_methods = {
+    name: _make_wrapper_method(name)
     for name in (
         "init_continuous_batching",
         "continuous_batching_context_manager",
         "generate_batch",
     )
 }
-"""Methods for wrappers of models. They call the method of the model inside, without the wrapper,
-and raise `ValueError` for adapters that only the wrapper's own `generate` computes."""
+"""Methods for PEFT's wrappers of models, by name. They call the wrapped model's method, and raise
+`ValueError` for adapters that only the wrapper's own `generate` computes."""

@@ -11,28 +11,31 @@ from ..config import PagedConfig
 
 MAPPED: dict[str, str] = {
     "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
-    "block_size": "`block_size`; the name before transformers 5.18, and deprecated since",
+    "block_size": "`block_size`; deprecated name of `page_size` since transformers 5.18",
     "num_blocks": "`num_blocks`",
     "max_batch_tokens": "`max_num_batched_tokens`",
     "max_memory_percent": "`memory_fraction`",
     "max_requests_per_batch": "`max_num_seqs`",
     "allow_block_sharing": "`prefix_caching`",
-    "use_cuda_graph": "`capture`: off if it is False for both paths",
+    "use_cuda_graph": "`capture`, which is off only if both of transformers' paths are False",
     "scheduler_type": (
-        '`"fifo"`; `"prefill_first"` lifts the limit on prompts beside decodes (`max_chunk_tokens`)'
+        '`"fifo"` or `"prefill_first"`, which lifts the limit on prompt tokens beside decodes'
+        " (`max_chunk_tokens`)"
     ),
     "return_logprobs": "`return_logprobs` of every request",
-    "seed": "request number i draws as `generate` does after `torch.manual_seed(seed + i)`",
+    "seed": "the i-th request draws as `generate` does after `torch.manual_seed(seed + i)`",
     "cpu_offload_space": (
-        '`preemption="swap"` unless it is 0; host memory is allocated when requests are preempted'
+        '`preemption`: `"recompute"` if it is 0, else `"swap"`, which allocates host memory when it'
+        " preempts requests"
     ),
     "max_queue_size": "requests that may wait for the engine's thread",
 }
-"""The fields of `ContinuousBatchingConfig` that have an effect, with this effect."""
+"""The fields of `ContinuousBatchingConfig` that have an effect, each with the option that it sets
+or the effect."""
 
 IGNORED: dict[str, str] = {
-    "max_blocks_per_request": "sizes a block table of a flash kernel; here tables grow",
-    "use_async_batching": "the engine itself prepares the next step ahead where it can",
+    "max_blocks_per_request": "sizes the block table of a flash kernel; hf_paged's tables grow",
+    "use_async_batching": "the engine launches the next step ahead whenever it can",
     "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
     "kv_padding_interval_size": "pads the inputs of CUDA graphs; the engine reads block tables",
     "varlen_compile_config": "compiles transformers' own forward; tokens do not depend on it",
@@ -40,35 +43,34 @@ IGNORED: dict[str, str] = {
     "default_compile_level": "compiles transformers' own forward; tokens do not depend on it",
     "use_default_compile_configs": "deprecated name of `default_compile_level`",
     "safety_margin": (
-        "blocks that transformers' scheduler keeps free; here requests that need blocks preempt"
-        " others"
+        "blocks that transformers' scheduler leaves free; the engine preempts requests instead"
     ),
     "auto_switch_to_flash": "ignored: hf_paged sets and restores its own attention",
     "cpu_offload_space_safety_threshold": "bounds a buffer that hf_paged does not allocate",
-    "per_request_processors": "every request always has its own options",
+    "per_request_processors": "each request always has its own options",
     "drop_unsupported_processors": "all processors work as in `generate`, so none is dropped",
-    "disable_nccl_graph_mixing": "for tensor parallelism, which these methods do not serve here",
-    "cpu_group_timeout": "for tensor parallelism, which these methods do not serve here",
+    "disable_nccl_graph_mixing": "for tensor parallelism, which managers do not support",
+    "cpu_group_timeout": "for tensor parallelism, which managers do not support",
     "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""The other fields, which tune transformers' own implementation and change no token, with the
-reason to ignore them."""
+"""The other fields, which tune transformers' own implementation and change no token, each with the
+reason why it is ignored."""
 
-_defaults: list[PagedConfig] = [PagedConfig()]  # the config passed to `install`
+_default_config: list[PagedConfig] = [PagedConfig()]  # the one passed to `install`
 
 
 def set_default(config: PagedConfig) -> None:
-    """Sets managers' default `PagedConfig`; a model's `cache_config` and a
-    `ContinuousBatchingConfig` override it."""
-    _defaults[:] = [config]
+    """Sets the default `PagedConfig` of managers. A model's `cache_config` replaces it, and fields
+    of a `ContinuousBatchingConfig` override it."""
+    _default_config[:] = [config]
 
 
-def paged_config(
+def make_paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """The `PagedConfig` for a `ContinuousBatchingConfig`: the fields that differ from their
-    defaults override `cache_config` or the default config. Raises `ValueError` for unknown fields
-    and values that cannot be served."""
+    """Returns the `PagedConfig` for a `ContinuousBatchingConfig`, whose fields override
+    `cache_config` or the default config where they differ from their defaults. Raises `ValueError`
+    for unknown fields and values that cannot be served."""
     changed_fields = _changed_fields(cb_config)
     unknown = sorted(set(changed_fields) - set(MAPPED) - set(IGNORED))
     if unknown:
@@ -79,35 +81,38 @@ def paged_config(
     scheduler = changed_fields.get("scheduler_type", "fifo")
     if scheduler not in ("fifo", "prefill_first"):
         raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
-    base = (_defaults[0] if cache_config is None else PagedConfig.coerce(cache_config)).to_dict()
-    names = {
+    base_config = _default_config[0] if cache_config is None else PagedConfig.coerce(cache_config)
+    options = base_config.to_dict()
+    renamed_fields = {
         "num_blocks": "num_blocks",
         "max_batch_tokens": "max_num_batched_tokens",
         "max_memory_percent": "memory_fraction",
         "max_requests_per_batch": "max_num_seqs",
         "allow_block_sharing": "prefix_caching",
     }
-    base |= {
-        ours: changed_fields[theirs] for theirs, ours in names.items() if theirs in changed_fields
+    options |= {
+        option: changed_fields[field]
+        for field, option in renamed_fields.items()
+        if field in changed_fields
     }
-    size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
+    page_size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
     if {"page_size", "block_size", "num_blocks"} & set(changed_fields):
-        # `num_blocks` counts blocks of transformers' size
-        base["block_size"] = size
+        # `num_blocks` counts blocks of transformers' page size
+        options["block_size"] = page_size
     if "use_cuda_graph" in changed_fields:
-        base["capture"] = any(cb_config.cuda_graph_booleans)
+        options["capture"] = any(cb_config.cuda_graph_booleans)
     if "cpu_offload_space" in changed_fields:
-        base["preemption"] = "recompute" if changed_fields["cpu_offload_space"] == 0 else "swap"
+        options["preemption"] = "recompute" if changed_fields["cpu_offload_space"] == 0 else "swap"
     if scheduler == "prefill_first":
-        base["max_chunk_tokens"] = base["max_num_batched_tokens"]
+        options["max_chunk_tokens"] = options["max_num_batched_tokens"]
     try:
-        return PagedConfig(**base)
+        return PagedConfig(**options)
     except ValueError as error:
         raise ValueError(f"the `ContinuousBatchingConfig` cannot be served: {error}") from None
 
 
 def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """The fields that differ from their defaults, with their values."""
+    """Returns the values of the fields that differ from their defaults, by name."""
     values = {}
     for field in fields(cb_config):
         default = None if field.default is MISSING else field.default

@@ -1,5 +1,5 @@
-"""The thread of a continuous-batching manager: it takes requests, steps an engine and delivers
-transformers' outputs."""
+"""The thread of a continuous-batching manager: adds requests to an engine, runs its steps and
+delivers outputs in transformers' form."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ from ..model.forwards import compute_device
 from ..switches import NOTHING
 from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
-from .pending import Pending
+from .pending import PendingRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_NEW = 32  # requests that the engine gets between two steps, while the running ones wait
-QUEUE_SECONDS = 10.0  # how long `add` waits for room in a full queue, as in transformers
-POLL_SECONDS = 0.25  # how often the engine's thread checks whether its manager was collected
-EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for the step in progress
+MAX_NEW_REQUESTS = 32  # added to the engine between two steps, for which running requests wait
+MAX_QUEUE_SECONDS = 10.0  # that `add` waits while the queue is full, as in transformers
+POLL_SECONDS = 0.25  # between checks whether the manager was collected or the thread vanished
+MAX_EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a thread
 # prefix of attention implementations that only transformers' own loop can call
 NATIVE_ATTENTION = "paged|"
 
 
 class ManagerThread:
-    """The engine's thread and the state that it shares with callers. It holds no reference to the
+    """The engine's thread, and the state that it shares with callers. Holds no reference to the
     manager, so that the manager can be garbage-collected."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, max_queue_size: int) -> None:
         self.max_queue_size = max_queue_size
         self.lock = forks.rlock()
         self.fatal_error: BaseException | None = None  # the error that ended the thread
-        self.is_flushing = self.is_stopping = self.is_paused = self.keeps_memory = False
-        # set by the manager's finalizer, which need not reference the model
+        self.is_draining = False  # refuses further requests, and ends the thread after the last one
+        self.is_stopping = False  # ends the thread after the step in progress
+        self.is_paused = False
+        self.should_keep_memory = False
+        # an event, so that the manager's finalizer, which sets it, does not refer to this object
         self.is_abandoned = threading.Event()
         self._reset(PagedEngine(model, config))
         forks.in_child(self)
@@ -58,23 +61,24 @@ class ManagerThread:
     def _reset(self, engine: PagedEngine) -> None:
         """Sets the initial state: no thread, no requests."""
         self.engine = engine
-        # Signals changes of the attributes below, which the lock guards. `with` takes the lock
-        # itself: a condition's `__enter__` and `__exit__` are Python code, where a signal could
-        # leave the lock held.
+        # Signals changes of the attributes below, which the lock guards. Use it within `with
+        # self.lock`, not `with self.changed`: a condition's `__enter__` and `__exit__` are Python
+        # code, in which a signal's handler may raise and leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
-        self.start_token: object = None  # of the last start; a thread of another one ends at once
-        self.pending: dict[str, Pending] = {}  # unfinished requests, by the ids of their outputs
-        self.inbox: deque[Pending] = deque()  # requests not yet given to the engine
-        self.cancelled: deque[str] = deque()
-        self.outputs: dict[str, deque[GenerationOutput]] = {}  # those that no caller has read
+        self.run_id: object = None  # of the last start; a thread of an earlier one ends at once
+        self.pending: dict[str, PendingRequest] = {}  # unfinished requests by output id
+        self.waiting: deque[PendingRequest] = deque()  # to be added to the engine
+        self.cancelled: deque[str] = deque()  # request ids
+        self.outputs: dict[str, deque[GenerationOutput]] = {}  # unread outputs by output id
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
         ] = {}
-        self.pausing: dict[object, int] = {}  # pauses, each with the id of its thread
+        self.pauses: dict[object, int] = {}  # the id of the thread that each pause belongs to
 
     def after_fork(self, freed: set[Any]) -> None:
-        """Resets the state in a child process, which has neither the thread nor its requests."""
+        """Resets the state in a forked child process, which has neither the thread nor its
+        requests."""
         self._reset(PagedEngine(self.engine.model, self.engine.config))
 
     # -- in callers' threads ----------------------------------------------------------------------
@@ -85,122 +89,134 @@ class ManagerThread:
 
     @property
     def _has_vanished(self) -> bool:
-        """Whether the thread ended without an error, as a thread that lacks memory does."""
+        """Whether the thread ended without reporting an error, as a thread that lacks memory
+        does."""
         return self.thread is not None and not self.thread.is_alive() and not self.is_stopping
 
     def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` if the process may have no more threads."""
+        """Starts the thread. Raises `RuntimeError` if the system allows no more threads."""
         with self.lock:
-            self.is_flushing = self.is_stopping = self.is_paused = False
+            self.is_draining = self.is_stopping = self.is_paused = False
             self.fatal_error = None
-            self.thread = None  # an earlier one, which has ended
-            self.start_token = token = object()
+            self.thread = None  # drops an earlier thread, which has ended
+            self.run_id = run_id = object()
         _running.add(self)
         self.thread = make(
-            functools.partial(self._run, token),
+            functools.partial(self._run, run_id),
             "hf_paged-continuous-batching",
-            on_error=functools.partial(self._die, token),
+            on_error=functools.partial(self._die, run_id),
         )
         error = begin(self.thread)
         if error is not None:
             with self.lock:
                 self.is_stopping, self.thread = True, None
-                self.start_token = None  # should it begin later
+                self.run_id = None  # in case the thread begins later, to end it at once
             raise RuntimeError(NO_THREAD) from error
 
-    def stop(self, is_hard: bool, keeps_memory: bool = False) -> None:
+    def stop(self, is_hard: bool, should_keep_memory: bool = False) -> None:
+        """Refuses further requests, and makes the thread end once all requests are finished or, if
+        `is_hard`, after the step in progress. Does not wait for that."""
         with self.lock:
-            self.is_flushing, self.keeps_memory = True, keeps_memory
+            self.is_draining, self.should_keep_memory = True, should_keep_memory
             self.is_stopping |= is_hard
             self.changed.notify_all()
 
     def join(self, timeout: float | None = None) -> bool:
         """Waits for the thread's end, at most `timeout` seconds; returns whether it has ended."""
         thread = self.thread
-        # an error may have kept `start` from beginning it
+        # an error may have interrupted `start` before the thread began
         has_begun = thread is not None and thread.ident is not None
         if thread is not None and has_begun and thread is not threading.current_thread():
             thread.join(timeout)
         return not self.is_alive
 
-    def add(self, request: Pending) -> None:
-        def is_over() -> bool:
-            return self.is_flushing or self._has_vanished
+    def add(self, request: PendingRequest) -> None:
+        """Queues a request. Raises the errors of `PagedBatchingManager.add_request`."""
 
-        def has_room() -> bool:
+        def refuses_requests() -> bool:
+            return self.is_draining or self._has_vanished
+
+        def has_capacity() -> bool:
             limit = self.max_queue_size
-            return is_over() or not limit or len(self.inbox) < limit
+            return refuses_requests() or not limit or len(self.waiting) < limit
 
         with self.lock:
-            is_in_time = self._wait_for(has_room, QUEUE_SECONDS)
-            used_names = [name for name in request.names if name in self.pending]
-            if used_names:
+            is_in_time = self._wait_for(has_capacity, MAX_QUEUE_SECONDS)
+            used_ids = [output_id for output_id in request.output_ids if output_id in self.pending]
+            if used_ids:
                 raise ValueError(
-                    f"request id {used_names[-1]!r} is in use by an unfinished request: choose"
+                    f"request id {used_ids[-1]!r} is in use by an unfinished request: choose"
                     " another"
                 )
-            is_refused = is_over()
+            is_refused = refuses_requests()
             if is_refused or not is_in_time:
-                for name in request.names:  # handlers may precede the request, which is refused
-                    self.handlers.pop(name, None)
+                # handlers may have been registered before the request
+                for output_id in request.output_ids:
+                    self.handlers.pop(output_id, None)
             if not is_in_time:
                 raise queue.Full(
-                    f"{len(self.inbox)} requests wait, the limit of `max_queue_size`: raise it, or"
-                    " retry later"
+                    f"{len(self.waiting)} requests are waiting, as many as `max_queue_size` allows:"
+                    " raise it, or retry later"
                 )
             if is_refused:
-                why = "it was stopped"
+                reason = "it was stopped"
                 if self._has_vanished:
-                    why = "its thread vanished, for want of memory"
+                    reason = "its thread ended for lack of memory"
                 elif self.fatal_error is not None:
-                    why = f"its thread died: {self.fatal_error!r}"
+                    reason = f"its thread died: {self.fatal_error!r}"
                 raise RuntimeError(
-                    f"the manager takes no more requests: {why}"
+                    f"the manager takes no more requests: {reason}"
                 ) from self.fatal_error
-            self.pending |= dict.fromkeys(request.names, request)
-            self.inbox.append(request)
+            self.pending |= dict.fromkeys(request.output_ids, request)
+            self.waiting.append(request)
             self.changed.notify_all()
 
-    def cancel(self, name: str) -> None:
+    def cancel(self, request_id: str) -> None:
+        """Ends a request after the step in progress; does nothing if it has ended. Raises
+        `ValueError` for the id of a further sequence."""
         with self.lock:
-            request = self.pending.get(name)
-            if request is not None and name != request.names[-1]:
+            request = self.pending.get(request_id)
+            if request is not None and request_id != request.output_ids[-1]:
                 raise ValueError(
-                    f"{name!r} is one sequence of a request: cancel the whole request,"
-                    f" {request.names[-1]!r}"
+                    f"{request_id!r} is one sequence of a request: cancel the whole request,"
+                    f" {request.output_ids[-1]!r}"
                 )
-            self.cancelled.append(name)
+            self.cancelled.append(request_id)
             self.changed.notify_all()
 
-    def get(self, name: str | None, timeout: float | None) -> GenerationOutput | None:
-        """Waits for the next output (of `name` if given); `None` after the timeout and once none
-        can come."""
+    def get(self, output_id: str | None, timeout: float | None) -> GenerationOutput | None:
+        """Waits for the next output (of `output_id`, if given) and returns it; `None` after
+        `timeout` seconds, and once no more outputs can come. Raises `ValueError` if no output of
+        that id can come."""
         with self.lock:
-            has_output = (lambda: self.outputs) if name is None else (lambda: name in self.outputs)
-            # a caller with a timeout may wait for a request that is not added yet
-            needs_request = name is not None and timeout is None
 
-            def is_over() -> bool:
-                return not self.is_alive or (needs_request and name not in self.pending)
+            def has_output() -> bool:
+                return bool(self.outputs) if output_id is None else output_id in self.outputs
 
-            if self.is_alive and is_over() and not has_output():
+            # a caller with a timeout may wait for a request before it is added
+            needs_request = output_id is not None and timeout is None
+
+            def has_ended() -> bool:
+                return not self.is_alive or (needs_request and output_id not in self.pending)
+
+            if self.is_alive and has_ended() and not has_output():
                 raise ValueError(
-                    f"no unfinished request has the id {name!r}, and no output of it is unread"
+                    f"no unfinished request has the id {output_id!r}, and all its outputs have been"
+                    " read"
                 )
-            self._wait_for(lambda: bool(has_output()) or is_over(), timeout)
+            self._wait_for(lambda: has_output() or has_ended(), timeout)
             if not has_output():
                 return None
-            if name is None:
-                name = next(iter(self.outputs))
-            output = self.outputs[name].popleft()
-            if not self.outputs[name]:
-                del self.outputs[name]
+            next_id = next(iter(self.outputs)) if output_id is None else output_id
+            output = self.outputs[next_id].popleft()
+            if not self.outputs[next_id]:
+                del self.outputs[next_id]
             return output
 
     def _wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits, with `lock` held, until `predicate()` holds, at most `timeout` seconds; returns
-        whether it holds. Polls every `POLL_SECONDS`, since a thread that lacks memory notifies
-        nobody of its end."""
+        """Waits, with `lock` held, until `predicate()` is true, at most `timeout` seconds; returns
+        whether it is. Polls every `POLL_SECONDS`, since a thread that lacks memory notifies nobody
+        of its end."""
         end = None if timeout is None else time.monotonic() + timeout
         while not predicate():
             seconds = POLL_SECONDS
@@ -212,11 +228,12 @@ class ManagerThread:
         return True
 
     def deliver(self, output: GenerationOutput) -> None:
+        """Passes an output to its handler or, without one, stores it until a caller reads it."""
         with self.lock:
             handler = self.handlers.get(output.request_id)
             outputs = self.outputs.get(output.request_id)
             if handler is None and outputs is None:
-                # in one statement: if memory ran out between two, an empty queue would stay
+                # one statement, since running out of memory between two would leave an empty deque
                 self.outputs[output.request_id] = deque([output])
             elif handler is None:
                 assert outputs is not None
@@ -227,10 +244,10 @@ class ManagerThread:
                     del self.handlers[output.request_id]
                 try:
                     loop.call_soon_threadsafe(callback, output)
-                except Exception as error:  # the event loop is closed, or refuses the callback
+                except Exception as error:  # the event loop is closed, or rejects the callback
                     if not loop.is_closed():
                         logger.error(
-                            Topic.CONTINUOUS_BATCHING("the event loop refused a result handler"),
+                            Topic.CONTINUOUS_BATCHING("the event loop rejected a result handler"),
                             exc_info=error,
                         )
                     self.handlers.pop(output.request_id, None)
@@ -239,10 +256,12 @@ class ManagerThread:
 
     @restoring
     def paused(self) -> Iterator[None]:
-        pause = object()
+        """A context in which the thread runs no steps. Raises `RuntimeError` if the thread ends
+        before it can pause."""
+        pause_id = object()
         try:
             with self.lock:
-                self.pausing[pause] = threading.get_ident()
+                self.pauses[pause_id] = threading.get_ident()
                 self.changed.notify_all()
                 self._wait_for(lambda: self.is_paused or self.is_stopping or not self.is_alive)
                 if not self.is_paused:
@@ -251,77 +270,77 @@ class ManagerThread:
                     ) from self.fatal_error
             yield
         finally:
-            self.pausing.pop(pause, None)
+            self.pauses.pop(pause_id, None)
             with self.lock:
                 self.changed.notify_all()
 
     # -- in the engine's thread -------------------------------------------------------------------
 
-    def _run(self, token: object) -> None:
-        if self.start_token is not token:
+    def _run(self, run_id: object) -> None:
+        if self.run_id is not run_id:
             return
-        with served(self.engine.model), torch.no_grad():
+        with serving_mode(self.engine.model), torch.no_grad():
             has_failed = False
             while True:
                 try:
-                    if not self._wait_for_work(token):
+                    if not self._wait_for_work(run_id):
                         break
                     self._take_requests()
-                    self._deliver_all(self._outputs(self.engine.step()))
+                    self._deliver_all(self._convert_outputs(self.engine.step()))
                     has_failed = False
                 except Exception as error:
-                    # the engine repeats the step once, then ends the requests in it
+                    # the engine repeats the step once, then ends the step's requests
                     logger.error(
                         Topic.FAILED_REQUESTS("a step of the engine raised"), exc_info=error
                     )
-                    self._fail_lost(error, has_failed)
+                    self._fail_lost_requests(error, has_failed)
                     has_failed = not has_failed
-        self._end(token, None)
+        self._end(run_id, None)
 
-    def _die(self, token: object, error: BaseException) -> None:
-        """Ends all requests with the error that ended the thread."""
+    def _die(self, run_id: object, error: BaseException) -> None:
+        """Logs the error that ends the thread, and ends all requests with it."""
         logger.error(Topic.CONTINUOUS_BATCHING("the engine's thread died"), exc_info=error)
-        self._end(token, error)
+        self._end(run_id, error)
 
-    def _wait_for_work(self, token: object) -> bool:
-        """Waits for requests and pauses. Returns False when the thread must end."""
+    def _wait_for_work(self, run_id: object) -> bool:
+        """Waits for requests, and for the end of pauses. Returns whether to run a step; if not, the
+        thread must end."""
         with self.lock:
-            if self.start_token is not token:
+            if self.run_id is not run_id:
                 return False
             was_paused = False
-            # even a thread that stops waits for the end of a pause: only then may it restore the
-            # model
+            # a stopping thread also waits for the end of a pause, since ending restores the model
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
-                self.is_paused = bool(self.pausing)
+                self.is_paused = bool(self.pauses)
                 if self.is_paused:
                     was_paused = True
                     self.changed.notify_all()
-                elif self.inbox or self.cancelled or self.engine.has_unfinished:
+                elif self.waiting or self.cancelled or self.engine.has_unfinished:
                     break
-                elif self.is_flushing:
+                elif self.is_draining:
                     return False
                 self.changed.wait(POLL_SECONDS)
-                if self.start_token is not token:
+                if self.run_id is not run_id:
                     return False
             self.is_paused = False
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
             if was_paused:
-                _served[self.engine.model].evaluate(self.engine.model)
+                _served_models[self.engine.model].evaluate(self.engine.model)
             return True
 
     def _take_requests(self) -> None:
-        """Adds up to `MAX_NEW` new requests to the engine, and cancels requests in the engine or in
-        the inbox."""
+        """Adds up to `MAX_NEW_REQUESTS` waiting requests to the engine, and cancels requests, also
+        waiting ones."""
         with self.lock:
-            num_new = min(len(self.inbox), MAX_NEW)
+            num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
             cancelled = set(self.cancelled)
             self.cancelled.clear()
-            requests = [self.inbox.popleft() for _ in range(num_new)]
-            removed = [request for request in self.inbox if request.names[-1] in cancelled]
+            requests = [self.waiting.popleft() for _ in range(num_new)]
+            removed = [request for request in self.waiting if request.output_ids[-1] in cancelled]
             for request in removed:
-                self.inbox.remove(request)
-            self.changed.notify_all()  # the queue has room
+                self.waiting.remove(request)
+            self.changed.notify_all()  # wakes callers that wait to add requests
         for request in removed:
             self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
         for request in requests:
@@ -331,48 +350,50 @@ class ManagerThread:
                 self.engine.add_request(
                     request.prompt,
                     request.make_config(),
-                    request_id=request.names[-1],
+                    request_id=request.output_ids[-1],
                     seed=request.seed,
                     **request.options,
                 )
             except Exception as error:
                 self._deliver_all(request.fail(error))
-        for name in cancelled:
+        for request_id in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended
-                self.engine.cancel(name)
+                self.engine.cancel(request_id)
 
-    def _outputs(self, steps: list[RequestOutput]) -> list[GenerationOutput]:
-        """Converts the engine's outputs. A request whose output raises ends with that error."""
+    def _convert_outputs(self, engine_outputs: list[RequestOutput]) -> list[GenerationOutput]:
+        """Returns the engine's outputs in transformers' form. If converting one raises, its request
+        ends with that error."""
         outputs: list[GenerationOutput] = []
-        for step in steps:
-            request = self.pending.get(step.request_id)
+        for engine_output in engine_outputs:
+            request = self.pending.get(engine_output.request_id)
             if request is None:
                 continue
             try:
-                outputs += request.add(step)
+                outputs += request.add(engine_output)
             except Exception as error:
-                self.cancelled.append(step.request_id)
+                self.cancelled.append(engine_output.request_id)
                 outputs += request.fail(error)
         return outputs
 
-    def _fail_lost(self, error: Exception, frees: bool) -> None:
-        """Fails requests that the engine does not have and whose result it will not output.
-        `frees`: the engine could not end its own requests either; then fails all requests but those
-        in the inbox, and frees the engine."""
+    def _fail_lost_requests(self, error: Exception, should_free: bool) -> None:
+        """Fails the requests that the engine has lost: it neither has them nor will it output their
+        results. With `should_free`, because the engine could not end its requests either, fails all
+        but the waiting requests, and frees the engine."""
         core = self.engine._core
-        kept_ids = set[Hashable]()
-        if not frees:
+        surviving_ids = set[Hashable]()
+        if not should_free:
             with core.lock:
-                kept_ids = {*core.requests, *(output.request_id for output in core.pending_outputs)}
+                output_ids = (output.request_id for output in core.pending_outputs)
+                surviving_ids = {*core.requests, *output_ids}
         with self.lock:
-            kept_ids |= {request.names[-1] for request in self.inbox}
+            surviving_ids |= {request.output_ids[-1] for request in self.waiting}
             requests = dict.fromkeys(self.pending.values())
         for request in requests:
-            if request.names[-1] not in kept_ids:
-                if request.started < 0:  # distinguishes it from a refused request
+            if request.output_ids[-1] not in surviving_ids:
+                if request.started < 0:  # a request that never started looks like a refused one
                     request.started = time.perf_counter()
                 self._deliver_all(request.fail(error))
-        if not frees:
+        if not should_free:
             return
         try:
             self.engine.free()
@@ -380,47 +401,49 @@ class ManagerThread:
             message = Topic.CONTINUOUS_BATCHING("the engine raised while it was freed")
             logger.error(message, exc_info=free_error)
         with self.lock:
-            # a pause between steps, in case all of them raise
+            # so that steps that all raise do not occupy the processor
             self.changed.wait(POLL_SECONDS)
 
     def _deliver_all(self, outputs: list[GenerationOutput]) -> None:
+        """Delivers outputs; their requests are no longer pending after the last ones."""
         with self.lock:
             for output in outputs:
                 self.deliver(output)
                 if output.is_finished():
                     self.pending.pop(output.request_id, None)
 
-    def _end(self, token: object, error: BaseException | None) -> None:
+    def _end(self, run_id: object, error: BaseException | None) -> None:
+        """Ends unfinished requests with an error, and frees the engine or drops its requests."""
         with self.lock:
-            if self.start_token is not token:  # it began too late: all is another thread's
+            if self.run_id is not run_id:  # this thread began too late: another one has the state
                 return
-            self.is_flushing = self.is_stopping = True
+            self.is_draining = self.is_stopping = True
             self.fatal_error = error
-            self.inbox.clear()
+            self.waiting.clear()
             self.cancelled.clear()
-            cause: Exception = RuntimeError("the manager was stopped before its end")
+            request_error: Exception
+            request_error = RuntimeError("the manager was stopped before the request ended")
             if isinstance(error, Exception):
-                cause = error
+                request_error = error
             elif error is not None:
-                cause = RuntimeError(f"the engine's thread died: {error!r}")
+                request_error = RuntimeError(f"the engine's thread died: {error!r}")
             requests = list(dict.fromkeys(self.pending.values()))
             for request in requests:
-                self._deliver_all(request.fail(cause))
-            self.handlers.clear()  # the remaining ids have no request
+                self._deliver_all(request.fail(request_error))
+            self.handlers.clear()  # the remaining ones wait for requests that were never added
         try:
-            if error is None and self.keeps_memory:
+            if error is None and self.should_keep_memory:
                 for request in requests:
-                    with contextlib.suppress(ValueError):  # the engine does not have it
-                        self.engine.cancel(request.names[-1])
-                while (
-                    self.engine.has_unfinished
-                ):  # ends cancelled requests, and drops their outputs
+                    with contextlib.suppress(ValueError):  # the request was not added to the engine
+                        self.engine.cancel(request.output_ids[-1])
+                # a step ends the cancelled requests; their outputs are dropped
+                while self.engine.has_unfinished:
                     self.engine.step()
             else:
                 self.engine.free()
         finally:
             with self.lock:
-                if self.start_token is token:
+                if self.run_id is run_id:
                     self.is_paused, self.thread = False, None
                 self.changed.notify_all()
 
@@ -430,68 +453,71 @@ _running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stops all threads before the interpreter exits: a thread in a forward must not outlive it."""
+    """Stops all threads before the interpreter exits, since none may be in a forward then."""
     for thread in list(_running):
         if thread.is_alive:
             thread.stop(is_hard=True)
-            thread.join(EXIT_SECONDS)
+            thread.join(MAX_EXIT_SECONDS)
 
 
-class _Served:
-    """Training modes and attention names of a model, restored when its last manager ends."""
+class _ServedModel:
+    """The training modes and attention implementations of a model that is in `serving_mode`, as
+    they are to be restored."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.count = 0
-        self.training: list[torch.nn.Module] = []
-        self.attention: list[tuple[PreTrainedConfig, str]] = []
+        self.num_contexts = 0
+        self.training_modules: list[torch.nn.Module] = []
+        self.attention_names: list[tuple[PreTrainedConfig, str]] = []
         for module in model.modules():
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
                 name = compat.attention_of(config)
                 if isinstance(name, str) and name.startswith(NATIVE_ATTENTION):
-                    self.attention.append((config, name))
+                    self.attention_names.append((config, name))
 
     def evaluate(self, model: PreTrainedModel) -> None:
-        """Sets evaluation mode, and stores the modules that were in training mode."""
-        self.training = _training(model) or self.training
+        """Sets evaluation mode, and records the modules that were in training mode, if any."""
+        self.training_modules = _training_modules(model) or self.training_modules
         model.eval()
 
 
-def _training(model: PreTrainedModel) -> list[torch.nn.Module]:
+def _training_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if module.training]
 
 
-_served: weakref.WeakKeyDictionary[PreTrainedModel, _Served] = weakref.WeakKeyDictionary()
+_served_models: weakref.WeakKeyDictionary[PreTrainedModel, _ServedModel]
+_served_models = weakref.WeakKeyDictionary()
 _served_lock = forks.lock()
 
 
 @restoring
-def served(model: PreTrainedModel) -> Iterator[None]:
-    """A context that prepares a model as transformers' continuous batching does: it sets evaluation
+def serving_mode(model: PreTrainedModel) -> Iterator[None]:
+    """A context that prepares a model as transformers' continuous batching does: sets evaluation
     mode, and replaces attention implementations named `paged|...`, which only transformers' own
-    loop can call, by their base. The last context to exit restores both."""
+    loop can call, by the implementation after the prefix. If contexts overlap, the last one to exit
+    restores both."""
     device = compute_device(model)
-    entered = list[_Served]()
+    entered = list[_ServedModel]()  # empty if an error interrupts entering
     try:
         with _served_lock:
-            state = _served.setdefault(model, _Served(model))
-            state.count += 1
+            state = _served_models.setdefault(model, _ServedModel(model))
+            state.num_contexts += 1
             entered.append(state)
             state.evaluate(model)
-            for config, name in state.attention:
+            for config, name in state.attention_names:
                 compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION))
-        # the current device is a thread's own
+        # each thread has its own current device
         with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:
             for state in entered:
-                state.count -= 1
-                if not state.count:
-                    del _served[model]
-                    if not _training(model):
-                        # a training mode that a caller has set stays
-                        for module in state.training:
+                state.num_contexts -= 1
+                if not state.num_contexts:
+                    del _served_models[model]
+                    # a training mode that a caller has set meanwhile stays as it is
+                    if not _training_modules(model):
+                        for module in state.training_modules:
                             module.training = True
-                    for config, name in state.attention:
+                    for config, name in state.attention_names:
                         compat.set_attention(config, name)

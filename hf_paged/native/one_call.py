@@ -1,4 +1,4 @@
-"""Runs a batch of `generate_batch` as the rows of one `generate` call."""
+"""Computes a batch of sampled requests of `generate_batch` as the rows of one `generate` call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from ..batching.prompt_forms import prompt_ids
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
-from .manager_thread import served
-from .pending import output_names
+from .manager_thread import serving_mode
+from .pending import make_output_ids
 
 
-class Effective:
-    """The options of a generation config; for those that it leaves unset, the model's."""
+class EffectiveOptions:
+    """The options of a generation config as attributes. An option that it leaves unset has the
+    value of the model's config."""
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
         self._configs = config, model.generation_config
@@ -40,46 +41,49 @@ def sample_together(
     inputs: Sequence[Any],
     config: GenerationConfig,
     cb_config: ContinuousBatchingConfig,
-    paged: PagedConfig,
+    paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
-    """Runs the prompts as rows of one `generate` call, which draw from one random stream, so that a
-    seed gives plain's tokens. `None` if such a call cannot return everything that was requested."""
-    effective = Effective(model, config)
+    """Computes the prompts as rows of one `generate` call and returns the outputs by id. Rows draw
+    from one random stream, so that a seed gives the tokens of plain `generate`. Returns `None` if
+    such a call cannot return everything that was requested, or if a prompt is invalid."""
+    effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
         return None
-    if len(inputs) * num_sequences > paged.max_num_seqs or effective.max_new_tokens is None:
+    if len(inputs) * num_sequences > paged_config.max_num_seqs or effective.max_new_tokens is None:
         return None
-    try:  # if a prompt is invalid, the engine serves the others and reports its error
+    # if a prompt is invalid, the engine reports the error in its output and serves the others
+    try:
         prompts = [prompt_ids(prompt, None) for prompt in inputs]
-        size = num_embeddings(model)
+        vocab_size = num_embeddings(model)
     except ValueError:
         return None
-    if not all(prompt and min(prompt) >= 0 and max(prompt) < size for prompt in prompts):
+    if not all(prompt and min(prompt) >= 0 and max(prompt) < vocab_size for prompt in prompts):
         return None
     created = time.perf_counter()
     rows = [torch.tensor(prompt, device=compute_device(model)) for prompt in prompts]
     pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = pad(rows, padding_value=effective.pad_token_id or 0)
+    input_ids = pad(rows, padding_value=effective.pad_token_id or 0)
     config.cache_implementation = NAME
-    config.cache_config = paged.to_dict()
-    with served(model):
-        generated = model.generate(
-            input_ids=ids,
+    config.cache_config = paged_config.to_dict()
+    with serving_mode(model):
+        sequences = model.generate(
+            input_ids=input_ids,
             attention_mask=pad([torch.ones_like(row) for row in rows]),
             generation_config=config,
         )
-        answers = generated[:, ids.shape[1] :].tolist()
+        generated = sequences[:, input_ids.shape[1] :].tolist()
     ended = time.perf_counter()
     eos = effective.eos_token_id
-    ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
+    eos_ids = set(eos) if isinstance(eos, (list, tuple)) else {eos}
     outputs: dict[str, GenerationOutput] = {}
     for index, prompt in enumerate(prompts):
-        for name in output_names(f"req_{index}", num_sequences):
-            tokens = answers[len(outputs)]
-            lengths = (length for length, token in enumerate(tokens, 1) if token in ends)
-            outputs[name] = GenerationOutput(
-                name,
+        for output_id in make_output_ids(f"req_{index}", num_sequences):
+            tokens = generated[len(outputs)]
+            # without the padding after an end-of-sequence token
+            lengths = (length for length, token in enumerate(tokens, 1) if token in eos_ids)
+            outputs[output_id] = GenerationOutput(
+                output_id,
                 prompt,
                 tokens[: next(lengths, None)],
                 status=RequestStatus.FINISHED,

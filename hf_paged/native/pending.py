@@ -21,26 +21,26 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Pending:
-    """An unfinished request of a manager; `names` are the ids of its outputs, `names[-1]` is the
-    engine's id."""
+class PendingRequest:
+    """An unfinished request of a manager: its arguments for the engine, and its tokens so far. A
+    row is one of its sequences."""
 
-    names: list[str]
+    output_ids: list[str]  # by row; the last one is the request's id
     prompt: Any
-    # called in the engine's thread: its errors end this request
+    # called in the engine's thread, where an error ends only this request
     make_config: Callable[[], GenerationConfig]
     seed: int | None
     is_streaming: bool
-    records_times: bool
+    has_timestamps: bool
     tokenizer: Any  # for stop strings; the engine's if None
     options: Mapping[str, Any]  # further arguments of `PagedEngine.add_request`
-    # called in the engine's thread, before its last outputs
+    # called in the engine's thread, before the last outputs are delivered
     on_result: Callable[[RequestResult], None] | None
-    created: float = field(default_factory=time.perf_counter)
-    started: float = -1.0
+    created: float = field(default_factory=time.perf_counter)  # seconds, as `perf_counter` counts
+    started: float = -1.0  # in the same seconds; -1 before the first step
 
     def __post_init__(self) -> None:
-        # of the tokens generated so far, by row of the engine's request
+        # tokens so far, and the `time.perf_counter()` of each, by row of the engine's request
         self.tokens = defaultdict[int, list[int]](list)
         self.times = defaultdict[int, list[float]](list)
         try:
@@ -49,7 +49,7 @@ class Pending:
             self.prompt_ids = []
 
     def add(self, output: RequestOutput) -> list[GenerationOutput]:
-        """Records a step's output and returns the outputs to deliver."""
+        """Adds the engine's output of a step, and returns the outputs to deliver."""
         now = time.perf_counter()
         if self.started < 0:
             self.started = now
@@ -60,33 +60,35 @@ class Pending:
             return self.end(output.result)
         if not self.is_streaming:
             return []
-        rows = [row for row in range(len(self.names)) if self._row(row) in output.new_tokens]
-        return [self._output(row, RequestStatus.DECODING) for row in rows]
+        num_rows = len(self.output_ids)
+        rows = [row for row in range(num_rows) if self._engine_row(row) in output.new_tokens]
+        return [self._make_output(row, RequestStatus.DECODING) for row in rows]
 
     def fail(self, error: Exception) -> list[GenerationOutput]:
-        """Returns the last outputs, with the tokens so far."""
-        return self.end(RequestResult(self.names[-1], [], error=error))
+        """Ends the request with an error; returns its last outputs, with the tokens so far."""
+        return self.end(RequestResult(self.output_ids[-1], [], error=error))
 
     def end(self, result: RequestResult) -> list[GenerationOutput]:
-        """Returns the last outputs."""
+        """Ends the request with a result; calls `on_result` and returns its last outputs."""
         if self.on_result is not None:
             try:
                 self.on_result(result)
-            except Exception as caught:  # the outputs must still be delivered
-                logger.error(Topic.CONTINUOUS_BATCHING("`on_result` raised"), exc_info=caught)
+            except Exception as error:  # the outputs must still be delivered
+                logger.error(Topic.CONTINUOUS_BATCHING("`on_result` raised"), exc_info=error)
         now = time.perf_counter()
-        error = result.error
-        if error is None and result.finish_reason == "cancelled":
-            error = RuntimeError("the request was cancelled")
+        final_error = result.error
+        if final_error is None and result.finish_reason == "cancelled":
+            final_error = RuntimeError("the request was cancelled")
         if result.timings.queued is not None:
             self.started = self.created + result.timings.queued
-        status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+        status = RequestStatus.FINISHED if final_error is None else RequestStatus.FAILED
         outputs = []
-        for row in range(len(self.names)):
-            output = self._output(row, status)
-            output.error = None if error is None else str(error)
+        for row in range(len(self.output_ids)):
+            output = self._make_output(row, status)
+            output.error = None if final_error is None else str(final_error)
             output.lifespan = (self.started, now)
-            # an engine computes one row where all would be equal; only now are beams' tokens final
+            # the result's tokens, since beams may end with other tokens than those so far; the
+            # result has one sequence if all rows would be equal
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)
@@ -94,25 +96,25 @@ class Pending:
             outputs.append(output)
         return outputs
 
-    def _row(self, row: int) -> int:
-        """The row of the engine's request, which has only row 0 where all rows would be equal
-        (greedy search)."""
+    def _engine_row(self, row: int) -> int:
+        """Returns the row of the engine's request for a row of this one. The engine has only row 0
+        if all rows would be equal (greedy search)."""
         return row if row in self.tokens else 0
 
-    def _output(self, row: int, status: RequestStatus) -> GenerationOutput:
-        engine_row = self._row(row)
+    def _make_output(self, row: int, status: RequestStatus) -> GenerationOutput:
+        engine_row = self._engine_row(row)
         return GenerationOutput(
-            self.names[row],
+            self.output_ids[row],
             prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens[engine_row]),
             status=status,
             created_time=self.created,
             lifespan=(self.started, -1),
-            timestamps=list(self.times[engine_row]) if self.records_times else None,
+            timestamps=list(self.times[engine_row]) if self.has_timestamps else None,
         )
 
 
-def output_names(request_id: str, num_sequences: int) -> list[str]:
-    """The ids of a request's outputs, by row."""
-    further = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
-    return [*further, request_id]
+def make_output_ids(request_id: str, num_sequences: int) -> list[str]:
+    """Returns the ids of a request's outputs by row, the request's id last."""
+    child_ids = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
+    return [*child_ids, request_id]

@@ -17,7 +17,14 @@ from torch.overrides import TorchFunctionMode
 from ..compiled import is_compiled
 from ..kernels import cpp
 from ..kernels.cpp.build import batch_invariant, observer
-from ..kernels.cpp.linear import HALVES, MIN_WIDENED_ROWS, is_native, linear, max_rows, widened
+from ..kernels.cpp.linear import (
+    HALVES,
+    MIN_FLOAT32_ROWS,
+    is_native,
+    linear,
+    linear_float32,
+    max_rows,
+)
 
 UNLIMITED_ROWS = 1 << 60
 
@@ -92,8 +99,8 @@ class KernelProducts(RowProducts):
             return None
         if not _is_plain_call():
             return None
-        has_many_rows = x.numel() >= MIN_WIDENED_ROWS * depth
-        return widened if has_many_rows and row_limit == UNLIMITED_ROWS else linear
+        has_many_rows = x.numel() >= MIN_FLOAT32_ROWS * depth
+        return linear_float32 if has_many_rows and row_limit == UNLIMITED_ROWS else linear
 
 
 def _torch_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

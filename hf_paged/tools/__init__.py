@@ -1,6 +1,6 @@
-"""Tools beside generation: pictures of the memory and of requests (the core calls the functions
-below), the memory that a model would need, metrics, `transformers serve`. For serving, it imports
-the rooms `native` and `grammar`."""
+"""Tools beside generation: pictures of the memory and of requests, which the core draws with the
+functions below; the inspection of models without their weights; metrics; `transformers serve`, for
+which this room imports the rooms `native` and `grammar`."""
 
 from .pictures import cache_html as cache_html
 from .pictures import engine_html as engine_html

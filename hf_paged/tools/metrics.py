@@ -1,4 +1,5 @@
-"""Prometheus metrics of engines, read from `PagedEngine.stats()` on each scrape. Extra: `serve`."""
+"""Prometheus metrics of engines, which each scrape reads from `PagedEngine.stats()`. Needs the
+extra `serve`."""
 
 from __future__ import annotations
 
@@ -18,22 +19,25 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-# Names follow vLLM (`vllm:num_requests_running`) where it has the metric, with our prefix and
-# Prometheus' conventions: base units, and no colon, which is reserved for recording rules.
-# prometheus_client appends `_total` to counters.
+# Metrics that vLLM has, too, are named alike (`vllm:num_requests_running`), but with the prefix
+# `hf_paged_` and by Prometheus' conventions: base units, and no colon, which is reserved for
+# recording rules. prometheus_client appends `_total` to the names of counters.
 METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     prometheus.GaugeMetricFamily: {
         "kv_cache_max_blocks": ("Maximum number of blocks, if limited.", "num_blocks"),
         "num_requests_running": ("Requests in the batch.", "num_running"),
         "num_requests_waiting": (
-            "Requests that wait for blocks or for a place in the batch.",
+            "Requests that wait for blocks or for other requests to leave the batch.",
             "num_waiting",
         ),
         "kv_cache_bytes": (
             "Bytes of the blocks that sequences hold, over all layers.",
             "used_bytes",
         ),
-        "kv_cache_peak_bytes": ("The maximum of these bytes so far.", "peak_bytes"),
+        "kv_cache_peak_bytes": (
+            "The most bytes of blocks that sequences held at a time so far.",
+            "peak_bytes",
+        ),
         "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", "tier_host_bytes"),
         "tier_disk_bytes": ("Bytes of the files that hold prefix blocks.", "tier_disk_bytes"),
     },
@@ -47,37 +51,37 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
         ),
         "preemptions": ("Preempted requests.", "num_preemptions"),
         "swaps": ("Preempted requests whose blocks were copied to host memory.", "num_swaps"),
-        "tier_kept_blocks": ("Evicted prefix blocks that a tier has kept.", "tier_kept_blocks"),
+        "tier_kept_blocks": ("Evicted prefix blocks stored in a tier.", "tier_kept_blocks"),
         "tier_restored_blocks": ("Prefix blocks restored from a tier.", "tier_restored_blocks"),
-        "steps": ("Forwards of the batch.", "num_steps"),
+        "steps": ("Steps of the engine.", "num_steps"),
         "captured_steps": ("Forwards that replayed a recorded step.", "num_captured_steps"),
-        "drafts": ("Verified drafts, one per row and step.", "num_drafts"),
-        "draft_tokens": ("Draft tokens that forwards verified.", "num_draft_tokens"),
-        "accepted_tokens": ("Draft tokens that were accepted.", "num_accepted_tokens"),
+        "drafts": ("Drafts verified, at most one per row and step.", "num_drafts"),
+        "draft_tokens": ("Draft tokens verified.", "num_draft_tokens"),
+        "accepted_tokens": ("Draft tokens accepted.", "num_accepted_tokens"),
         "step_seconds": ("Time spent in steps.", "seconds"),
     },
     prometheus.HistogramMetricFamily: {
         "time_to_first_token_seconds": (
-            "From a request's arrival to its first new token, of requests that ended.",
+            "Time from a request's arrival to its first new token, of requests that ended.",
             "first_token_seconds",
         ),
         "time_per_output_token_seconds": (
-            "A request's average time for a token after the first, of requests that ended.",
+            "A request's average time per token after the first, of requests that ended.",
             "output_token_seconds",
         ),
     },
 }
-"""By kind and name: the help text of a metric, and the field of `EngineStats` with its value. A
-limit that is not set (`None`) has no value."""
+"""The help text of each metric, and the field of `EngineStats` that has its value, by kind and
+name. A limit that is unset (`None`) has no value."""
 
 
 class EngineCollector(Collector):
-    """Collects metrics of engines for a Prometheus registry. It is stateless: each scrape reads
+    """Collects the metrics of engines for a Prometheus registry. Each scrape reads
     `PagedEngine.stats()`, which waits for the step in progress.
 
     Args:
         engines ([`PagedEngine`], `dict[str, PagedEngine]`, or a function that returns such a dict):
-            The engines, by the value of the label `model_name`; for a single engine
+            The engines, by the value of the label `model_name`. The label of a single engine is
             `model.name_or_path`, or the name of the model's class.
 
     Raises:
@@ -101,19 +105,19 @@ class EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterable[prometheus.Metric]:
-        """All metrics without values, from which a registry detects duplicate names."""
+        """Yields all metrics without values. A registry detects duplicate names by them."""
         return self._metrics({})
 
     def collect(self) -> Iterator[prometheus.Metric]:
-        """All metrics, with a value for each engine."""
+        """Yields all metrics with a value for each engine."""
         engines = self._engines() if callable(self._engines) else self._engines
         return self._metrics({name: engine.stats() for name, engine in engines.items()})
 
     def _metrics(self, stats_by_model: Mapping[str, EngineStats]) -> Iterator[prometheus.Metric]:
-        def family(kind: Any, name: str, text: str, *labels: str) -> Any:
+        def make_family(kind: Any, name: str, text: str, *labels: str) -> Any:
             return kind(f"hf_paged_{name}", text, labels=["model_name", *labels])
 
-        blocks = family(
+        blocks = make_family(
             prometheus.GaugeMetricFamily,
             "kv_cache_blocks",
             "Blocks in use, by use.",
@@ -126,18 +130,18 @@ class EngineCollector(Collector):
         yield blocks
         for kind, metrics in METRICS.items():
             for name, (text, field) in metrics.items():
-                metric = family(kind, name, text)
+                metric = make_family(kind, name, text)
                 for model, stats in stats_by_model.items():
                     value = getattr(stats, field)
                     if isinstance(value, Histogram):
-                        metric.add_metric([model], buckets(value), value.total)
+                        metric.add_metric([model], cumulative_buckets(value), value.total)
                     elif value is not None:
                         metric.add_metric([model], value)
                 yield metric
 
 
-def buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """Cumulative counts: for each upper bound, and `+Inf`, the number of values up to it."""
-    names = [*map(str, histogram.bounds), "+Inf"]
-    counts = histogram.counts or [0] * len(names)
-    return list(zip(names, accumulate(counts)))
+def cumulative_buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """Returns each upper bound, at last `"+Inf"`, with the number of values up to it."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    counts = histogram.counts or [0] * len(bounds)
+    return list(zip(bounds, accumulate(counts)))

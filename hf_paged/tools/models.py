@@ -1,5 +1,6 @@
-"""Inspects a model without its weights: its class, its layer groups, the route of a call and the
-kernels. The engine's own checks choose the route, in a short call."""
+"""Inspects a model without its weights: finds its class, its layer groups, the route of a call and
+the kernels. For the route, makes a short call with random weights, whose route the engine's checks
+choose."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from ..model.registry import Route, last_route
 from ..model.trial import first_line
 from ..step import StepMetadata
 
-MAX_RUN_BYTES = 4 << 30  # largest model that runs on the CPU to find shapes
-MAX_CHECK_BYTES = 2 << 30  # largest weights of the model that `find_route` runs
-_LENGTH, _CHUNK = 4, 64  # tokens of the forward that finds shapes, and of a prefill chunk
+MAX_RUN_BYTES = 4 << 30  # of the weights of a model that runs on the CPU to find shapes
+MAX_CHECK_BYTES = 2 << 30  # of the weights of a model that `find_route` runs
+_NUM_TOKENS, _CHUNK_TOKENS = 4, 64  # of short forwards; of a prefill chunk
 _DECODERS = (
     "CAUSAL_LM",
     "IMAGE_TEXT_TO_TEXT",
@@ -47,9 +48,9 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """The configuration and the generative class for `name`: a folder with a `config.json`, the
-    path of such a file, a Hub model that is already cached, a model type, or a class of
-    transformers. Raises `ValueError` for other names."""
+    """Returns the configuration and the generative class for `name`: a folder with a `config.json`,
+    the path of such a file, a model type, a class of transformers, or a Hub model that is already
+    cached. Raises `ValueError` for other names."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -61,34 +62,34 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             raise ValueError(
                 f"{file} is no configuration that this transformers can read: {first_line(error)}"
             ) from error
-        return _with_class(config)
+        return _find_class(config)
     cls: Any = getattr(transformers, name, None)
     if name in CONFIG_MAPPING:
         cls = CONFIG_MAPPING[name]
-    if _is_a(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
-        return _with_class(cls())
-    if _is_a(cls, PreTrainedModel) and cls.config_class is not None:
+    if _is_subclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
+        return _find_class(cls())
+    if _is_subclass(cls, PreTrainedModel) and cls.config_class is not None:
         config = cls.config_class()
         if not cls.can_generate():
-            _, generative = _with_class(config)
+            _, generative = _find_class(config)
             raise ValueError(f"{name} does not generate: use {generative.__name__}")
         return config, cls
     with contextlib.suppress(OSError, ValueError):  # not cached on this machine
         config = AutoConfig.from_pretrained(name, local_files_only=True)
-        return _with_class(config)
+        return _find_class(config)
     names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
-    close = ", ".join(difflib.get_close_matches(name, names, n=5))
+    similar_names = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
         f"{name!r} is no path here, no model type and no class of transformers"
-        f" {transformers.__version__}. Close to it: {close or 'nothing'}. Give a folder with a"
-        " config.json, such a file, one of the model types such as llama, or a class such as"
-        " Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
+        f" {transformers.__version__}. Similar names: {similar_names or 'none'}. Pass a folder with"
+        " a config.json, such a file, a model type such as llama, or a class such as Qwen2Config or"
+        " LlamaForCausalLM. Nothing is downloaded."
     )
 
 
 def saved_generation_config(name: str) -> GenerationConfig | None:
-    """The generation config beside the configuration of `name`, as in [`find_model`]; `None` if
-    there is none."""
+    """Returns the generation config that is saved beside the configuration of `name` (see
+    [`find_model`]), or `None`."""
     path = Path(name)
     folder = str(path.parent if path.is_file() else path)
     with contextlib.suppress(OSError, ValueError):  # missing, or not cached on this machine
@@ -96,37 +97,39 @@ def saved_generation_config(name: str) -> GenerationConfig | None:
     return None
 
 
-def _with_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+def _find_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Returns the configuration and its first class that generates: of its `architectures`, else of
+    transformers' mappings. Raises `ValueError` if there is none."""
     candidates: list[Any] = [
         getattr(transformers, name, None) for name in config.architectures or ()
     ]
-    kinds = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
-    for kind in kinds:
-        mapping = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING")
+    tasks = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    for task in tasks:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")
         classes = mapping.get(type(config), ())
         if not isinstance(classes, tuple):
             classes = (classes,)
         candidates += classes
     for cls in candidates:
-        if _is_a(cls, PreTrainedModel) and cls.can_generate():
+        if _is_subclass(cls, PreTrainedModel) and cls.can_generate():
             return config, cls
-    raise ValueError(f"{type(config).__name__}: transformers has no class for it that generates")
+    raise ValueError(f"transformers has no class for {type(config).__name__} that generates")
 
 
-def _is_a(value: Any, base: type) -> bool:
+def _is_subclass(value: Any, base: type) -> bool:
     return isinstance(value, type) and issubclass(value, base)
 
 
-def build(
+def build_model(
     config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
-    """Builds the model in eval mode with fixed random weights. Raises `ValueError` if its
-    configuration is unusable."""
+    """Builds a model with random weights, the same in each call, in evaluation mode. Raises
+    `ValueError` if its configuration is unusable."""
     try:
         with torch.random.fork_rng([]), torch.device(device):
             torch.manual_seed(0)
-            copied = copy.deepcopy(config)
-            model: PreTrainedModel = compat.from_config(cls, copied, dtype=dtype)
+            config_copy = copy.deepcopy(config)
+            model: PreTrainedModel = compat.from_config(cls, config_copy, dtype=dtype)
     except Exception as error:  # inconsistent configurations raise errors of any type
         raise ValueError(
             f"{cls.__name__} cannot be built from its configuration: {first_line(error)}"
@@ -134,31 +137,31 @@ def build(
     return model.eval()
 
 
-def measure(
+def measure_blocks(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """For each layer group of a model on the meta device, one block of every layer, with
-    `block_size(spec)` tokens and the shapes that a forward caches. Also the number of layers
-    without K/V blocks, by class. Raises `ValueError` if the forward fails."""
-    groups: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
-    others: Counter[str] = Counter()
+    """Returns one block of each layer, by layer group, of a model on the meta device: blocks of
+    `block_size(spec)` tokens, with the shapes that a forward caches. Also returns the number of
+    layers without K/V blocks, by class. Raises `ValueError` if the forward fails."""
+    blocks_by_group: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
+    other_layers: Counter[str] = Counter()
     for kind, cache in _forward_caches(model).items():
         for layer in cache.layers:
             spec = spec_of(layer, kind)
             if spec is None:
-                others[type(layer).__name__] += 1
+                other_layers[type(layer).__name__] += 1
             elif layer.keys is not None:
                 keys = layer.keys.to("meta")
                 values = layer.values.to("meta")
                 size = block_size(spec)
                 block = KVBlocks.allocate(1, size, keys, values, kv_dtype=kv_dtype)
-                groups[spec].append(block)
-    return groups, dict(others)
+                blocks_by_group[spec].append(block)
+    return blocks_by_group, dict(other_layers)
 
 
 def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
-    """Whether these layers store the latents of multi-head latent attention as keys and the rotary
-    keys as values."""
+    """Whether the layers of `blocks` store the latents of multi-head latent attention as keys, and
+    the rotary keys as values."""
     has_latents = any(
         "expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()
     )
@@ -169,134 +172,139 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
 
 
 def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
-    """The caches, by kind, after a forward on the meta device or, if the forward needs values,
-    after one with random weights on the CPU."""
+    """Returns the caches after a forward, by kind (`"self"` or `"cross"`): a forward on the meta
+    device or, if that fails because it needs values, with random weights on the CPU. Raises
+    `ValueError` if both fail."""
     devices = ["meta"]
     if model.get_memory_footprint() <= MAX_RUN_BYTES:
         devices.append("cpu")
     for device in devices:
         try:
-            new_model = build(model.config, type(model), model.dtype, device)
-            return _run(new_model)
+            new_model = build_model(model.config, type(model), model.dtype, device)
+            return _run_forward(new_model)
         except Exception as error:  # the forward needs values, or the configuration is inconsistent
-            failure = error
+            last_error = error
     raise ValueError(
-        f"the shapes of {type(model).__name__}'s keys and values are not known, since its forward"
-        f" fails with this configuration: {first_line(failure)}"
-    ) from failure
+        f"the shapes of {type(model).__name__}'s keys and values are unknown, since its forward"
+        f" fails with this configuration: {first_line(last_error)}"
+    ) from last_error
 
 
-def _run(model: PreTrainedModel) -> dict[str, DynamicCache]:
-    text = model.config.get_text_config(decoder=True)
-    # some models search the ids for the padding token, which fails on "meta"
-    model.config.pad_token_id = text.pad_token_id = None
-    caches = {"self": DynamicCache(config=text)}
+def _run_forward(model: PreTrainedModel) -> dict[str, DynamicCache]:
+    text_config = model.config.get_text_config(decoder=True)
+    # some models search the ids for the padding token, which fails on the meta device
+    model.config.pad_token_id = text_config.pad_token_id = None
+    caches = {"self": DynamicCache(config=text_config)}
     cache: DynamicCache | EncoderDecoderCache = caches["self"]
-    ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=model.device)
-    inputs: dict[str, object] = {"input_ids": ids}
+    input_ids = torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=model.device)
+    inputs: dict[str, object] = {"input_ids": input_ids}
     if model.config.is_encoder_decoder:
-        caches["cross"] = DynamicCache(config=text)
+        caches["cross"] = DynamicCache(config=text_config)
         cache = EncoderDecoderCache(*caches.values())
-        inputs = {"decoder_input_ids": ids, "encoder_outputs": _encoded(model)}
-    model.set_experts_implementation("batched_mm")  # need not count the tokens of an expert
+        inputs = {"decoder_input_ids": input_ids, "encoder_outputs": _make_encoder_output(model)}
+    # the other implementations count the tokens of each expert, which needs values
+    model.set_experts_implementation("batched_mm")
     with torch.no_grad():
         model(**inputs, **{compat.cache_name(model): cache}, use_cache=True)
     return caches
 
 
-def _encoded(model: PreTrainedModel) -> BaseModelOutput:
-    """An encoder output for a short input, filled with zeros."""
+def _make_encoder_output(model: PreTrainedModel) -> BaseModelOutput:
+    """Returns an encoder output for a short input, filled with zeros."""
     width = getattr(model.config, "d_model", None) or model.config.hidden_size
-    states = torch.zeros(1, _LENGTH, width, dtype=model.dtype, device=model.device)
+    states = torch.zeros(1, _NUM_TOKENS, width, dtype=model.dtype, device=model.device)
     return BaseModelOutput(states)
 
 
-def kernels(
-    first: KVBlocks, window: int | None, is_latent: bool, device: torch.device
+def find_kernels(
+    meta_blocks: KVBlocks, window: int | None, is_latent: bool, device: torch.device
 ) -> dict[str, str]:
-    """The backends that `backends.select` chooses on `device` for blocks like `first`, by kind of
-    step."""
-    data = [torch.empty_like(part, device=device) for part in first.data]
-    blocks = first.like(data)
-    block_size = first.keys.shape[2]
-    if is_latent:  # as `LatentTensor.absorb` returns them
+    """Returns the names of the attention backends that `backends.select` chooses on `device` for
+    blocks like `meta_blocks`, for a decode and a prefill chunk."""
+    data = [torch.empty_like(tensor, device=device) for tensor in meta_blocks.data]
+    blocks = meta_blocks.like(data)
+    block_size = meta_blocks.keys.shape[2]
+    if is_latent:  # attention reads the latents, as `LatentTensor.absorb` returns them
         blocks = blocks.latents
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    heads_and_width = blocks.keys.shape[1::2]
-    names = {}
-    for step_name, length in (("decode", 1), ("prefill chunk", _CHUNK)):
+    heads_and_dim = blocks.keys.shape[1::2]
+    backend_names = {}
+    for step_name, num_tokens in (("decode", 1), ("prefill chunk", _CHUNK_TOKENS)):
         step = StepMetadata.rectangle(
-            tables, (length,), block_size, query_len=length, window=window
+            tables, (num_tokens,), block_size, query_len=num_tokens, window=window
         )
-        query = torch.zeros(length, *heads_and_width, dtype=first.dtypes[0], device=device)
+        dtype = meta_blocks.dtypes[0]
+        query = torch.zeros(num_tokens, *heads_and_dim, dtype=dtype, device=device)
         with torch.no_grad():
             call = AttentionCall(query, blocks, step, scale=1.0)
-            chosen = backends.select(call)
-        names[step_name] = next(
-            name for name, backend in backends.BACKENDS.items() if backend is chosen
+            selected = backends.select(call)
+        backend_names[step_name] = next(
+            name for name, backend in backends.BACKENDS.items() if backend is selected
         )
-    return names
+    return backend_names
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """The route of a model on the meta device, from a short `generate` call on the CPU with random
-    weights and, if necessary, fewer layers. Its `road` is `"undecided"` if the model is still too
-    large or the call fails."""
+    """Returns the route of a model on the meta device: that of a short `generate` call on the CPU
+    with random weights and, if the model is large, fewer layers. The route's `road` is
+    `"undecided"` if the model is still too large, or if the call fails."""
     can_switch = bool(switchable_configs(model.modules()))
     in_place = can_switch and foreign_attention(model.modules()) is None
     reason = (
-        "the first call compares a few forwards and decides, which was not done here: the model is"
-        " large"
+        "the first call decides, by a few forwards that it compares; none was made here, since the"
+        " model is large"
     )
-    for cut in ("", " and fewer layers"):
+    for addition in ("", " and fewer layers"):
         try:
-            config = _cut(model.config) if cut else model.config
-            empty = build(config, type(model), torch.float32, "meta")
-            if empty.get_memory_footprint() > MAX_CHECK_BYTES:
+            config = _shrink_config(model.config) if addition else model.config
+            meta_model = build_model(config, type(model), torch.float32, "meta")
+            if meta_model.get_memory_footprint() > MAX_CHECK_BYTES:
                 continue
-            small = build(config, type(model), torch.float32, "cpu")
-            small.generation_config.use_cache = model.generation_config.use_cache
-            ids = torch.ones(1, _LENGTH, dtype=torch.long)
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            cpu_model = build_model(config, type(model), torch.float32, "cpu")
+            cpu_model.generation_config.use_cache = model.generation_config.use_cache
+            input_ids = torch.ones(1, _NUM_TOKENS, dtype=torch.long)
+            inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             if config.is_encoder_decoder:
-                inputs = {"encoder_outputs": _encoded(small)}
+                inputs = {"encoder_outputs": _make_encoder_output(cpu_model)}
             GenerationMixin.generate(
-                small,
+                cpu_model,
                 **inputs,
                 cache_implementation="paged",
                 max_new_tokens=3,
                 min_new_tokens=3,
                 do_sample=False,
             )
-            route = last_route(small)
+            route = last_route(cpu_model)
             if route is not None:
-                reason = f"{route.reason} (of a call on random weights{cut})"
+                reason = f"{route.reason} (of a call on random weights{addition})"
                 return replace(route, reason=reason)
-        except Exception as error:  # some configurations cannot be cut, or need other inputs
+        except Exception as error:  # some configurations cannot have fewer layers, or need inputs
             reason = f"a short call fails: {first_line(error)}"
     return Route("undecided", reason, in_place)
 
 
-def _cut(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy with the fewest layers that include each kind, and with smaller sizes where these do
-    not change keys and values."""
+def _shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy with the fewest leading layers that include each kind of layer, and with
+    smaller sizes where these do not change keys and values."""
     config = copy.deepcopy(config)
-    text: Any = config.get_text_config(decoder=True)
+    text_config: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():
-        is_other = isinstance(part, PreTrainedConfig) and part is not text
-        if is_other and hasattr(part, "num_hidden_layers"):
+        is_other_config = isinstance(part, PreTrainedConfig) and part is not text_config
+        if is_other_config and hasattr(part, "num_hidden_layers"):
             part.num_hidden_layers = 1
-    layers = DynamicCache(config=text).layers
+    layers = DynamicCache(config=text_config).layers
     kinds = [(type(layer), spec_of(layer, "self")) for layer in layers]
-    num_layers = text.num_hidden_layers
-    count = 1 + max(map(kinds.index, kinds))
-    count = min(max(2, count), num_layers)
-    text.num_hidden_layers = count
-    limits = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
-    for name, value in vars(text).items():
-        limit = limits["vocab_size"] - 1 if name.endswith("token_id") else limits.get(name)
-        if isinstance(value, list) and len(value) == num_layers:
-            setattr(text, name, value[:count])
-        elif isinstance(value, int) and limit is not None:
-            setattr(text, name, min(value, limit))
+    former_num_layers = text_config.num_hidden_layers
+    num_layers = 1 + max(map(kinds.index, kinds))
+    num_layers = min(max(2, num_layers), former_num_layers)
+    text_config.num_hidden_layers = num_layers
+    max_sizes = {"intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 4096}
+    for name, value in vars(text_config).items():
+        max_value = max_sizes.get(name)
+        if name.endswith("token_id"):
+            max_value = max_sizes["vocab_size"] - 1
+        if isinstance(value, list) and len(value) == former_num_layers:
+            setattr(text_config, name, value[:num_layers])
+        elif isinstance(value, int) and max_value is not None:
+            setattr(text_config, name, min(value, max_value))
     return config

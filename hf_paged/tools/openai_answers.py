@@ -1,5 +1,5 @@
-"""Joins the app's answers, each with one choice, into one answer in OpenAI's form; adds
-log-probabilities. It generates nothing."""
+"""Joins the app's answers, each with one choice, into one answer in OpenAI's form, and adds
+log-probabilities to it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 
 from ..batching.results import SequenceResult
 
-# JSON has no minus infinity; OpenAI sends this number for very unlikely tokens
+# stands for minus infinity, which JSON lacks; OpenAI sends it for very unlikely tokens
 MIN_LOGPROB = -9999.0
 
-Report = Callable[[int], dict[str, Any] | None]
-"""Returns the `logprobs` of a choice that has ended; `None` if they were not requested."""
+MakeLogprobs = Callable[[int], dict[str, Any] | None]
+"""Returns the `logprobs` of a choice that has ended, by its index; `None` if they were not
+requested."""
 
 
 def chat_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Log-probabilities of a choice's tokens under the model, in the form of
+    """Returns the log-probabilities of a choice's tokens under the model, in the form of
     /v1/chat/completions."""
     content = [
-        {**_entry(*token), "top_logprobs": [_entry(*other) for other in alternatives]}
-        for token, alternatives in _tokens(tokenizer, sequence)
+        {**_entry(*token), "top_logprobs": [_entry(*alternative) for alternative in alternatives]}
+        for token, alternatives in _token_logprobs(tokenizer, sequence)
     ]
     return {"content": content, "refusal": None}
 
@@ -33,8 +34,8 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Log-probabilities of a choice's tokens under the model, in the form of /v1/completions. The
-    alternatives include the token itself."""
+    """Returns the log-probabilities of a choice's tokens under the model, in the form of
+    /v1/completions, where a token is also among its `top_logprobs`."""
     columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -42,7 +43,7 @@ def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, A
         "text_offset": [],
     }
     offset = 0
-    for (text, logprob), alternatives in _tokens(tokenizer, sequence):
+    for (text, logprob), alternatives in _token_logprobs(tokenizer, sequence):
         columns["tokens"].append(text)
         columns["token_logprobs"].append(logprob)
         columns["top_logprobs"].append({**dict(alternatives), text: logprob})
@@ -51,86 +52,87 @@ def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, A
     return columns
 
 
-def _tokens(
+def _token_logprobs(
     tokenizer: Any, sequence: SequenceResult
 ) -> Iterator[tuple[tuple[str, float], list[tuple[str, float]]]]:
-    """Yields the text and the log-probability of each new token under the model, and those of its
-    alternatives."""
+    """Yields the text and the log-probability of each new token under the model, and a list of
+    those of its alternatives."""
 
-    def entry(token: int, logprob: float, _: float) -> tuple[str, float]:
+    def to_text(token: int, logprob: float, _: float) -> tuple[str, float]:
         return str(tokenizer.decode([token])), max(logprob, MIN_LOGPROB)
 
     logprobs = sequence.logprobs or []
-    tops = sequence.top_logprobs or [[] for _ in logprobs]
-    for token, pair, top in zip(sequence.token_ids, logprobs, tops):
-        yield entry(token, *pair), [entry(*other) for other in top]
+    top_logprobs = sequence.top_logprobs or [[] for _ in logprobs]
+    for token, token_logprobs, alternatives in zip(sequence.token_ids, logprobs, top_logprobs):
+        yield to_text(token, *token_logprobs), [to_text(*item) for item in alternatives]
 
 
-def join_answers(answers: Sequence[dict[str, Any]], report: Report) -> dict[str, Any]:
-    """Joins answers with one choice each into one answer; adds up their usage, in which the prompt
-    counts once."""
-    first = answers[0]
-    first["choices"] = [choice for answer in answers for choice in answer["choices"]]
-    for index, choice in enumerate(first["choices"]):
-        choice["index"], choice["logprobs"] = index, report(index)
-    first["usage"] = _total([answer["usage"] for answer in answers])
-    return first
+def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
+    """Joins answers with one choice each into the first one and returns it, with the
+    log-probabilities and the usage of all choices."""
+    joined = answers[0]
+    joined["choices"] = [choice for answer in answers for choice in answer["choices"]]
+    for index, choice in enumerate(joined["choices"]):
+        choice["index"] = index
+        choice["logprobs"] = make_logprobs(index)
+    joined["usage"] = _total_usage([answer["usage"] for answer in answers])
+    return joined
 
 
-def _total(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The usage of all choices, which share one prompt."""
-    usage = dict(usages[0])
-    for other in usages[1:]:
+def _total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the usage of all choices together. They share a prompt, which counts once."""
+    total = dict(usages[0])
+    for usage in usages[1:]:
         for name in ("completion_tokens", "total_tokens"):
-            usage[name] += other["completion_tokens"]
-    return usage
+            total[name] += usage["completion_tokens"]
+    return total
 
 
 async def join_streams(
-    streams: Sequence[AsyncIterable[Any]], report: Report, includes_usage: bool
+    streams: Sequence[AsyncIterable[Any]], make_logprobs: MakeLogprobs, should_send_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """Joins the server-sent events of streams with one choice each. The last choice's last event
-    has the usage of all choices; with `includes_usage`, a separate event without choices has it, as
-    OpenAI sends it. A choice's last event has its log-probabilities. Closing the generator closes
-    the streams."""
+    """Yields the server-sent events of streams with one choice each, joined into one stream. The
+    last event of a choice has its log-probabilities. The last event of the last choice has the
+    usage of all choices; with `should_send_usage`, a further event without choices has it instead,
+    as in OpenAI's streams. Closing the generator closes the streams."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []
-    last = dict[str, Any]()
+    last_chunk = dict[str, Any]()
     async with contextlib.aclosing(_events(streams)) as events:
         async for index, event in events:
             try:
                 chunk = json.loads(event.removeprefix("data: "))
-            except ValueError:  # an error, whose quotes the app does not escape
+            except ValueError:  # an error, in which the app does not escape quotes
                 yield f"{event}\n\n"
                 continue
             for choice in chunk.get("choices", ()):
                 choice["index"] = index
                 if choice.get("finish_reason") is not None:
                     num_open -= 1
-                    choice["logprobs"] = report(index)
+                    choice["logprobs"] = make_logprobs(index)
             usage = chunk.pop("usage", None)
             if usage is not None:
                 usages.append(usage)
-                if not num_open and not includes_usage:
-                    chunk["usage"] = _total(usages)
-            last = chunk
+                if not num_open and not should_send_usage:
+                    chunk["usage"] = _total_usage(usages)
+            last_chunk = chunk
             yield f"data: {json.dumps(chunk)}\n\n"
-    if includes_usage and usages:
-        last = {**last, "choices": [], "usage": _total(usages)}
-        yield f"data: {json.dumps(last)}\n\n"
+    if should_send_usage and usages:
+        usage_chunk = {**last_chunk, "choices": [], "usage": _total_usage(usages)}
+        yield f"data: {json.dumps(usage_chunk)}\n\n"
 
 
 async def _events(streams: Sequence[AsyncIterable[Any]]) -> AsyncGenerator[tuple[int, str], None]:
-    """Yields the events of all streams as they come, with the index of their stream."""
+    """Yields the events of all streams as they come, each with the index of its stream."""
     queue: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncIterable[Any]) -> None:
         try:
-            async for part in stream:
-                for event in filter(None, part.split("\n\n")):
+            async for text in stream:
+                for event in filter(None, text.split("\n\n")):
                     queue.put_nowait((index, event))
         finally:
-            queue.put_nowait((index, None))
+            queue.put_nowait((index, None))  # marks the end of the stream
 
     readers = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]
     num_open = len(readers)

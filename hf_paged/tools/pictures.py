@@ -1,5 +1,5 @@
-"""Plots and HTML of blocks, of requests over steps and of figures. They take plain data, and import
-matplotlib on first use."""
+"""Plots and HTML: of blocks, of requests over steps, and of figures. The functions take plain data,
+and import matplotlib on first use."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
     from ..cache.paged_cache import PagedCache
 
 TITLE = "Memory for keys and values"
-WIDTH, DPI = 8.0, 100  # inches; 800 pixels
-# cells of all groups of a picture together; in larger pools a cell stands for several blocks
+WIDTH, DPI = 8.0, 100  # inches; dots per inch
+# cells of all groups of a plot together; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
-# numbers of columns, and the maximum number of cells up to which each but the last is used
 _NUM_COLUMNS = (32, 64, 128)
-_CELLS_IN_COLUMNS = (512, 2048)
-_NUMBERED_COLUMNS = 32  # with more columns, the number of holders does not fit into a cell
-_HEADING = 1 / 20  # of the width: height of a group's heading if there are several groups
+_MAX_CELLS_IN_COLUMNS = (512, 2048)  # up to which a plot has 32 and 64 columns
+_MAX_NUMBERED_COLUMNS = 32  # with more columns, the number of holders does not fit into a cell
+_HEADING = 1 / 20  # height of a group's heading, as a fraction of the width
 
 # cells of a strip in HTML; in larger pools a cell stands for several blocks
 COLUMNS, MAX_ROWS = 64, 12
-_CELL = 10  # pixels
+_CELL = 10  # width and height in pixels
 MAX_REQUESTS = 40
-_MAX_NAME = 16  # characters of a request's id
-_STYLES: dict[str, dict[str, Any]] = {  # by the name of a request's activity
+_MAX_ID_LEN = 16  # characters of a request's id
+_STYLES: dict[str, dict[str, Any]] = {  # of bars, by the name of a request's activity
     "prefill": {"facecolor": "#E69F00"},
     "recompute": {
         "facecolor": "#E69F00",
@@ -49,8 +48,8 @@ _STYLES: dict[str, dict[str, Any]] = {  # by the name of a request's activity
     "preempted": {"facecolor": "#D55E00"},
     "swapped out": {"facecolor": "#CC79A7"},
 }
-_BAR, _NARROW_BAR = 0.76, 0.26  # of a row's height
-_DRAFTS = {
+_BAR, _NARROW_BAR = 0.76, 0.26  # heights, as fractions of a row's
+_DRAFTS = {  # label and colour of a `Verification`'s counts, by their names
     "num_draft_tokens": ("drafted", "#F0E442"),
     "num_accepted_tokens": ("accepted", "#009E73"),
 }
@@ -59,15 +58,16 @@ _IN_BATCH = ("prefill", "recompute", "decode")
 
 
 class Kind(NamedTuple):
-    """A class of blocks, by the number of holders: at least `low`, and less than that of the next
-    kind; -1: cached."""
+    """A class of blocks with at least `min_holders` holders, and fewer than the next kind's; -1
+    stands for cached blocks."""
 
-    low: int
+    min_holders: int
     label: str
     colour: str
 
 
-# Colours of Okabe and Ito (Color Universal Design, 2008), distinguishable by colour-blind readers.
+# the colours of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers
+# distinguish
 KINDS = (
     Kind(-1, "cached", "#56B4E9"),
     Kind(0, "free", "#D9D9D9"),
@@ -76,32 +76,36 @@ KINDS = (
     Kind(4, "shared by 4 to 7", "#E69F00"),
     Kind(8, "shared by 8 or more", "#D55E00"),
 )
-_LOWS = [kind.low for kind in KINDS]
+_MIN_HOLDERS = [kind.min_holders for kind in KINDS]
 
 
 def kind_index(num_holders: int) -> int:
-    """The index in `KINDS` of a block with this number of holders (0: free, -1: cached)."""
-    return bisect_right(_LOWS, num_holders) - 1
+    """Returns the index in `KINDS` for a block with this number of holders (0: free, -1:
+    cached)."""
+    return bisect_right(_MIN_HOLDERS, num_holders) - 1
 
 
-def count_kinds(states: Iterable[int]) -> list[int]:
-    counts = Counter(map(kind_index, states))
+def count_kinds(holders: Iterable[int]) -> list[int]:
+    """Returns the number of blocks of each of `KINDS`, given the number of holders of each
+    block."""
+    counts = Counter(map(kind_index, holders))
     return [counts[index] for index in range(len(KINDS))]
 
 
-def to_cells(states: list[int], size: int) -> list[int]:
-    """The kind of each cell of `size` blocks: the most frequent kind of its blocks."""
+def to_cells(holders: list[int], cell_size: int) -> list[int]:
+    """Returns the index in `KINDS` for each cell of `cell_size` blocks: that of the most frequent
+    kind. `holders`: the number of holders of each block."""
     cells = []
-    for first in range(0, len(states), size):
-        counts = Counter(map(kind_index, states[first : first + size]))
+    for start in range(0, len(holders), cell_size):
+        counts = Counter(map(kind_index, holders[start : start + cell_size]))
         [(kind, _)] = counts.most_common(1)
         cells.append(kind)
     return cells
 
 
 def require(module: str) -> Any:
-    """Imports a module of matplotlib. Raises `ImportError`, naming the extra, if matplotlib is not
-    installed."""
+    """Imports a module of matplotlib and returns it. Raises `ImportError`, which names the extra,
+    if matplotlib is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -120,12 +124,12 @@ def _new_axes() -> Any:
         figure.savefig(buffer, format="png")
         return buffer.getvalue()
 
-    figure._repr_png_ = png  # else notebooks show only figures of pyplot
+    figure._repr_png_ = png  # for notebooks, which by themselves show only pyplot's figures
     return figure.add_subplot()
 
 
 def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **style: Any) -> None:
-    """Draws boxes, given as (left, right, top, bottom), except those without width."""
+    """Draws boxes `(left, right, top, bottom)`, except those without width."""
     corners = [
         [(left, top), (right, top), (right, bottom), (left, bottom)]
         for left, right, top, bottom in boxes
@@ -139,9 +143,9 @@ def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **st
 def _add_legend(
     ax: Any, styles: Mapping[str, Mapping[str, Any]], columns: int, lines: Sequence[Any] = ()
 ) -> None:
-    """Adds a legend of boxes, with the styles by label, and of labelled lines."""
-    patch = require("matplotlib.patches").Patch
-    boxes = [patch(label=label, **style) for label, style in styles.items()]
+    """Adds a legend of boxes, with `styles` by label, and of `lines`, which have labels."""
+    make_patch = require("matplotlib.patches").Patch
+    boxes = [make_patch(label=label, **style) for label, style in styles.items()]
     ax.legend(
         handles=[*boxes, *lines],
         ncols=columns,
@@ -156,39 +160,49 @@ def _add_legend(
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """Plots a square for each block, by block id, one group below the other, with the number of
-    holders where it fits. Returns a figure outside of pyplot. `block_map`: the number of holders of
-    every block (0: free, -1: cached), by the group's window or by kind and window. Raises
-    `ImportError` without matplotlib."""
-    panels = {key: states for key, states in block_map.items() if states}
+    """Plots a square for each block in order of block ids, one group below another, with the number
+    of holders where it fits.
+
+    Args:
+        block_map: By group, the number of holders of each block (0: free, -1: cached). A key is a
+            group's window, or its kind and window.
+        ax: The matplotlib axes to draw on; by default those of a new figure outside of pyplot.
+
+    Returns:
+        `matplotlib.figure.Figure`: The figure of `ax`.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    panels = {key: holders for key, holders in block_map.items() if holders}
     num_blocks = sum(map(len, panels.values()))
-    size = max(1, -(-num_blocks // MAX_CELLS))  # blocks in a cell
-    num_cells = sum(-(-len(states) // size) for states in panels.values())
-    columns = _NUM_COLUMNS[bisect_left(_CELLS_IN_COLUMNS, num_cells)]
+    cell_size = max(1, -(-num_blocks // MAX_CELLS))  # blocks per cell
+    num_cells = sum(-(-len(holders) // cell_size) for holders in panels.values())
+    columns = _NUM_COLUMNS[bisect_left(_MAX_CELLS_IN_COLUMNS, num_cells)]
     heading = _HEADING * columns if len(panels) > 1 else 0.0
-    is_wide = columns <= _NUMBERED_COLUMNS
-    is_numbered = is_wide and size == 1
+    has_large_cells = columns <= _MAX_NUMBERED_COLUMNS
+    has_numbers = has_large_cells and cell_size == 1
     is_new = ax is None
     if is_new:
         ax = _new_axes()
     top = 0.0
-    ticks: dict[float, int] = {}  # the first block id of labelled rows, by their height in cells
-    for key, states in panels.items():
+    ticks: dict[float, int] = {}  # first block ids of labelled rows, by the row's height in cells
+    for key, holders in panels.items():
         if heading:
-            caption = f"{group_label(key)}: {len(states):,} blocks"
+            caption = f"{group_label(key)}: {len(holders):,} blocks"
             ax.text(0, top + 0.85 * heading, caption, fontsize=9, va="bottom")
             top += heading
-        cells = to_cells(states, size)
+        cells = to_cells(holders, cell_size)
         boxes = []
         for index in range(len(cells)):
             row, left = divmod(index, columns)
-            high = top + row
-            boxes.append((left, left + 1, high, high + 1))
-            if is_numbered and states[index] > 1:
+            cell_top = top + row
+            boxes.append((left, left + 1, cell_top, cell_top + 1))
+            if has_numbers and holders[index] > 1:
                 ax.text(
                     left + 0.5,
-                    high + 0.52,
-                    f"{states[index]}",
+                    cell_top + 0.52,
+                    f"{holders[index]}",
                     ha="center",
                     va="center",
                     fontsize=8,
@@ -199,26 +213,26 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
             boxes,
             facecolors=[KINDS[cell].colour for cell in cells],
             edgecolors="white",
-            linewidths=1.5 if is_wide else 0.5,
+            linewidths=1.5 if has_large_cells else 0.5,
         )
         num_rows = -(-len(cells) // columns)
         for row in range(0, num_rows, -(-columns // 50)):
-            ticks[top + row + 0.5] = row * columns * size
+            ticks[top + row + 0.5] = row * columns * cell_size
         top += num_rows
-    rows = top or 1.0
+    height = top or 1.0
     if is_new:
-        ax.figure.set_figheight(rows * 0.97 * WIDTH / columns + (1.2 if title else 0.9))
-    ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal")
+        ax.figure.set_figheight(height * 0.97 * WIDTH / columns + (1.2 if title else 0.9))
+    ax.set(xlim=(0, columns), ylim=(height, 0), aspect="equal")
     ax.tick_params(length=0, labelsize=8)
     ax.spines[:].set_visible(False)
     row_labels = [f"{block_id:,}" for block_id in ticks.values()]
     ax.set_yticks(list(ticks), row_labels)
-    numbered = range(0, columns, columns // 4) if panels else range(0)
-    centres = [column + 0.5 for column in numbered]
-    column_labels = [f"{column * size:,}" for column in numbered]
+    labelled_columns = range(0, columns, columns // 4) if panels else range(0)
+    centres = [column + 0.5 for column in labelled_columns]
+    column_labels = [f"{column * cell_size:,}" for column in labelled_columns]
     ax.set_xticks(centres, column_labels)
     if panels:
-        scale = f"; {size} blocks to a cell" if size > 1 else ""
+        scale = f"; {cell_size} blocks per cell" if cell_size > 1 else ""
         ax.set_xlabel(f"block id: number at the row + number below the column{scale}", fontsize=9)
     else:
         ax.text(columns / 2, 0.5, "no blocks yet", ha="center", va="center")
@@ -232,19 +246,19 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
 
 
 def plot_engine(engine: PagedEngine, ax: Any = None) -> Any:
-    """Plots the blocks of an engine, as `plot_block_map`."""
+    """Plots the blocks of an engine with `plot_block_map`."""
     block_map = engine.block_map()
-    total = engine.config.num_blocks
-    used = sum(state > 0 for states in block_map.values() for state in states)
-    title = f"{type(engine.model).__name__}: {used:,} blocks in use"
-    if total is not None:
-        num_unused = total - sum(map(len, block_map.values()))
-        title += f" of {total:,}, {num_unused:,} never used so far"
+    max_blocks = engine.config.num_blocks
+    num_used = sum(count > 0 for holders in block_map.values() for count in holders)
+    title = f"{type(engine.model).__name__}: {num_used:,} blocks in use"
+    if max_blocks is not None:
+        num_unallocated = max_blocks - sum(map(len, block_map.values()))
+        title += f" of {max_blocks:,}, {num_unallocated:,} never used so far"
     return plot_block_map(block_map, title, ax)
 
 
 def plot_cache(cache: PagedCache, ax: Any = None) -> Any:
-    """Plots the blocks of a cache's memory, as `plot_block_map`."""
+    """Plots the blocks of a cache's memory with `plot_block_map`."""
     block_map = cache.memory.block_map()
     return plot_block_map(block_map, f"{cache.memory.num_used:,} blocks in use", ax)
 
@@ -257,16 +271,16 @@ def plot_intervals(
     verifications: Sequence[Verification] = (),
 ) -> Any:
     """Plots a row for each of the last `max_requests` requests, in order of arrival, over steps or
-    seconds, with a mark where each ended. Where a step verified a draft, columns within the row's
-    bar show the numbers of drafted and accepted tokens; the longest draft fills the bar. Returns a
-    figure as `plot_block_map`. Raises `ValueError` for an unknown `unit` or `max_requests` below
-    1."""
+    seconds, with a mark where the request ended. For each step that verified a draft, a column
+    within the row's bar shows the numbers of drafted and accepted tokens; the longest draft fills
+    the bar. `ax`, the result and `ImportError` are as in `plot_block_map`. Raises `ValueError` for
+    an unknown `unit`, or `max_requests` below 1."""
     if unit not in ("steps", "seconds"):
-        raise ValueError(f"`unit` is {unit!r}: it must be one of steps, seconds")
+        raise ValueError(f"`unit` is {unit!r}: it must be 'steps' or 'seconds'")
     if max_requests < 1:
         raise ValueError(f"`max_requests` is {max_requests}: it must be at least 1")
-    numbers = sorted({interval.number for interval in intervals})
-    rows = {number: row for row, number in enumerate(numbers[-max_requests:])}
+    request_numbers = sorted({interval.number for interval in intervals})
+    rows = {number: row for row, number in enumerate(request_numbers[-max_requests:])}
     intervals = [interval for interval in intervals if interval.number in rows]
     if ax is None:
         ax = _new_axes()
@@ -276,35 +290,36 @@ def plot_intervals(
     def to_x(step: int, seconds: float) -> float:
         return step if unit == "steps" else seconds - origin
 
-    def box(
-        part: Interval | Verification, first_step: int, end_step: int, low: float, height: float
+    def make_box(
+        item: Interval | Verification, first_step: int, end_step: int, bottom: float, height: float
     ) -> tuple[float, float, float, float]:
-        low += rows[part.number]
-        return to_x(first_step, part.start), to_x(end_step, part.end), low - height, low
+        """Returns the box of an interval or a draft; `bottom` is relative to the row's centre."""
+        bottom += rows[item.number]
+        return to_x(first_step, item.start), to_x(end_step, item.end), bottom - height, bottom
 
     styles = {}
     for activity, style in _STYLES.items():
         bars = [interval for interval in intervals if interval.activity.value == activity]
         height = _BAR if activity in _IN_BATCH else _NARROW_BAR
-        boxes = [box(bar, bar.first_step, bar.end_step, height / 2, height) for bar in bars]
+        boxes = [make_box(bar, bar.first_step, bar.end_step, height / 2, height) for bar in bars]
         _add_boxes(ax, boxes, **style)
         if bars:
             styles[activity] = style
     drafts = [draft for draft in verifications if draft.number in rows]
-    longest = max((draft.num_draft_tokens for draft in drafts), default=0)
+    max_draft_tokens = max((draft.num_draft_tokens for draft in drafts), default=0)
     for field, (label, colour) in _DRAFTS.items():
         counts = [getattr(draft, field) for draft in drafts]
         boxes = [
-            box(draft, draft.step, draft.step + 1, _BAR / 2, _BAR * count / longest)
+            make_box(draft, draft.step, draft.step + 1, _BAR / 2, _BAR * count / max_draft_tokens)
             for draft, count in zip(drafts, counts)
         ]
         _add_boxes(ax, boxes, facecolor=colour)
         if drafts:
             styles[f"{label}: {sum(counts):,}"] = {"color": colour}
-    ends = [interval for interval in intervals if interval.is_last]
+    last_intervals = [interval for interval in intervals if interval.is_last]
     marks = ax.plot(
-        [to_x(interval.end_step, interval.end) for interval in ends],
-        [rows[interval.number] for interval in ends],
+        [to_x(interval.end_step, interval.end) for interval in last_intervals],
+        [rows[interval.number] for interval in last_intervals],
         label="ended",
         color="black",
         linestyle="none",
@@ -312,9 +327,10 @@ def plot_intervals(
         markersize=9,
         markeredgewidth=1.8,
     )
-    names = {rows[interval.number]: str(interval.request_id) for interval in intervals}
+    ids_by_row = {rows[interval.number]: str(interval.request_id) for interval in intervals}
     ticks = range(0, len(rows), max(1, -(-len(rows) // 60)))
-    ax.set_yticks(ticks, [_short(names[row]) for row in ticks], fontsize=8, parse_math=False)
+    labels = [_shorten(ids_by_row[row]) for row in ticks]
+    ax.set_yticks(ticks, labels, fontsize=8, parse_math=False)
     left = min((to_x(interval.first_step, interval.start) for interval in intervals), default=0)
     bottom = max(1, len(rows)) - 0.4
     ax.set(xlim=(left, None), ylim=(bottom, -0.6), axisbelow=True)
@@ -325,20 +341,20 @@ def plot_intervals(
     ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     if not rows:
         ax.text(0.5, 0.5, "no requests yet", transform=ax.transAxes, ha="center", va="center")
-    if len(rows) < len(numbers):
-        ax.set_ylabel(f"the last {len(rows)} of {len(numbers)} requests")
-    _add_legend(ax, styles, columns=7, lines=marks if ends else ())
+    if len(rows) < len(request_numbers):
+        ax.set_ylabel(f"the last {len(rows)} of {len(request_numbers)} requests")
+    _add_legend(ax, styles, columns=7, lines=marks if last_intervals else ())
     return ax.figure
 
 
-def _short(name: str) -> str:
-    if len(name) <= _MAX_NAME:
-        return name
-    return f"{name[: _MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+def _shorten(request_id: str) -> str:
+    if len(request_id) <= _MAX_ID_LEN:
+        return request_id
+    return f"{request_id[: _MAX_ID_LEN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _memory_figures(stats: MemoryStats) -> dict[str, str]:
-    """Returns the figures of a `MemoryStats` as text, by label."""
+    """Returns the figures of a `MemoryStats` as texts, by label."""
     figures = {}
     if stats.plain_bytes:
         share = f"{stats.call_bytes / stats.plain_bytes:.0%}"
@@ -350,11 +366,11 @@ def _memory_figures(stats: MemoryStats) -> dict[str, str]:
         "bytes held by the pool": format_bytes(stats.held_bytes),
         "blocks cached for later prompts": f"{stats.cached_blocks:,}",
     }
-    return figures | _used(stats) | pool_figures
+    return figures | _common_figures(stats) | pool_figures
 
 
-def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns the figures that a memory and an engine have in common, as text by label."""
+def _common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
+    """Returns the figures that a memory and an engine have in common as texts, by label."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",
@@ -369,29 +385,29 @@ def _used(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
     if stats.tier_kept_blocks or stats.tier_restored_blocks:
         counts = f"{stats.tier_kept_blocks:,}, {stats.tier_restored_blocks:,}"
         figures["blocks to the tiers below, and back"] = counts
-        host = format_bytes(stats.tier_host_bytes)
-        disk = format_bytes(stats.tier_disk_bytes)
-        figures["bytes in host memory, on disk"] = f"{host}, {disk}"
+        host_bytes = format_bytes(stats.tier_host_bytes)
+        disk_bytes = format_bytes(stats.tier_disk_bytes)
+        figures["bytes in host memory, on disk"] = f"{host_bytes}, {disk_bytes}"
     return figures
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Formats bytes in binary units, with about three digits."""
+    """Returns a number of bytes as text, in binary units and with about three digits."""
     value = float(num_bytes)
     unit = "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
+    for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
         if value >= 1024:
             value = value / 1024
-            unit = larger
+            unit = larger_unit
     if unit == "bytes" or value >= 100:
         return f"{value:.0f} {unit}"
     return f"{value:.3g} {unit}"
 
 
 def engine_html(engine: PagedEngine) -> str:
-    """An engine's figures and blocks as HTML."""
+    """Returns an engine's figures and blocks as HTML."""
     stats = engine.stats()
-    hits = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
+    hit_rate = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
     limit = " (no limit)"
     if stats.num_blocks is not None:
         limit = f" (of {stats.num_blocks:,})"
@@ -399,8 +415,8 @@ def engine_html(engine: PagedEngine) -> str:
         "requests running, waiting, ended": (
             f"{stats.num_running:,}, {stats.num_waiting:,}, {stats.num_finished:,}"
         ),
-        **_used(stats, limit),
-        "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hits:.0%})",
+        **_common_figures(stats, limit),
+        "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hit_rate:.0%})",
         "preemptions, of them by swap": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
         "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",
         "tokens per second": f"{stats.tokens_per_second:,.0f}",
@@ -413,10 +429,10 @@ def engine_html(engine: PagedEngine) -> str:
 
 
 def cache_html(cache: PagedCache) -> str:
-    """The figures and blocks of a cache's memory as HTML."""
+    """Returns the figures and blocks of a cache's memory as HTML."""
     stats = cache.stats()
     figures = {
-        **_used(stats),
+        **_common_figures(stats),
         "tokens in a block": f"{stats.block_size}",
         "blocks copied on write": f"{stats.copied_blocks:,}",
     }
@@ -425,7 +441,7 @@ def cache_html(cache: PagedCache) -> str:
 
 
 def stats_text(stats: MemoryStats) -> str:
-    """The figures of a memory as text."""
+    """Returns the figures of a memory as text."""
     figures = _memory_figures(stats)
     width = max(map(len, figures))
     lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
@@ -433,20 +449,20 @@ def stats_text(stats: MemoryStats) -> str:
 
 
 def stats_html(stats: MemoryStats) -> str:
-    """The figures of a memory as HTML."""
+    """Returns the figures of a memory as HTML."""
     return memory_html(TITLE, _memory_figures(stats), {})
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
-    """HTML: a table of `figures` above a strip of each group's blocks, readable on light and dark
-    backgrounds."""
-    cells = "".join(
-        f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(name)}</td>'
-        f'<td style="text-align:right;padding:1px 0">{escape(value)}</td></tr>'
-        for name, value in figures.items()
+    """Returns HTML with a table of `figures` above a strip of each group's blocks, readable on
+    light and dark backgrounds. `block_map` is as in `plot_block_map`."""
+    rows = "".join(
+        f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(label)}</td>'
+        f'<td style="text-align:right;padding:1px 0">{escape(text)}</td></tr>'
+        for label, text in figures.items()
     )
-    strips = "".join(_strip(key, states) for key, states in block_map.items() if states)
-    counts = count_kinds(state for states in block_map.values() for state in states)
+    strips = "".join(_strip(key, holders) for key, holders in block_map.items() if holders)
+    counts = count_kinds(count for holders in block_map.values() for count in holders)
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><svg width="{_CELL}" height="{_CELL}">'
         f"{_squares(kind, [0])}</svg> {kind.label}: {count:,}</span>"
@@ -455,24 +471,25 @@ def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, 
     )
     if legend:
         strips += f'<div style="margin-top:4px">{legend}</div>'
-    table = f'<table style="border:none;margin:4px 0">{cells}</table>'
+    table = f'<table style="border:none;margin:4px 0">{rows}</table>'
     return f"<div><b>{escape(title)}</b>{table}{strips}</div>"
 
 
-def _strip(key: Hashable, states: list[int]) -> str:
-    size = -(-len(states) // (COLUMNS * MAX_ROWS))
-    cells = to_cells(states, size)
+def _strip(key: Hashable, holders: list[int]) -> str:
+    """Returns the HTML of a group's blocks as rows of squares, with a label."""
+    cell_size = -(-len(holders) // (COLUMNS * MAX_ROWS))
+    cells = to_cells(holders, cell_size)
     width = _CELL * min(len(cells), COLUMNS)
     height = _CELL * -(-len(cells) // COLUMNS)
-    label = f"{group_label(key)}: {len(states):,} blocks"
-    if size > 1:
-        label += f", {size} to a cell"
+    label = f"{group_label(key)}: {len(holders):,} blocks"
+    if cell_size > 1:
+        label += f", {cell_size} per cell"
     label = escape(label)
     squares = ""
     for index, kind in enumerate(KINDS):
-        of_kind = [position for position, cell in enumerate(cells) if cell == index]
-        if of_kind:
-            squares += _squares(kind, of_kind)
+        positions = [position for position, cell in enumerate(cells) if cell == index]
+        if positions:
+            squares += _squares(kind, positions)
     return (
         f'<div style="margin-top:4px">{label}</div>'
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
@@ -481,6 +498,7 @@ def _strip(key: Hashable, states: list[int]) -> str:
 
 
 def _squares(kind: Kind, positions: Iterable[int]) -> str:
+    """Returns an SVG path of squares in a kind's colour, at the positions of cells in a strip."""
     side = _CELL - 1
     squares = ""
     for position in positions:

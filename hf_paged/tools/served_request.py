@@ -1,5 +1,5 @@
-"""The state of a request to `transformers serve`: its client, fields and result. `serving` makes
-the app answer it."""
+"""The state of a request to `transformers serve`: its client, its fields and its result. `serving`
+has the app answer it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .openai_answers import chat_logprobs, completion_logprobs
 from .openai_fields import CHAT, Translation
 
 CACHE_SALT = "x-cache-salt"  # header with the `cache_salt` of a request
-MAX_BODY_BYTES = 32 << 20  # parsing a longer JSON body would block the event loop too long
+MAX_BODY_BYTES = 32 << 20  # parsing a longer JSON body would block the event loop for too long
 
 
 class ClientDisconnected(Exception):
-    """The client has disconnected, so nobody reads the answer."""
+    """The client has disconnected, so nobody would read the answer."""
 
 
 @dataclass(eq=False)
@@ -28,11 +28,12 @@ class Client:
     """The client of an HTTP request, and the state of its connection."""
 
     cache_salt: str | None
-    num_bytes: int = 0  # of the body, received so far
+    num_bytes: int = 0  # of the body, as received so far
     is_disconnected: bool = False
     cancel_callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     def disconnect(self) -> None:
+        """Notes that the client has disconnected, and calls the callbacks."""
         self.is_disconnected = True
         for cancel in self.cancel_callbacks:
             cancel()
@@ -46,18 +47,18 @@ class Client:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A client's request; the engine serves all of its choices as one request."""
+    """A client's request, whose choices the engine serves as one request."""
 
-    endpoint: str
+    endpoint: str  # a key of `openai_fields.SERVED_HERE`
     fields: Translation
-    is_plain: bool = False  # plain `generate` serves it
+    is_plain: bool = False  # whether plain `generate` serves it
     # id in the engine; unlike the client's, it is always unique
     engine_request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     seed: int | None = None
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and audio of the prompt
     generation_options: dict[str, Any] = field(default_factory=dict)  # of the generation config
-    # errors are now the server's: the input was accepted, or a model is loading
+    # whether an error is the server's from now on, since the input is accepted or a model loads
     errors_are_internal: bool = False
     is_added: bool = False  # to the engine
     # set at the engine's first output
@@ -67,57 +68,61 @@ class ServedRequest:
 
     @property
     def refusal(self) -> Exception | None:
-        """The engine's error, if the request never ran or no token was allowed."""
+        """The engine's error, if the request never ran or no token was allowed; else `None`."""
         error = None if self.result is None else self.result.error
         return error if not self.has_run or isinstance(error, NoTokenError) else None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `PagedEngine.add_request` that the fields and headers determine."""
-        salt = current_client.get().cache_salt
-        return {**self.fields.options, **({} if salt is None else {"cache_salt": salt})}
+        """Arguments of `PagedEngine.add_request` that come from the fields and headers."""
+        cache_salt = current_client.get().cache_salt
+        return {**self.fields.options, **({} if cache_salt is None else {"cache_salt": cache_salt})}
 
-    def take_result(self, result: RequestResult) -> None:
+    def set_result(self, result: RequestResult) -> None:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
+        """Returns the log-probabilities of a choice, by its index, in the form of the endpoint;
+        `None` if they were not requested or the request has no result."""
         # greedy search gives one sequence for all choices
         sequences = self.result.sequences if self.result is not None else []
         if "return_logprobs" not in self.fields.options or not sequences:
             return None
-        form = chat_logprobs if self.endpoint == CHAT else completion_logprobs
-        return form(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
+        make_logprobs = chat_logprobs if self.endpoint == CHAT else completion_logprobs
+        return make_logprobs(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
-# The client, the request and the choice that the current asyncio task serves.
+# the client, the request and the index of the choice that the current asyncio task serves
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
-current_choice: ContextVar[int] = ContextVar("choice")  # the app answers each choice separately
+current_choice: ContextVar[int] = ContextVar("choice")
 
 
 def current_request() -> ServedRequest:
+    """Returns the request that the current asyncio task serves; there must be one."""
     request = request_or_none.get()
     assert request is not None
     return request
 
 
-def _client_of(headers: Any) -> Client:
-    """The client of a request with these headers (`starlette.datastructures.Headers`)."""
+def _make_client(headers: Any) -> Client:
+    """Returns the client of a request with these headers (`starlette.datastructures.Headers`)."""
     salts = headers.getlist(CACHE_SALT)
-    # joined into one salt, so a client that adds a header to its proxy's cannot select another
-    # tenant's salt
+    # Several headers form one salt. So a client that adds a header to that of its proxy cannot
+    # choose the salt of another tenant.
     return Client(",".join(salts) if salts else None)
 
 
 def _content_length(headers: Any) -> int:
-    """The largest content length of these headers; 0 without any."""
+    """Returns the largest content length in these headers; 0 if there is none."""
     lengths = filter(str.isdecimal, headers.getlist("content-length"))
     return max(map(int, lengths), default=0)
 
 
 class _MessageQueue:
-    """Reads a client's messages from `receive` at the app's pace: it holds one at a time. Ends the
-    client's requests when it disconnects, at an error, and at a body of more than `max_bytes`."""
+    """The messages of an HTTP request. Reads them from `receive` as fast as the app reads the
+    queue, which holds one message. Cancels the client's requests when it disconnects, when
+    `receive` raises, and when the body has more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
         self._receive = receive
@@ -127,13 +132,13 @@ class _MessageQueue:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the body has more than `max_bytes`, also one in chunks, without a content-length
-        header."""
+        """Whether the body has more than `max_bytes` so far. Unlike the content-length header, this
+        also covers a body in chunks."""
         return self._client.num_bytes > self._max_bytes
 
     async def fill(self) -> None:
-        """Reads messages until it is cancelled."""
-        last: dict[str, Any] | Exception = {"type": "http.disconnect"}
+        """Reads messages into the queue; runs until it is cancelled."""
+        last_message: dict[str, Any] | Exception = {"type": "http.disconnect"}
         try:
             while True:
                 message = await self._receive()
@@ -142,23 +147,23 @@ class _MessageQueue:
                     break
                 await self._messages.put(message)
         except Exception as error:
-            last = error
+            last_message = error
         self._client.disconnect()
-        while True:  # for every later call of `get`
-            await self._messages.put(last)
+        while True:  # each later call of `get` returns or raises it
+            await self._messages.put(last_message)
 
     async def get(self) -> dict[str, Any]:
-        """The next message; the app's `receive`."""
+        """Returns the next message, or raises the error of `receive`. The app calls this as its
+        `receive`."""
         message = await self._messages.get()
         if isinstance(message, Exception):
             raise message
         return message
 
 
-class ClientWatch:
-    """ASGI middleware that reads the cache salt, cancels generation when the client disconnects,
-    and limits bodies to `MAX_BODY_BYTES`, except uploaded audio: longer ones are refused with
-    status 413."""
+class ClientMiddleware:
+    """ASGI middleware that reads the cache salt, calls a client's callbacks when it disconnects,
+    and refuses bodies of more than `MAX_BODY_BYTES` with status 413, except uploaded audio."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -170,7 +175,7 @@ class ClientWatch:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        client = _client_of(headers)
+        client = _make_client(headers)
         current_client.set(client)
         max_bytes = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
         # closes the connection, since the rest of the body is not read
@@ -185,8 +190,8 @@ class ClientWatch:
 
         async def send_unless_refused(message: dict[str, Any]) -> None:
             nonlocal has_response
-            # a body over the limit looks like a disconnect to the app: the refusal replaces its
-            # answer
+            # For the app, a body that is too long ends like one of a disconnected client. The
+            # refusal replaces its answer.
             if has_response or not messages.is_too_long:
                 has_response = True
                 await send(message)
@@ -201,7 +206,7 @@ class ClientWatch:
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:
-    """The response that refuses a request, in OpenAI's form."""
+    """Returns the response that refuses a request, in OpenAI's form."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "invalid_request_error"}

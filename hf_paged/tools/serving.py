@@ -1,5 +1,5 @@
-"""`transformers serve` on `PagedEngine`: `install` replaces parts of the server. The app itself is
-transformers'."""
+"""`transformers serve` on `PagedEngine`: `install` replaces parts of transformers' server, whose
+app serves the requests."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from ..batching.arguments import RequestOptions, ServedByGenerateError
 from ..batching.engine import PagedEngine
 from ..cache.block_pool import OutOfBlocksError
 from ..native.continuous_batching import PagedBatchingManager
-from ..native.pending import output_names
+from ..native.pending import make_output_ids
 from ..threads import start, submit
 from ..topics import Topic
 from .openai_answers import join_answers, join_streams
 from .openai_fields import (
     CHAT,
     SERVED_HERE,
-    Refused,
+    RefusedError,
     check_parts,
     translate,
 )
 from .openai_limits import check_allows_tokens, check_beams, check_extremes
 from .served_request import (
     ClientDisconnected,
-    ClientWatch,
+    ClientMiddleware,
     ServedRequest,
     current_choice,
     current_client,
@@ -50,30 +50,30 @@ from .served_request import (
 
 logger = logging.getLogger(__name__)
 
-# JSON schemas compiled at a time, and how long a request waits for its own
+# JSON schemas that may be compiled at a time, and how long a request waits for its schema
 MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
 _compiling = threading.Semaphore(MAX_COMPILING)
-# longer bodies take much memory while they are tokenized, so only one at a time is
+# longer bodies are tokenized one at a time, since that takes much memory
 LONG_BODY_BYTES = 1 << 20
 
-# options that the app passes as arguments, or that configure its own loop
-HOW_TO_RUN = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
-TEXT_INPUTS = ("input_ids", "attention_mask")  # the others are images and audio
+# options of a generation config that the app passes as arguments, or that are for its own loop
+NOT_OVERRIDES = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
+TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 
 
 class ServedManager(PagedBatchingManager):
-    """A manager whose requests take their options from the asyncio task that adds them, since the
-    app passes only a few."""
+    """A manager that takes a request's options from the asyncio task that adds the request, since
+    the app passes only a few."""
 
     def add_request(self, input_ids: Any, request_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
         request = current_request()
-        if not request.is_added:  # the first choice adds the request for all choices
+        if not request.is_added:  # the app calls this for each choice; the first call adds them all
             super().add_request(
                 input_ids,
                 request.engine_request_id,
                 seed=request.seed,
                 request_options={**request.options, "inputs": request.inputs},
-                on_result=request.take_result,
+                on_result=request.set_result,
                 **{**request.generation_options, **kwargs},
             )
             request.is_added = request.errors_are_internal = True
@@ -82,7 +82,7 @@ class ServedManager(PagedBatchingManager):
         return str(request_id)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancels the request that a choice belongs to."""
+        """Cancels the request to which a choice belongs, for all choices."""
         engine_request_id, _, _ = request_id.partition("__child#")
         super().cancel_request(engine_request_id)
 
@@ -100,19 +100,20 @@ class ServedManager(PagedBatchingManager):
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """The app's continuous batching. Its manager depends on the model only, not on the first
-    request's options."""
+    """The app's continuous batching, with a [`ServedManager`]. The manager's defaults are the
+    model's, not the options of the first request."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
         self.manager: ServedManager | None = None
         self._config = cb_config or ContinuousBatchingConfig()
-        self._lock = threading.Lock()  # requests begin in threads
+        self._lock = threading.Lock()  # `init_cb` is called in several threads
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
+        """Starts a manager for the model, unless one runs; ignores `gen_config`."""
         with self._lock:
             if self.manager is not None and self.manager.model is not model:
-                # the model was unloaded and loaded again
+                # the app has loaded the model again
                 self.manager.stop(hard_stop=True)
                 self.manager = None
             if self.manager is None:
@@ -121,30 +122,30 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 self.manager.start()
 
     def generate_streaming(self, *arguments: Any, request_id: str, **options: Any) -> Any:
-        name = self._begin(*arguments)
-        return super().generate_streaming(*arguments, name, **options)
+        output_id = self._prepare_request(*arguments)
+        return super().generate_streaming(*arguments, output_id, **options)
 
     async def generate_non_streaming(self, *arguments: Any, request_id: str) -> Any:
-        name = self._begin(*arguments)
+        output_id = self._prepare_request(*arguments)
         try:
-            return await super().generate_non_streaming(*arguments, name)
+            return await super().generate_non_streaming(*arguments, output_id)
         except utils.CBWorkerDeadError:
             raise
         except RuntimeError as error:
             refusal = current_request().refusal
             if refusal is not None:
-                raise Refused(str(refusal)) from None
+                raise RefusedError(str(refusal)) from None
             if current_client.get().is_disconnected:
                 raise ClientDisconnected from None
             raise error from None
 
-    def _begin(
+    def _prepare_request(
         self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig
     ) -> str:
-        """Completes this task's request and returns the id of the choice's outputs. Raises
-        `Refused` for options that are too extreme or allow no token, for a prompt that never fits,
-        and for a schema that cannot be compiled."""
-        assert self.manager is not None  # `init_cb` has made it
+        """Sets the options of this task's request, and returns the id of the choice's outputs.
+        Raises `RefusedError` for options beyond the limits or that allow no token, for a prompt
+        that never fits into memory, and for a schema that cannot be compiled."""
+        assert self.manager is not None  # created by `init_cb`
         request = current_request()
         tokenizer = getattr(processor, "tokenizer", processor)
         request.tokenizer = tokenizer
@@ -155,7 +156,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             name: value
             for name, value in vars(gen_config).items()
             if name[0] != "_"
-            and name not in HOW_TO_RUN
+            and name not in NOT_OVERRIDES
             and value not in (None, getattr(defaults, name, None))
         }
         request.generation_options = {
@@ -166,7 +167,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         check_extremes(request.generation_options)
         biases = request.generation_options.get("sequence_bias")
         if isinstance(biases, Mapping):
-            # transformers takes floats
+            # transformers accepts only floats
             biases = {ids: float(bias) for ids, bias in biases.items()}
             request.generation_options["sequence_bias"] = biases
         check_beams(gen_config, request.generation_options)
@@ -176,17 +177,19 @@ class EngineGenerateManager(utils.CBGenerateManager):
         try:
             if request.inputs is None:
                 core.check_length(inputs["input_ids"], request.engine_request_id)
-            if options.schema is not None:  # compiled here, so that the engine's thread need not
-                make = core.grammars.processor
-                _compile(functools.partial(make, options, request.tokenizer, model))
+            if options.schema is not None:
+                # compiled now, since the engine's thread would delay the steps of all requests
+                make_processor = core.grammars.processor
+                _compile(functools.partial(make_processor, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
-            raise Refused(str(error)) from None
-        return output_names(request.engine_request_id, num_choices)[current_choice.get()]
+            raise RefusedError(str(error)) from None
+        return make_output_ids(request.engine_request_id, num_choices)[current_choice.get()]
 
 
 def _compile(function: Callable[[], Any]) -> None:
-    """Calls `function` in a thread. Raises its error, or `ValueError` after `COMPILE_SECONDS`.
-    Nothing can stop the thread: while it runs on, fewer other schemas can be compiled at a time."""
+    """Calls `function`, which compiles a schema, in a thread. Raises its error, or `ValueError`
+    after `COMPILE_SECONDS`. The thread cannot be stopped then; until it ends, it counts towards
+    `MAX_COMPILING`."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
@@ -204,44 +207,44 @@ def _compile(function: Callable[[], Any]) -> None:
         result.result(COMPILE_SECONDS)
     except FutureTimeout:
         raise ValueError(
-            f"the JSON schema takes over {COMPILE_SECONDS:g} seconds to compile: shorten it"
+            f"the JSON schema takes more than {COMPILE_SECONDS:g} seconds to compile: shorten it"
         ) from None
 
 
 class MediaGenerateManager(utils.GenerateManager):
-    """Sends requests with more than text to the engine, and those that it does not serve to
-    `generate`, whose errors do not count as bad requests."""
+    """Sends requests with images or audio to the engine, and those that the engine does not serve
+    to `generate`, whose errors do not count as bad requests."""
 
-    get_engine: Callable[[], EngineGenerateManager]
+    get_engine_manager: Callable[[], EngineGenerateManager]
 
     def generate_streaming(self, model: Any, *arguments: Any, **options: Any) -> Any:
-        manager, arguments = self._manager_of(model, *arguments)
+        manager, arguments = self._choose_manager(model, *arguments)
         return manager.generate_streaming(model, *arguments, **options)
 
     async def generate_non_streaming(self, model: Any, *arguments: Any, **options: Any) -> Any:
-        manager, arguments = self._manager_of(model, *arguments)
+        manager, arguments = self._choose_manager(model, *arguments)
         return await manager.generate_non_streaming(model, *arguments, **options)
 
-    def _manager_of(
+    def _choose_manager(
         self, model: Any, processor: Any, inputs: Mapping[str, Any], gen_config: GenerationConfig
     ) -> tuple[Any, tuple[Any, ...]]:
         """Returns the manager that serves a request, that of the model's engine or of `generate`,
-        and its arguments. Raises `Refused` if neither serves the request."""
+        and the arguments for it. Raises `RefusedError` if neither serves the request."""
         request = current_request()
+        # `generate` of a model with a talker runs several models, which the engine cannot
         if not request.is_plain and not hasattr(model, "has_talker"):
-            # `generate` of a model with a talker runs several models
-            engine = self.get_engine()
+            engine_manager = self.get_engine_manager()
             with contextlib.suppress(ServedByGenerateError):
-                engine.init_cb(model, gen_config)
-                others = {name: value for name, value in inputs.items() if name not in TEXT_INPUTS}
-                request.inputs = others or None
-                ids = inputs["input_ids"][0].tolist()
-                return engine, (processor, {"input_ids": ids}, gen_config)
+                engine_manager.init_cb(model, gen_config)
+                media = {name: value for name, value in inputs.items() if name not in TEXT_INPUTS}
+                request.inputs = media or None
+                input_ids = inputs["input_ids"][0].tolist()
+                return engine_manager, (processor, {"input_ids": input_ids}, gen_config)
         if request.fields.num_choices > 1 or request.options:
-            raise Refused(
+            raise RefusedError(
                 f"the engine does not serve this request to {type(model).__name__}, and `generate`"
-                " serves neither `n`, log-probabilities, a JSON schema nor a cache salt: leave"
-                " them out"
+                " does not serve `n`, log-probabilities, JSON schemas or cache salts: leave them"
+                " out"
             )
         vars(gen_config).update(request.fields.generation)
         request.is_plain = request.errors_are_internal = True
@@ -253,14 +256,14 @@ class EngineGenerationState(utils.GenerationState):
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
         super().__init__(continuous_batching=True, **kwargs)
-        self._served: dict[str, EngineGenerateManager] = {}
-        self._lock = threading.Lock()  # requests begin in threads
-        self.long_bodies = asyncio.Lock()
+        self._managers: dict[str, EngineGenerateManager] = {}
+        self._lock = threading.Lock()  # `get_manager` is called in several threads
+        self.long_body_lock = asyncio.Lock()
 
     def use_continuous_batching(self, model: Any, modality: utils.Modality) -> bool:
-        """Whether the app passes lists of token ids; for other models it passes tensors
-        (`MediaGenerateManager`). Raises `Refused` for message parts that the model does not read,
-        which the app would drop."""
+        """Whether the app is to pass lists of token ids, as for models of text. For others it
+        passes tensors to a `MediaGenerateManager`. Raises `RefusedError` for message parts that the
+        model cannot read, which the app would drop."""
         request = request_or_none.get()
         if request is not None:
             check_parts(modality.value, request.fields.body)
@@ -270,35 +273,38 @@ class EngineGenerationState(utils.GenerationState):
         with self._lock:
             manager = super().get_manager(model_id, use_cb)
             if use_cb:
-                self._served = {model_id: manager}  # the app has one model at a time
+                self._managers = {model_id: manager}  # the app has one model at a time
             else:
-                manager.get_engine = functools.partial(self.get_manager, model_id, use_cb=True)
+                manager.get_engine_manager = functools.partial(
+                    self.get_manager, model_id, use_cb=True
+                )
             return manager
 
     def engines(self) -> dict[str, PagedEngine]:
-        """The running engines, by the id of their model."""
+        """Returns the running engines by the id of their model."""
         return {
-            name: served.manager.engine
-            for name, served in self._served.items()
-            if served.manager is not None
+            model_id: engine_manager.manager.engine
+            for model_id, engine_manager in self._managers.items()
+            if engine_manager.manager is not None
         }
 
 
-def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
-    """Builds the app. It refuses requests that are invalid or not served (400) or too long (413),
-    ends those whose client disconnects, and has /metrics if prometheus_client is installed."""
+def build_server(model_manager: Any, chat_handler: Any, **arguments: Any) -> Any:
+    """Returns the app. It refuses requests that are invalid or not served (status 400) or too long
+    (413), cancels requests whose client disconnects, and has /metrics if prometheus_client is
+    installed."""
     from fastapi import Response
 
-    handlers = {CHAT: chat_handler, **others}
-    app = _build_server(model_manager, **handlers)
-    state: EngineGenerationState = others["generation_state"]
-    for endpoint in SERVED_HERE.keys() & handlers.keys():
-        handler = handlers[endpoint]
+    arguments = {CHAT: chat_handler, **arguments}
+    app = _build_server(model_manager, **arguments)
+    state: EngineGenerationState = arguments["generation_state"]
+    for endpoint in SERVED_HERE.keys() & arguments.keys():
+        handler = arguments[endpoint]
         handler.handle_request = functools.partial(_serve, state, endpoint, handler.handle_request)
     load = model_manager.load_model_and_processor
     model_manager.load_model_and_processor = functools.partial(_load, load)
 
-    async def refuse(request: Any, error: Exception) -> Response:
+    async def answer_refused(request: Any, error: Exception) -> Response:
         logger.warning(Topic.SERVING("refused %s: %s"), request.url.path, error)
         # at debug level, since clients may send many bad requests
         logger.debug("traceback of the refusal:", exc_info=error)
@@ -306,17 +312,17 @@ def build_server(model_manager: Any, chat_handler: Any, **others: Any) -> Any:
         message = str(error).encode(errors="backslashreplace").decode()
         return error_response(400, message)
 
-    async def drop(request: Any, error: Exception) -> Response:
-        return Response(status_code=499)  # nginx's code for this; nobody reads the response
+    async def answer_disconnected(request: Any, error: Exception) -> Response:
+        return Response(status_code=499)  # nginx's status for this; nobody reads the response
 
     # A garbage collection over the objects of all libraries takes a third of a second, in which no
-    # stream gets a token. Frozen objects are skipped; a model that is already loaded is never
-    # unloaded.
+    # stream gets a token. So present objects are frozen, which collections skip; a model that is
+    # already loaded is never unloaded.
     gc.collect()
     gc.freeze()
-    app.add_exception_handler(Refused, refuse)
-    app.add_exception_handler(ClientDisconnected, drop)
-    app.add_middleware(ClientWatch)
+    app.add_exception_handler(RefusedError, answer_refused)
+    app.add_exception_handler(ClientDisconnected, answer_disconnected)
+    app.add_middleware(ClientMiddleware)
     try:
         from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -341,24 +347,24 @@ async def _serve(
     body: dict[str, Any],
     request_id: str,
 ) -> Any:
-    """Answers a request through the app's `handle`: on the engine, or by `generate` if only that
-    serves it."""
+    """Answers a request through the app's `handle`: on the engine, or by `generate` if only
+    `generate` serves it."""
     is_long = current_client.get().num_bytes > LONG_BODY_BYTES
-    turn = state.long_bodies if is_long else contextlib.nullcontext()
+    lock = state.long_body_lock if is_long else contextlib.nullcontext()
     translation = await submit(translate, endpoint, body)
     request = ServedRequest(endpoint, translation)
     try:
-        return await _answer(request, handle, request_id, turn)
-    except Refused:
+        return await _answer(request, handle, request_id, lock)
+    except RefusedError:
         if not isinstance(request.refusal, ServedByGenerateError):
             raise
     plain_request = ServedRequest(endpoint, request.fields, is_plain=True)
-    return await _answer(plain_request, handle, request_id, turn)
+    return await _answer(plain_request, handle, request_id, lock)
 
 
 @types.coroutine
-def _remainder(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, Any, Any]:
-    """Runs the remainder of a coroutine that waits for `future`."""
+def _run_remainder(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[Any, Any, Any]:
+    """Runs the remainder of a coroutine that waits for `future`, and returns its result."""
     try:
         while True:
             try:
@@ -372,19 +378,19 @@ def _remainder(coroutine: Coroutine[Any, Any, Any], future: Any) -> Generator[An
 
 
 async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
-    """Runs a coroutine of the app in a thread up to its first wait, and returns the remainder. Up
-    to there the app loads the model, validates, renders the chat template and tokenizes, while the
-    event loop goes on with other answers."""
+    """Runs a coroutine of the app in a thread up to its first wait, and returns the remainder.
+    Before that wait the app loads the model, validates, renders the chat template and tokenizes,
+    while the event loop continues with other answers."""
     loop = asyncio.get_running_loop()
 
     def begin() -> Awaitable[Any]:
-        asyncio._set_running_loop(loop)  # the app gets the running loop
+        asyncio._set_running_loop(loop)  # since the app calls `get_running_loop`
         try:
-            return _remainder(coroutine, coroutine.send(None))
-        except StopIteration as end:
-            done: asyncio.Future[Any] = loop.create_future()
-            done.set_result(end.value)
-            return done
+            return _run_remainder(coroutine, coroutine.send(None))
+        except StopIteration as end:  # the coroutine has returned without a wait
+            finished: asyncio.Future[Any] = loop.create_future()
+            finished.set_result(end.value)
+            return finished
         finally:
             asyncio._set_running_loop(None)
 
@@ -392,9 +398,10 @@ async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any
 
 
 async def _answer(
-    request: ServedRequest, handle: Callable[..., Any], request_id: str, turn: Any
+    request: ServedRequest, handle: Callable[..., Any], request_id: str, lock: Any
 ) -> Any:
-    """Makes the app answer each choice separately, and joins its answers."""
+    """Has the app answer each choice separately, and joins its answers. `lock` is held while the
+    answers begin. Raises `RefusedError`, `ClientDisconnected` and the app's errors."""
     from fastapi import HTTPException
     from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -403,58 +410,60 @@ async def _answer(
 
     try:
         remainders = []
-        async with turn:
+        async with lock:
             if current_client.get().is_disconnected:
                 raise ClientDisconnected
             for choice in range(fields.num_choices):
-                # one after another: the first adds the request
+                # one after another, since the first one adds the request
                 current_choice.set(choice)
-                answer = handle(dict(fields.body), request_id)
-                remainders.append(await _begin_in_thread(answer))
+                coroutine = handle(dict(fields.body), request_id)
+                remainders.append(await _begin_in_thread(coroutine))
         answers = await asyncio.gather(*remainders)
-    except (Refused, ClientDisconnected, HTTPException, utils.CBWorkerDeadError):
+    except (RefusedError, ClientDisconnected, HTTPException, utils.CBWorkerDeadError):
         raise
     except Exception as error:
-        # libraries of templates, images and audio have their own errors for invalid input
+        # libraries for templates, images and audio raise errors of many types for invalid input
         if request.errors_are_internal:
             raise
-        raise Refused(f"{type(error).__name__}: {error}") from error
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
     is_stream = isinstance(answers[0], StreamingResponse)
     if is_stream and not request.is_plain:
         await request.first_output_event.wait()
         if request.refusal is not None:
-            raise Refused(str(request.refusal))
-    adds_logprobs = "return_logprobs" in fields.options
-    adds_usage = is_stream and fields.includes_usage
-    if len(answers) == 1 and not adds_logprobs and not adds_usage:
+            raise RefusedError(str(request.refusal))
+    should_send_logprobs = "return_logprobs" in fields.options
+    should_send_usage = is_stream and fields.should_send_usage
+    if len(answers) == 1 and not should_send_logprobs and not should_send_usage:
         return answers[0]
     if is_stream:
         streams = [answer.body_iterator for answer in answers]
-        events = join_streams(streams, request.logprobs, fields.includes_usage)
+        events = join_streams(streams, request.logprobs, fields.should_send_usage)
         return StreamingResponse(events, media_type=answers[0].media_type)
     bodies = [json.loads(answer.body) for answer in answers]
     return JSONResponse(join_answers(bodies, request.logprobs))
 
 
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Loads a model and its processor through the app's `load`."""
+    """Loads a model and its processor through the app's `load`. Raises `RefusedError` if a request
+    names a model that does not exist."""
     request = request_or_none.get()
-    if request is None:  # not for a request
+    if request is None:  # the app loads a model when it starts
         return load(*args, **kwargs)
     request.errors_are_internal = True
     try:
-        loaded = load(*args, **kwargs)
+        model_and_processor = load(*args, **kwargs)
     except OSError as error:
-        if error.errno is None:  # transformers' error, for a model that does not exist
-            raise Refused(str(error)) from error
+        if error.errno is None:  # transformers' error for a model that does not exist
+            raise RefusedError(str(error)) from error
         raise
-    request.errors_are_internal = False  # only the model's name has been read
-    return loaded
+    request.errors_are_internal = False  # so far only the model's name was read
+    return model_and_processor
 
 
 def set_seed(seed: int) -> None:
-    """Sets the seed of a request, which then draws from its own random stream; under `generate` all
-    requests share one generator. Raises `ValueError` for seeds of more than 64 bits."""
+    """Sets the seed of the current request, with which the engine draws from a separate random
+    stream, and that of torch's generator, which all requests of `generate` share. Raises
+    `ValueError` for seeds of more than 64 bits."""
     request = request_or_none.get()
     if request is not None:
         request.seed = seed
@@ -468,8 +477,8 @@ _build_server, _set_torch_seed = server.build_server, utils.set_torch_seed
 
 
 def install() -> None:
-    """Makes `transformers serve` run on [`PagedEngine`] in this process, if called before it
-    starts. Idempotent."""
+    """Makes `transformers serve` run on [`PagedEngine`] in this process. Must be called before the
+    server starts; may be called again."""
     server.build_server = build_server
     utils.CBGenerateManager = EngineGenerateManager
     utils.GenerateManager = MediaGenerateManager

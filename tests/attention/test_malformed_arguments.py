@@ -199,10 +199,10 @@ def test_prepared_attention_refuses_what_it_was_not_made_for() -> None:
     step = StepMetadata.rectangle(a["block_tables"], a["seq_lens"].tolist(), 8)
     expected = kernel(a["query"], step, a["sinks"])
     for query in others(a["query"]):
-        with pytest.raises(ValueError, match="packed for others"):
+        with pytest.raises(ValueError, match="packed for"):
             kernel(query, step, a["sinks"])
     for sinks in (None, a["sinks"].half(), a["sinks"][:1], torch.randn(8)[::2]):
-        with pytest.raises(ValueError, match="packed for others"):
+        with pytest.raises(ValueError, match="packed for"):
             kernel(a["query"], step, sinks)
     assert torch.equal(kernel(a["query"].clone(), step, a["sinks"].clone()), expected)
 
@@ -215,7 +215,7 @@ def test_prepared_store_refuses_what_it_was_not_made_for() -> None:
     before = a["key_blocks"].clone(), a["value_blocks"].clone()
     for other in others(keys[0]):
         for given in ((other[None], values), (keys, other[None])):
-            with pytest.raises(ValueError, match="packed for others"):
+            with pytest.raises(ValueError, match="packed for"):
                 kernel(*given, slots)
     assert torch.equal(a["key_blocks"], before[0]) and torch.equal(a["value_blocks"], before[1])
     kernel(keys.clone(), values.clone(), slots)

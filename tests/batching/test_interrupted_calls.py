@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from tests.support.engine_helpers import assert_drained
 OURS = str(Path(hf_paged.__file__).parent)
 # Calls of C before which Python looks for no signal: a `with` of a lock has such a line of its own
 # where it ends, and a `finally` begins with the other.
-IN_C = ("with ", "self.pausing.pop(")
+IN_C = ("with ", "self.pauses.pop(")
 # the lines that count `guarded` calls call nothing either
 GUARD = PagedEngine.free.__code__
 PROMPT = [5, 6, 7]
@@ -53,6 +54,8 @@ class Interrupts:
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not frame.f_code.co_filename.startswith(OURS):
             return
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:
+            return  # an exception may be thrown into it: a signal cannot come before it is handled
         if self.number and self.count >= self.number:
             self.num_entered += 1
             if self.num_entered == self.again:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import attention, attention_data, report
+from benchmarks import attention, attention_data, report, runner
 from benchmarks.attention_data import Case, Setting
 from benchmarks.attention_peers import (
     CONTIGUOUS,
@@ -23,62 +23,30 @@ from benchmarks.models import SHAPES
 from hf_paged import kernels
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """Rows and files of one quick run."""
-    directory = tmp_path_factory.mktemp("results")
-    with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
-        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
-        attention.main(["--quick", "--results", str(directory)])
-    return "\n".join(lines), directory
-
-
 @pytest.mark.slow
-def test_quick_prints_and_writes_every_phase_and_peer(quick):
-    printed, directory = quick
-    rows = report.read(directory / "attention-cpu.json")["rows"]
-    assert (
-        "| heads of | phase |" in printed and "GB/s" in printed and "measured ceilings" in printed
-    )
-    assert (directory / "attention-cpu.md").exists()
-    contenders = {row["contender"] for row in rows}
-    assert contenders >= {
-        CONTIGUOUS,
-        "ours",
-        "HF sdpa",
-        "HF eager",
-        "flex_attention",
-        "flash-attn",
-        "FlashInfer",
-    }
-    assert contenders >= {"varlen_attn", *(f"ours: {name}" for name in kernels.NAMES)}
+def test_quick_prints_and_writes_every_phase_and_peer(tmp_path, capsys):
+    attention.main(["--quick", "--json", str(tmp_path / "found.json")])
+    printed, rows = capsys.readouterr().out, report.read(tmp_path / "found.json")["rows"]
+    assert "| contiguous sdpa / it |" in printed and "GB/s" in printed
+    assert "Measured ceilings" in printed
+    contenders = {row["system"] for row in rows}
+    names = {"ours", "HF sdpa", "HF eager", "flex_attention", "FlashInfer"}
+    assert contenders >= {CONTIGUOUS, *names, "varlen_attn"}
+    assert contenders >= {f"ours: {name}" for name in kernels.BACKEND_NAMES}
     for phase in ("decode", "chunk", "prefill"):
-        of_phase = [row for row in rows if row["phase"] == phase]
-        assert {row["contender"] for row in of_phase} == contenders  # none is left out silently
-        timed = {row["contender"] for row in of_phase if "us" in row}
-        assert timed >= {
-            CONTIGUOUS,
-            "ours",
-            INT8,
-            "ours: reference",
-            "ours: gather",
-            "HF sdpa",
-            "HF eager",
-        }
-    assert not [row for row in rows if row["time"].startswith("failed")]
-    assert all(row["over_ours"] > 0 for row in rows if row["contender"] == INT8)
+        of_phase = [row for row in rows if f" {phase} " in row["case"]]
+        assert {row["system"] for row in of_phase} == contenders  # none is left out silently
+        timed = {row["system"] for row in of_phase if all(row["seconds"]) and row["seconds"]}
+        assert timed >= {CONTIGUOUS, "ours", INT8, "ours: reference", "ours: gather"}
+        assert timed >= {"HF sdpa", "HF eager"}
+    assert not [row for row in rows if row.get("problem", "").startswith("failed")]
 
 
 def test_a_missing_peer_is_not_installed(monkeypatch):
     setting = attention_data.settings("cpu", quick=True)[0]
-    absent = [
-        peer
-        for peer in peers(quick=True, flex_seconds=0)
-        if peer.name in ("flash-attn", "FlashInfer")
-    ]
+    (absent,) = (peer for peer in peers(quick=True, flex_seconds=0) if peer.name == "FlashInfer")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert [peer.missing(setting) for peer in absent] == ["not installed"] * 2
+    assert absent.missing(setting) == "not installed"
 
 
 class Wrong(Peer):
@@ -132,15 +100,15 @@ def test_bytes_and_operations_of_a_case():
     assert setting.num_bytes == 2 * 32 * (2 * 11 * 2 + 2 * 2 * 2 * 4)
 
 
-def test_ratios_are_medians_over_turns():
-    setting = Setting(SHAPES["llama-tiny"], Case("1 x 8", "decode", (8,)), 16, "bf16", "cpu")
-    times = {CONTIGUOUS: [1.0, 2.0, 4.0], "ours": [0.5, 2.0, 1.0]}
-    limits = Ceilings(2.0 * setting.num_bytes, {"bfloat16": 4.0 * setting.flops})
-    rows = attention.rows_of(setting, times, {"flash-attn": "not installed"}, limits)
-    assert [row.get("over_contiguous") for row in rows] == [1.0, 0.5, None]
-    assert [row.get("ours_over") for row in rows] == [0.5, 1.0, None]
-    assert (rows[0]["bandwidth_share"], rows[0]["matmul_share"]) == ("25%", "12%")
-    assert rows[2]["time"] == "not installed"
+def test_figures_are_those_of_a_layer():
+    setting = attention_data.settings("cpu", quick=True)[0]
+    limits = Ceilings(1e12, {"bfloat16": 1e12})
+    case = attention.case_of(setting, [Contiguous(), Wrong()], limits, True, 0.001)
+    ours, wrong = runner.rows_of_case(case, 2)
+    (seconds, *_), figures = ours["seconds"], ours["figures"]
+    assert wrong["problem"].startswith("failed: ArithmeticError") and seconds > 0
+    share = figures["of bandwidth, %"] / figures["of matmul, %"]
+    assert share == pytest.approx(setting.num_bytes / setting.flops)
 
 
 def test_compiling_that_takes_too_long_is_given_up_for_the_run(monkeypatch):

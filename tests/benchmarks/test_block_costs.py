@@ -20,7 +20,7 @@ def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     times, source = costs.find_costs(torch.device("cpu"), torch.float32)
     assert list(times) == [4, 16] and all(time > 0 for time in times.values())
-    assert source.endswith(f"/float32 on {costs.machine(torch.device('cpu'))}")
+    assert source.endswith(f"/float32 on {costs.machine_name(torch.device('cpu'))}")
     (path,) = tmp_path.iterdir()
     assert {"cpu", "revision", "command", "seconds"} <= json.loads(path.read_text())[
         "measured"

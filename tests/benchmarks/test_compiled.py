@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import compiled
 from tests.support.tools import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -29,25 +30,24 @@ def test_quick(tmp_path: Path) -> None:
         "--quick",
         "--jobs",
         "1",
-        "--results",
-        str(tmp_path),
+        "--json",
+        str(tmp_path / "compiled.json"),
     ]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    data = json.loads((tmp_path / "compiled.json").read_text())
-    assert data["facts"]["triton"] and data["facts"]["revision"]
-    rows = {row["kernel"]: row for row in data["rows"]}
+    (data,) = json.loads((tmp_path / "compiled.json").read_text())["runs"]
+    assert data["facts"]["revision"]
+    rows = {row["system"]: row for row in data["rows"]}
     assert rows.keys() == {"attention_kernel", "merge_kernel", "_store_kernel"}
     decode = rows["attention_kernel"]
-    assert decode["chip"] == "sm_90" and decode["tile"] == 64 and decode["spills"] == 0
-    assert 100 < decode["loop"] < 2000 and decode["per_token"] == round(decode["loop"] * 4 / 64, 1)
-    assert decode["blocks"] >= 1 and decode["limit"] in (
-        "registers",
-        "shared memory",
-        "warps",
-        "blocks",
-    )
+    assert decode["case"].startswith("decode d128 64x8192, sm_90, Triton ")
+    figures, loop = decode["figures"], decode["figures"]["loop, instructions"]
+    assert figures["tile, tokens"] == 64 and figures["spills, bytes"] == 0
+    assert 100 < loop < 2000 and figures["a token"] == round(loop * 4 / 64, 1)
+    assert decode["limits"] == {"loop, instructions": compiled.TARGET}
+    assert figures["blocks a multiprocessor"] >= 1
+    assert figures["limited by"] in ("registers", "shared memory", "warps", "blocks")
     assert "none of 3 kernels spills registers" in done.stdout
-    assert done.stdout.splitlines()[0] in (tmp_path / "compiled.md").read_text()
+    assert "Targets: 1 of 1 are met." in done.stdout

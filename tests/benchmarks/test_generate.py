@@ -3,18 +3,16 @@ not."""
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import arrivals, generate, generate_tables, kv_memory, report, runner
+from benchmarks import arrivals, generate, pictures, report, runner
 from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, build
-from benchmarks.runner import Turn
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload, poisson_times, sharegpt_like
 
@@ -23,13 +21,13 @@ TINY = SHAPES["llama-tiny"]
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """Output of a quick run, and its files."""
-    directory = tmp_path_factory.mktemp("results")
+    """Output of a quick run, and its results."""
+    path = tmp_path_factory.mktemp("results") / "generate-cpu-llama-tiny.json"
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
-        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
-        generate.main(["--quick", "--results", str(directory)])
-    return "\n".join(lines), directory
+        patch.setattr("builtins.print", lambda *args, **_: lines.extend(map(str, args)))
+        assert generate.main(["--quick", "--json", str(path)]) == 0
+    return "\n".join(lines), path
 
 
 @pytest.fixture
@@ -45,43 +43,39 @@ def model():
 
 @pytest.mark.slow
 def test_quick_prints_and_writes_every_workload_and_system(quick):
-    printed, directory = quick
-    data = report.read(directory / "generate-cpu-llama-tiny.json")
-    assert "| workload | system |" in printed and "measured ceilings" in printed
-    found = {(row["workload"], row["system"]): row for row in data["rows"]}
+    printed, path = quick
+    rows = report.read(path)["rows"]
+    assert "| case | system |" in printed and "Measured ceilings" in printed
+    found = {(row["case"], row["system"]): row for row in rows}
     for name in WORKLOADS:
-        assert found[name, "static, compiled"]["time"].startswith("skipped: ")
-        for system in ("ours", "engine"):
-            row = found[name, system]
-            assert (
-                row["tokens_per_s"] > 0
-                and row["kv_mib"] > 0
-                and row["roofline_share"].endswith("%")
-            )
+        assert found[name, "static, compiled"]["problem"].startswith("skipped: ")
+        for system in generate.OURS:
+            figures = found[name, system]["figures"]
+            assert figures["tokens/s"] > 0 and figures["K/V, MiB"] > 0
+            assert figures["of the roofline, %"] > 0 and figures[generate.KV_SHARE] > 0
             # a beam's tokens are settled at the end
-            assert ("ttft_p50_ms" in row) == (name != "W5")
-    assert found["W1", "generate_batch, tuned"]["tokens_per_s"] > 0
-    assert found["W1", "generate_batch"]["time"].startswith("skipped: takes most of the memory")
-    assert not [row for row in data["rows"] if str(row["time"]).startswith("failed")]
-    assert {how for _, _, how in data["float32"]} == {"equal"}
-    assert not [line for line in data["memory"] if line["problem"]]
+            assert ("TTFT p50, ms" in figures) == (name != "W5")
+            if (name, system) != ("W4", "engine"):
+                assert found[name + generate.EXACT, system]["equal"] == 1
+    assert found["W1", "generate_batch, tuned"]["figures"]["tokens/s"] > 0
+    told = found["W1", "generate_batch"]["problem"]
+    assert told.startswith("skipped: takes most of the memory")
+    assert not [row for row in rows if row.get("problem", "").startswith("failed")]
+    assert 0 < found["ShareGPT-like lengths", "engine"]["figures"][generate.WASTE] < 100
+    assert found["W2" + generate.EXACT, generate.SMALL_POOL]["equal"] == 1
 
 
 @pytest.mark.slow
 def test_quick_serves_arrivals_by_every_system(quick):
-    _, directory = quick
-    rows = report.read(directory / "generate-cpu-llama-tiny.json")["arrivals"]
-    assert {row["system"] for row in rows} == {
-        "engine",
-        "plain, static batches",
-        "generate_batch, tuned",
-    }
-    assert len(rows) == 6 and not [row for row in rows if "problem" in row]
-    assert all(
-        row[key] > 0 for row in rows for key in arrivals.COLUMNS if key not in ("system", "problem")
-    )
-    for end in (".png", "-memory.png", "-latency.png", ".md"):
-        assert 0 < (directory / f"generate-cpu-llama-tiny{end}").stat().st_size < 100_000
+    _, path = quick
+    data = report.read(path)
+    rows = [row for row in data["rows"] if row["case"].startswith("arrivals")]
+    names = {"engine", "plain, static batches", "generate_batch, tuned"}
+    assert {row["system"] for row in rows} == names and len(rows) == 6
+    assert all(row["seconds"][0] > 0 and min(row["figures"].values()) > 0 for row in rows)
+    pytest.importorskip("matplotlib")
+    drawn = pictures.draw_all(data, path.with_suffix(""))
+    assert len(drawn) == 3 and all(0 < one.stat().st_size < 100_000 for one in drawn)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +103,20 @@ class Short(System):
         return Answer([[5] * (length - 1) for length in batch.new_tokens], [])
 
 
+def rows_of(model, workload, systems, **options):
+    case = generate.case_of(model, TINY, workload, systems)._replace(**options)
+    return {row["system"]: row for row in runner.rows_of_case(case, case.turns)}
+
+
 def test_a_system_that_fails_or_gives_too_few_tokens_is_listed(model, no_gc):
     workload = replace(WORKLOADS["W1"].scaled(0.1, 0.05), target=None)
     systems = {"plain": Generate(), "failing": Failing(), "short": Short(), "engine": Engine()}
-    found = generate.run(model, TINY, workload, systems, repeats=2)
-    rows = {row["system"]: row for row in generate_tables.rows_of(workload, found, 1e-6)}
-    assert rows["failing"]["time"] == "failed: RuntimeError: out of luck"
-    assert rows["short"]["time"].startswith("failed: RuntimeError: gave ")
-    assert rows["engine"]["turns"] == 2 and rows["engine"]["equal"] == "100%"
+    rows = rows_of(model, workload, systems, turns=2)
+    assert rows["failing"]["problem"] == "failed: RuntimeError: out of luck"
+    assert rows["short"]["problem"].startswith("failed: RuntimeError: gave ")
+    assert len(rows["engine"]["seconds"]) == 2 and rows["engine"]["equal"] == 1
+    shown = "".join(generate.show([{"rows": list(rows.values())}]))
+    assert "Without figures: failing (failed: RuntimeError: out of luck) on W1" in shown
 
 
 class Asleep(System):
@@ -135,13 +135,13 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), target=1.0)
     calls: list[str] = []
     systems = {name: Asleep(name, calls) for name in ("plain", "ours", "engine")}
-    found = generate.run(model, TINY, workload, systems, repeats=4, fewest=2, until=math.inf)
-    assert [len(turns) for turns in found.values()] == [4, 4, 4]
+    rows = rows_of(model, workload, systems, turns=4, fewest=2)
+    assert [len(row["seconds"]) for row in rows.values()] == [4, 4, 4]
     order = ["plain", "ours", "engine"]
     assert calls == order[::-1] + (order + order[::-1]) * 2  # the first warms up
     calls.clear()
-    found = generate.run(model, TINY, workload, systems, repeats=4, fewest=2, until=0.0, first=8)
-    assert [len(turns) for turns in found.values()] == [2, 2, 2] and calls[3:6] == order
+    rows = rows_of(model, workload, systems, turns=4, fewest=2, until=0.0, first=8)
+    assert [len(row["seconds"]) for row in rows.values()] == [2, 2, 2] and calls[3:6] == order
     prompts = {repeat: workload.batch(repeat, TINY.vocab).prompts[0] for repeat in (0, 8)}
     assert prompts[0] != prompts[8]
 
@@ -152,83 +152,83 @@ def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     engine = Engine()
     small = SmallPool(of=engine)
     systems = {"plain": Generate(), "engine": engine, generate.SMALL_POOL: small}
-    found = generate.run(model, TINY, workload, systems, repeats=2)
-    rows = generate_tables.rows_of(workload, found)
-    by_name = {row["system"]: row for row in rows}
-    assert by_name[generate.SMALL_POOL]["turns"] == 2
-    assert by_name[generate.SMALL_POOL]["kv_mib"] <= by_name["engine"]["kv_mib"] / 3
-    lines = kv_memory.of_rows(
-        rows, TINY, workload, generate.SMALL_POOL, small.cache_config.num_blocks
-    )
-    assert [line.what for line in lines] == ["W2 peak", "W2 in a third of its peak"]
-    assert (
-        f"num_blocks={small.cache_config.num_blocks})" in lines[1].unit
-        and "2 turns" in lines[1].unit
-    )
+    rows = rows_of(model, workload, systems, turns=2)
+    held = {name: row["figures"]["K/V, MiB"] for name, row in rows.items()}
+    assert len(rows[generate.SMALL_POOL]["seconds"]) == 2
+    assert held[generate.SMALL_POOL] <= held["engine"] / 3
+    assert rows[generate.SMALL_POOL]["over"]["engine"] == 1 / generate.SLOWER
+    assert rows["engine"]["limits"] == {generate.KV_SHARE: 40.0}
     with pytest.raises(NotAvailable, match="the engine that it is compared with did not run"):
         SmallPool(of=Engine())(model, TINY, workload, workload.batch(0, TINY.vocab))
 
 
-def turns_of(seconds, row, **figures):
-    """Turns that return `row`."""
-    figures = {"cpu_s": 1.0, "tokens": 10, **figures}
-    return [Turn(one, [row], figures) for one in seconds]
+def rows_by_hand(case, **seconds):
+    targets = {"plain": {"ours": 2.0}, "generate_batch": {"ours": 6.0}}
+    return [
+        {
+            "case": case,
+            "system": name.replace("_batch_", ", batch "),
+            "seconds": turns,
+            "over": {base: of.get(name) for base, of in targets.items()},
+            "figures": {"n": 1},
+            "equal": 0.5,
+        }
+        for name, turns in seconds.items()
+    ]
 
 
 def test_turns_of_a_second_process_are_added_to_those_of_the_first():
-    plain, first = turns_of([2.0, 2.0, 3.0], [1, 2]), turns_of([1.0], [1, 2])
-    second = turns_of([2.0], [1, 3]) + turns_of([3.0], [4, 5])
-    found = runner.joined([{"plain": plain, "ours": first}, {"ours": second}])
-    row = generate_tables.rows_of(WORKLOADS["W6"], found, processes=2)[1]
-    assert (row["turns"], row["processes"], row["plain_over"], row["equal"]) == (3, 2, 1.0, "50%")
+    first = rows_by_hand("W6", plain=[2.0, 2.0, 3.0], ours=[1.0])
+    second = rows_by_hand("W6", ours=[2.0, 3.0])
+    _, row = runner.pooled([{"rows": first}, {"rows": [second[0] | {"equal": 0.0}]}])
+    assert (row["seconds"], row["processes"], row["equal"]) == ([1.0, 2.0, 3.0], 2, 0.25)
 
 
 @pytest.mark.slow
 def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monkeypatch, no_gc):
-    def dies(*_):
-        raise RuntimeError("no process")
+    in_processes = runner.in_processes
+
+    def dies(processes, *arguments):
+        if processes:
+            raise RuntimeError("no process")
+        return in_processes(processes, *arguments)
 
     monkeypatch.setattr(runner, "in_processes", dies)
-    monkeypatch.setitem(
-        WORKLOADS, "W6", replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
-    )
-    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
-    arguments = [
-        "--model",
-        "llama-tiny",
-        "--only",
-        "W6",
-        "--no-peers",
-        "--no-memory",
-        "--results",
-        str(tmp_path),
-    ]
-    monkeypatch.setattr(
-        generate.ceilings, "measure", lambda *_: Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10})
-    )
+    workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
+    monkeypatch.setitem(WORKLOADS, "W6", workload)
+    told: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *args, **_: told.append(str(args[0])))
+    limits = Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10})
+    monkeypatch.setattr(generate.ceilings, "measure", lambda *_: limits)
+    path = tmp_path / "found.json"
+    arguments = ["--model", "llama-tiny", "--only", "W6", "--no-peers", "--json", str(path)]
     generate.main(arguments)
-    data = report.read(tmp_path / "generate-cpu-llama-tiny-w6.json")
-    assert data["problems"] == ["W6, process 2: RuntimeError: no process"]
-    assert {row["turns"] for row in data["rows"] if "seconds" in row} == {2}
+    rows = report.read(path)["rows"]
+    assert "the second process failed: RuntimeError: no process" in told
+    assert {len(row["seconds"]) for row in rows if row["case"] == "W6"} == {2}
 
 
 def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
-    found = {
-        "plain, batch 16": turns_of([9.0], [1]),
-        "plain, batch 32": turns_of([4.0, 6.0], [1]),
-        "ours": turns_of([2.0, 2.0], [1]),
-        "generate_batch": turns_of([20.0], [1], kv_mib=2.0),
-        "vLLM": ["not installed"],
+    rows = rows_by_hand(
+        "W2",
+        plain_batch_16=[9.0],
+        plain_batch_32=[4.0, 6.0],
+        ours=[2.0, 2.0],
+        generate_batch=[20.0],
+    )
+    ratios = {
+        (row["system"], base): (ratio.value, target)
+        for row, base, ratio, target in runner.comparisons(rows)
     }
-    rows = generate_tables.rows_of(WORKLOADS["W2"], found, 1.0)
-    assert [row.get("plain_over") for row in rows] == [4 / 9, 1.0, 2.5, 0.2, None]
-    assert [row.get("target") for row in rows] == ["", "", "at least 2: met", "", None]
-    assert rows[2]["roofline_share"] == "50%" and rows[2]["tokens_per_s"] == 5.0
-    assert rows[3]["kv_mib"] == 2.0 and rows[4]["time"] == "not installed"
-    peers = generate_tables.peer_rows(rows)
-    assert [(row["time over"], row["ratio"], row["target"]) for row in peers] == [
-        ("ours", 10.0, "at least 6: met")
-    ]
+    assert ratios["plain, batch 16", "plain"] == (4 / 9, None)
+    assert ratios["ours", "plain"] == (2.5, 2.0) and ratios["generate_batch", "plain"][0] == 0.2
+    assert ratios["ours", "generate_batch"] == (10.0, 6.0)
+    assert ("plain, batch 32", "plain") not in ratios
+    assert runner.targets(rows) == "Targets: 2 of 2 are met."
+    limited = [row | {"limits": {"n": 0.5}} for row in rows if row["system"] == "ours"]
+    said = "Targets: 0 of 1 are met; not met: W2, ours: n 1, not at most 0.5."
+    assert runner.targets(limited) == said
+    assert "| 1, at most 0.5: not met |" in runner.table(limited)
 
 
 def test_times_belong_to_tokens(model):
@@ -283,13 +283,9 @@ def test_the_trace_is_the_papers():
 def test_figures_of_arrivals_by_hand():
     records = [Record(0.0, [1.0, 1.5], 2.0), Record(1.0, [3.0, 3.2, 3.4, 4.0], 5.0)]
     found = arrivals.figures(records, [2, 4])
-    assert found["tokens_per_s"] == pytest.approx(6 / 5) and found[
-        "requests_per_s"
-    ] == pytest.approx(2 / 5)
-    assert found["normalized_ms"] == pytest.approx(1000 * (2.0 / 2 + 4.0 / 4) / 2)
-    assert found["normalized_p50_ms"] == found["normalized_p99_ms"] == pytest.approx(1000)
-    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p50_ms"] == pytest.approx(
-        350
-    )
+    assert (found["tokens/s"], found["served/s"]) == pytest.approx((6 / 5, 2 / 5))
+    assert found["normalized, ms/token"] == pytest.approx(1000 * (2.0 / 2 + 4.0 / 4) / 2)
+    assert found["normalized p50, ms"] == found["normalized p99, ms"] == pytest.approx(1000)
+    assert (found["TTFT p50, ms"], found["TPOT p50, ms"]) == pytest.approx((1500, 350))
     with pytest.raises(RuntimeError, match="gave 6 tokens, not 7"):
         arrivals.figures(records, [2, 5])

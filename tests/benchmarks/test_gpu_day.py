@@ -231,7 +231,7 @@ def test_at_most_8_files_and_every_function_exists() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "a, z"], "there is no stage 'z', only 0, a, b, c, d, e, f"),
+        (["--only", "a, z"], "invalid choice: 'z' (choose from 0, a, b, c, d, e, f)"),
         (["--minutes", "nan"], "nan is not between 0 and 1440"),
         (["--minutes", "inf"], "inf is not between 0 and 1440"),
         (["--out", __file__], "must be a folder that can be written to"),
@@ -313,7 +313,7 @@ def test_a_sample_of_tests_goes_first() -> None:
 
 def test_outcomes_stand_beside_predictions() -> None:
     facts = {**machine.facts(), "gpu": "a card", "driver": "580"}
-    decode = {"heads": gpu_day.LLAMA, "case": "64 x 8192", "contender": "ours", "gb_per_s": 3801.0}
+    decode = {"heads": gpu_day.LLAMA, "case": "64 x 8192", "contender": "ours", "GB/s": 3801.0}
     step = {"model": gpu_day.QWEN, "case": "1x16", "system": "paged", "ms": 1.234}
     calls = [
         {"workload": "W3", "system": name, "plain_over": speed}
@@ -328,7 +328,7 @@ def test_outcomes_stand_beside_predictions() -> None:
             "facts": facts,
             "rows": [{"equal": True}, {"equal": False}, {"note": "no time left"}],
         },
-        "c": {"facts": facts, "rows": [{**decode, "bandwidth_share": "88%"}]},
+        "c": {"facts": facts, "rows": [{**decode, "of bandwidth, %": 88.4}]},
         "d": {"facts": facts, "rows": [step], "status": "timed out after 9 s"},
         "e": {"facts": facts, "rows": calls},
         "f": {"facts": facts, "rows": [{"counts": {"passed": 3, "failed": 1}}]},
@@ -341,7 +341,7 @@ def test_outcomes_stand_beside_predictions() -> None:
     assert found["tokens of plain `generate` in float32"] == "1 of 2 equal"
     assert (
         found[f"decode kernel, 64 rows of 8192 tokens, heads of {gpu_day.LLAMA}"]
-        == "3801 GB/s, 88% of a copy's"
+        == "3801 GB/s, 88.4 % of a copy's"
     )
     assert found[f"a token of one row, {gpu_day.QWEN}"] == "1.234 ms"
     assert found[f"a token of one row, {gpu_day.LLAMA}"] == "timed out after 9 s"

@@ -23,25 +23,20 @@ def test_interval_of_the_median():
 
 
 @pytest.mark.parametrize(
-    "values, target, said",
+    "values, target, is_met",
     [
-        ([1.0], None, ""),
-        ([1.2, 1.4, 1.5], 1.3, "at least 1.3: met"),
-        ([1.2, 1.2, 1.5], 1.3, "at least 1.3: not met"),
-        ([0.99], 1.0, "at least 1: not met"),  # too few turns for an interval
-        ([0.99] * 14, 1.0, "at least 1: not met"),
-        ([0.99] * 15, 1.0, "not slower: met"),
-        ([0.96] * 15, 1.0, "not slower: not met"),
-        ([0.96] * 8 + [0.99] * 8, 1.0, "not slower: met"),  # the interval reaches across
+        ([1.2, 1.4, 1.5], 1.3, True),
+        ([1.2, 1.2, 1.5], 1.3, False),  # too few turns for an interval: the median decides
+        ([0.99], 1.0, False),
+        ([0.99] * 15, 1 / paired.NOT_SLOWER, True),
+        ([0.96] * 15, 1 / paired.NOT_SLOWER, False),
+        ([0.96] * 8 + [0.99] * 8, 1 / paired.NOT_SLOWER, True),  # the interval reaches across
     ],
 )
-def test_verdicts(values, target, said):
-    assert paired.verdict(values, target) == said
+def test_targets_are_reached_by_intervals(values, target, is_met):
+    assert paired.estimate(values).reaches(target) == is_met
 
 
-def test_at_most_and_spans():
-    assert (paired.at_most(40.0, 40.0), paired.at_most(40.1, 40.0)) == (
-        "at most 40: met",
-        "at most 40: not met",
-    )
-    assert (paired.span([2.0, 1.0]), paired.span(None)) == ("1..2", "")
+def test_text_of_an_estimate():
+    assert paired.estimate([1.0]).text(2) == "1.00"
+    assert paired.estimate([1.0, 2.0]).text(1) == "1.5 (1.0 to 2.0)"

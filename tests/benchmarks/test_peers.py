@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from benchmarks.generate import Kinds, model_of, systems_for
+from benchmarks.generate import model_of, systems_for
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import NotAvailable
 from benchmarks.workloads import WORKLOADS
@@ -88,7 +88,7 @@ def test_a_peer_makes_its_own_8_bit_weights(
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=True), workload.batch(0, shape.vocab)
     assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
-    systems = systems_for(workload, None, True, ["openvino", "vllm"], Kinds(int8=True))
+    systems = systems_for(workload, None, True, ["openvino", "vllm"], int8=True)
     rows = systems["OpenVINO GenAI"](model, shape, workload, batch).rows
     assert rows == [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
     systems["OpenVINO GenAI"].free()
@@ -104,7 +104,7 @@ def test_a_peer_makes_its_own_8_bit_weights(
 def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=False), workload.batch(0, shape.vocab)
-    systems = systems_for(workload, None, True, kinds=Kinds(invariant=True))
+    systems = systems_for(workload, None, True, invariant=True)
     assert list(systems) == ["plain", "ours", "engine", "engine, batch_invariant"]
     rows = systems["engine, batch_invariant"](model, shape, workload, batch).rows
     assert [len(row) for row in rows] == batch.new_tokens

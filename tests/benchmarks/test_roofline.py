@@ -85,7 +85,7 @@ def test_latency_figures():
     assert latency.first_tokens(times, [0.0, 1.0]) == [1.0, 2.0]
     assert latency.between_tokens(times) == [0.5, 1.0]
     found = latency.summary(times, [0.0, 1.0])
-    assert found["ttft_p50_ms"] == pytest.approx(1500) and found["tpot_p99_ms"] == pytest.approx(
+    assert found["TTFT p50, ms"] == pytest.approx(1500) and found["TPOT p99, ms"] == pytest.approx(
         995
     )
     assert latency.summary([[], []], [0.0, 0.0]) == {}

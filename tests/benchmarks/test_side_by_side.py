@@ -19,11 +19,11 @@ def test_quick_prints_and_writes_its_rows(
 ) -> None:
     path = tmp_path / "rows.json"
     side_by_side.main(
-        ["--quick", "--only", "Bloom|Bamba tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)]
+        ["--quick", "--only", "Bloom|NemotronH tiny 8|Qwen2.5|Whisper tiny 1", "--json", str(path)]
     )
     rows = json.loads(path.read_text())["runs"][0]["rows"]
     even, stragglers = side_by_side.WORKLOADS
-    expected = [("Bloom", even), ("Bloom", stragglers), ("Bamba", stragglers)]
+    expected = [("Bloom", even), ("Bloom", stragglers), ("NemotronH", stragglers)]
     expected += [("Qwen2.5-VL", even), ("Qwen2.5-VL", stragglers), ("Whisper", even)]
     names = {f"{model}, tiny, {workload}" for model, workload in expected}
     assert {row["case"] for row in rows} == names and len(rows) == 3 * len(names)

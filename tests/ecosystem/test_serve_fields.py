@@ -23,9 +23,9 @@ import hf_paged  # noqa: E402
 from hf_paged.tools.openai_fields import (  # noqa: E402
     CHAT,
     COMPLETION,
-    HARMLESS,
-    NEUTRAL,
-    REFUSED,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    REFUSED_FIELDS,
     RESPONSE,
     SERVED_BY_APP,
     SERVED_HERE,
@@ -132,7 +132,7 @@ def test_every_field_is_served_harmless_or_refused(app: App, endpoint: str) -> N
         assert f"`{name}`" in page, name
         if name in served_fields:
             continue
-        if name in HARMLESS:
+        if name in IGNORED_FIELDS:
             answer = app.post(path, **request, **{name: "x"})
             assert answer.status_code == 200 and text_of(answer.json()) == expected, (
                 name,
@@ -142,8 +142,8 @@ def test_every_field_is_served_harmless_or_refused(app: App, endpoint: str) -> N
         refused = app.post(path, **request, **{name: ASKS[name]})
         assert refused.status_code == 400, name
         message = refused.json()["error"]["message"]
-        assert f"`{name}`" in message and REFUSED[name] in message
-        for harmless in (None, *NEUTRAL.get(name, ())):
+        assert f"`{name}`" in message and REFUSED_FIELDS[name] in message
+        for harmless in (None, *NEUTRAL_VALUES.get(name, ())):
             answer = app.post(path, **request, **{name: harmless})
             assert answer.status_code == 200 and text_of(answer.json()) == expected, (
                 name,

@@ -225,7 +225,7 @@ def test_an_error_of_the_connection_ends_its_request() -> None:
     async def send(message: Any) -> None: ...
 
     scope = {"type": "http", "path": "/v1/chat/completions", "headers": []}
-    watched = served_request.ClientWatch(app)
+    watched = served_request.ClientMiddleware(app)
     asyncio.run(asyncio.wait_for(watched(scope, receive, send), WAIT))
     assert received == [b"{"] and cancelled == [True]
 

@@ -27,7 +27,7 @@ def write(folder: Path, name: str, **tables: dict[str, float]) -> None:
 
 
 def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "machine", lambda device: "mine")
+    monkeypatch.setattr(costs, "machine_name", lambda device: "mine")
     monkeypatch.setattr(costs, "LEVELS", ["better", "worse"])
     monkeypatch.setenv(kernels.VARIABLE, "gather")
     write(folder, "better", gather_float32={"16": 2}, gather_int8={"8": 3})
@@ -54,7 +54,7 @@ def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.Mo
 def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(
         folder,
-        costs.machine(CPU),
+        costs.machine_name(CPU),
         cpp_float32={"16": 1},
         gather_float32={"16": 2},
         reference_float32={"16": 3},
@@ -71,18 +71,18 @@ def test_a_processor_is_named_by_its_instructions(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(costs.platform, "machine", lambda: "x86_64")
     for level, (_, flags) in costs.LEVELS.items():
         monkeypatch.setattr(costs, "cpu_flags", lambda flags=flags: set(flags.split()))
-        assert costs.machine(CPU) == level
+        assert costs.machine_name(CPU) == level
     monkeypatch.setattr(costs, "cpu_flags", set)
-    assert costs.machine(CPU) == "x86_64"
+    assert costs.machine_name(CPU) == "x86_64"
     monkeypatch.setattr(costs.platform, "machine", lambda: "aarch64")
-    assert costs.machine(CPU) == "aarch64"
+    assert costs.machine_name(CPU) == "aarch64"
 
 
 def test_tables_that_ship_name_sizes_that_may_be_chosen() -> None:
     paths = list(costs.FOLDER.glob("*.json"))
     assert paths
     for path in paths:
-        for times in costs._table(path).values():
+        for times in costs._load_table(path).values():
             assert config.PagedConfig.block_size in times
             assert all(
                 config.PagedConfig(block_size=size) and time > 0 for size, time in times.items()

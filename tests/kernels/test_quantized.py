@@ -94,7 +94,9 @@ def test_every_store_writes_the_same_bytes(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         exact = exact.transpose(1, 2)[slots >= 0].float()
         size = exact.abs().amax(-1, keepdim=True) if kv_dtype == "int8" else exact.abs()
-        smallest = exact.abs().amax(-1, keepdim=True) / quantized.LARGEST[found.keys.dtype] * 2**-6
+        smallest = (
+            exact.abs().amax(-1, keepdim=True) / quantized.MAX_CODES[found.keys.dtype] * 2**-6
+        )
         assert ((ours - exact).abs() <= 1.001 * ROUNDING[kv_dtype] * size + smallest).all()
     assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data)), (
         "what is not stored stays"

@@ -35,7 +35,7 @@ from transformers.generation.continuous_batching import (
 
 import hf_paged
 from hf_paged.native import manager_thread
-from hf_paged.native.manager_config import IGNORED, MAPPED, paged_config
+from hf_paged.native.manager_config import IGNORED, MAPPED, make_paged_config
 from tests.batching.test_engine_faults import OUTSIDE, failing
 from tests.support import models
 from tests.support.missing import forbidden
@@ -214,7 +214,7 @@ def test_stop_strings_with_a_tokenizer(do_sample: bool) -> None:
 def test_running_requests_wait_for_few_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many requests at once are added between several steps; one that is cancelled before is not
     added."""
-    monkeypatch.setattr(manager_thread, "MAX_NEW", 3)
+    monkeypatch.setattr(manager_thread, "MAX_NEW_REQUESTS", 3)
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
         calls: list[str] = []
@@ -367,7 +367,7 @@ def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
     with model.continuous_batching_context_manager(GREEDY) as manager:
         other = asyncio.run(ask(manager), debug=True)
         assert other is not None and other.generated_tokens == plain(model, PROMPTS[0], GREEDY)
-        assert "refused a result handler" in caplog.text
+        assert "rejected a result handler" in caplog.text
         assert not manager._thread.handlers and not manager._thread.pending
 
 
@@ -437,7 +437,7 @@ def test_ids_in_use_and_managers_that_have_stopped_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_full_queue_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager_thread, "QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr(manager_thread, "MAX_QUEUE_SECONDS", 0.05)
     model: Any = models.get("llama")
     manager = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_queue_size=2))
     manager.add_requests(PROMPTS[:2])
@@ -485,7 +485,7 @@ def test_a_manager_whose_thread_vanished_takes_no_requests(monkeypatch: pytest.M
         patch.setattr(manager_thread.ManagerThread, "_run", lambda self, token: None)
         manager.start()
         manager.join()
-    with pytest.raises(RuntimeError, match="takes no more requests: its thread vanished"):
+    with pytest.raises(RuntimeError, match="takes no more requests: its thread ended"):
         manager.add_request(PROMPTS[1])
     manager.start()
     manager.add_request(PROMPTS[1])
@@ -639,7 +639,7 @@ def test_the_thread_survives_an_engine_whose_steps_all_raise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deliver", "_outputs"])
+@pytest.mark.parametrize("name", ["deliver", "_convert_outputs"])
 def test_requests_that_an_error_of_the_thread_loses_get_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -672,14 +672,14 @@ def test_requests_that_an_error_of_the_thread_loses_get_it(
 def test_an_output_that_cannot_be_made_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    add = manager_thread.Pending.add
+    add = manager_thread.PendingRequest.add
 
     def fail_one(self: Any, output: Any) -> Any:
-        if self.names == ["bad"]:
+        if self.output_ids == ["bad"]:
             raise OnPurpose("on purpose")
         return add(self, output)
 
-    monkeypatch.setattr(manager_thread.Pending, "add", fail_one)
+    monkeypatch.setattr(manager_thread.PendingRequest, "add", fail_one)
     model: Any = models.get("llama")
     with model.continuous_batching_context_manager(GREEDY) as manager:
         for name in ("bad", "good"):
@@ -995,14 +995,14 @@ def test_a_pause_that_cannot_be_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         found.clear()
         pausing = threading.Thread(target=waits)
         pausing.start()
-        while not manager._thread.pausing:  # it waits for the step in progress
+        while not manager._thread.pauses:  # it waits for the step in progress
             time.sleep(0.01)
         if then is step:
             with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
                 # as this call does, until Ctrl-C
                 patch.setattr(manager._thread, "_wait_for", interrupt)
                 pause()
-            assert [*manager._thread.pausing.values()] == [pausing.ident]
+            assert [*manager._thread.pauses.values()] == [pausing.ident]
             manager.stop(block=False, hard_stop=True)
         may_step.set()
         pausing.join(WAIT)
@@ -1285,8 +1285,10 @@ def test_the_guide_has_the_tables() -> None:
 @pytest.mark.slow
 def test_what_fields_of_the_config_mean() -> None:
     base = {"block_size": 32}
-    assert paged_config(ContinuousBatchingConfig(), base) == hf_paged.PagedConfig(block_size=32)
-    assert paged_config(ContinuousBatchingConfig()) == hf_paged.PagedConfig(
+    assert make_paged_config(ContinuousBatchingConfig(), base) == hf_paged.PagedConfig(
+        block_size=32
+    )
+    assert make_paged_config(ContinuousBatchingConfig()) == hf_paged.PagedConfig(
         block_size=models.BLOCK_SIZE
     )
     given = ContinuousBatchingConfig(
@@ -1301,7 +1303,7 @@ def test_what_fields_of_the_config_mean() -> None:
         q_padding_interval_size=64,
         default_compile_level=2,
     )
-    assert paged_config(given, base) == hf_paged.PagedConfig(
+    assert make_paged_config(given, base) == hf_paged.PagedConfig(
         block_size=256,  # what transformers' blocks are by default
         num_blocks=40,
         max_num_batched_tokens=512,
@@ -1312,14 +1314,14 @@ def test_what_fields_of_the_config_mean() -> None:
         max_chunk_tokens=512,
         preemption="swap",
     )
-    assert paged_config(ContinuousBatchingConfig(use_cuda_graph=(False, True)), base).capture
+    assert make_paged_config(ContinuousBatchingConfig(use_cuda_graph=(False, True)), base).capture
     for wrong, message in (
         ({"scheduler_type": "mine"}, "'fifo' or 'prefill_first'"),
         ({"max_memory_percent": 90}, "memory_fraction"),
         ({"max_requests_per_batch": 0}, "max_num_seqs"),
     ):
         with pytest.raises(ValueError, match=message):
-            paged_config(ContinuousBatchingConfig(**wrong), base)
+            make_paged_config(ContinuousBatchingConfig(**wrong), base)
 
 
 @pytest.mark.slow
@@ -1333,7 +1335,7 @@ def test_a_field_that_is_not_known_is_refused() -> None:
     Newer.__dataclass_fields__["reads_minds"] = newer  # type: ignore[attr-defined]
     config = Newer()
     config.reads_minds = None  # type: ignore[attr-defined]
-    paged_config(config)
+    make_paged_config(config)
     config.reads_minds = 1  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="reads_minds"):
-        paged_config(config)
+        make_paged_config(config)

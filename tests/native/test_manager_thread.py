@@ -114,7 +114,7 @@ def test_an_interrupt_as_a_manager_pauses_leaves_nothing_paused() -> None:
     expect(manager)
     for interrupt in interrupts(pause, 40):
         interrupt.run(pause)
-        assert not manager._thread.pausing, f"{vars(interrupt)}"
+        assert not manager._thread.pauses, f"{vars(interrupt)}"
     expect(manager)
     manager.stop()
 

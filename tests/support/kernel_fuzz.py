@@ -30,7 +30,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Attention, Store, gather
-from hf_paged.kernels.cpp.build import NAMES, best_path, kernel
+from hf_paged.kernels.cpp.build import KERNEL_NAMES, best_path, kernel
 from hf_paged.kernels.cpp.linear import linear
 from hf_paged.rooms import RoomMissingError, is_installed, room
 from hf_paged.step import Lengths, StepMetadata
@@ -103,7 +103,7 @@ def blocks_of(
     choose = draws.choose
     if choose.random() < 0.3 and not any(block_size * dim % 4 for dim in dims):
         # else scales would not be aligned
-        codes = choose.choice(tuple(quantized.LARGEST))
+        codes = choose.choice(tuple(quantized.MAX_CODES))
         tiles = tuple(
             torch.zeros(num_blocks, heads, quantized.tile_bytes(block_size, dim), dtype=torch.uint8)
             for dim in dims
@@ -400,10 +400,10 @@ ENTRIES: dict[str, Callable[[Draws], None]] = {
     **dict(attention=attention, store=store, gather=gathers, hash=hashes, draw=draw),
     **dict(linear=linears, linear_path=path, rows=rows, pick=pick, tape=tape),
 }
-assert set(ENTRIES) == set(NAMES)
+assert set(ENTRIES) == set(KERNEL_NAMES)
 
 
-def run(calls: int, seed: int, entries: Sequence[str] = NAMES) -> list[str]:
+def run(calls: int, seed: int, entries: Sequence[str] = KERNEL_NAMES) -> list[str]:
     """Makes `calls` random calls through each entry point; returns what went wrong, with its
     seed."""
     wrong = []
@@ -424,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=1000, help="through each entry point")
     parser.add_argument("--jobs", type=int, default=1, help="threads that call at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch and the library")
-    parser.add_argument("--entries", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--entries", nargs="+", default=list(KERNEL_NAMES), choices=KERNEL_NAMES)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     if not cpp.is_available():

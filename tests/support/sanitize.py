@@ -219,9 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = Path(options.folder or temporary).absolute() / name
             found, wrong = check(name, folder, options.calls, options.seed, not options.no_tests)
         reports, failed = reports + found, failed + wrong
-    from hf_paged.kernels.cpp.build import NAMES
+    from hf_paged.kernels.cpp.build import KERNEL_NAMES
 
-    print(f"{options.calls * len(NAMES) * len(names):,} calls, {reports} reports, {failed} failed")
+    num_calls = options.calls * len(KERNEL_NAMES) * len(names)
+    print(f"{num_calls:,} calls, {reports} reports, {failed} failed")
     return int(bool(reports or failed))
 
 

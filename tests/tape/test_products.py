@@ -66,7 +66,7 @@ def test_it_computes_what_pytorch_does(
 def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
     dtype: torch.dtype, has_bias: bool, calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "WIDENED_ELEMENTS", 96 * 7)
+    monkeypatch.setattr(kernel, "FLOAT32_ELEMENTS", 96 * 7)
     layer = nn.Linear(96, 40, bias=has_bias).to(dtype)
     x = torch.randn(3, 50, 96).to(dtype)
     expected = F.linear(x.float(), layer.weight.float(), layer.bias.float() if has_bias else None)
@@ -74,9 +74,9 @@ def test_many_rows_are_computed_in_float32_where_pytorch_converts_each_number(
 
     def observed(x: torch.Tensor, *others: Any) -> torch.Tensor:
         widened.append(len(x))
-        return kernel.widened(x, *others)
+        return kernel.linear_float32(x, *others)
 
-    monkeypatch.setattr(products, "widened", observed)
+    monkeypatch.setattr(products, "linear_float32", observed)
     monkeypatch.setattr(kernel, "MAX_ROWS", dict.fromkeys(kernel.MAX_ROWS, 64))
     for is_native in (True, False):
         for module in (products, kernel):
@@ -96,7 +96,7 @@ def test_few_dimensions_and_many_rows() -> None:
             F.linear(torch.tensor(1.0).to(torch.bfloat16), weight)
     x = torch.randn(20000, 16).to(torch.bfloat16)
     torch.testing.assert_close(
-        kernel.widened(x, weight), F.linear(x.float(), weight.float()).to(torch.bfloat16)
+        kernel.linear_float32(x, weight), F.linear(x.float(), weight.float()).to(torch.bfloat16)
     )
 
 
@@ -107,7 +107,7 @@ def test_which_products_pytorch_has() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         assert (
             not kernel.is_native(torch.bfloat16)
-            and kernel.max_rows(torch.bfloat16) == kernel.MAX_ROWS_ALONE
+            and kernel.max_rows(torch.bfloat16) == kernel.MAX_ROWS_WITHOUT_NATIVE
         )
 
 

@@ -61,7 +61,7 @@ def test_large_pools_stay_small() -> None:
     html = memory_html("", {}, {None: [0, 1, 2, -1] * 100_000})
     assert len(html) < 200_000
     assert sum(num_squares(html).values()) <= COLUMNS * MAX_ROWS
-    assert "400,000 blocks, 521 to a cell" in html
+    assert "400,000 blocks, 521 per cell" in html
 
 
 def test_text_takes_the_colour_of_the_page() -> None:

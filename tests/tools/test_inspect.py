@@ -203,11 +203,11 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lama", r"'lama' is no path here.*Close to it: .*llama.*model types"),
+        ("lama", r"'lama' is no path here.*Similar names: .*llama.*model type"),
         ("nobody/nothing", "is no path here.*Nothing is downloaded"),
         ("LlamaModel", "does not generate: use LlamaForCausalLM"),
         ("bert_japanese", "no path here"),
-        ("ViTConfig", "no class for it that generates"),
+        ("ViTConfig", "no class for ViTConfig that generates"),
         ("", "is no path here"),
         ("DeepseekV2Config", "its forward fails"),  # a number is missing in its default config
     ],

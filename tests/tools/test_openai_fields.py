@@ -10,12 +10,12 @@ import pytest
 from hf_paged.tools.openai_fields import (
     CHAT,
     COMPLETION,
-    HARMLESS,
-    REFUSED,
+    IGNORED_FIELDS,
+    REFUSED_FIELDS,
     RESPONSE,
     SERVED_BY_APP,
     SERVED_HERE,
-    Refused,
+    RefusedError,
     check_parts,
     translate,
 )
@@ -27,9 +27,10 @@ from ..support import models
 def test_a_field_has_one_treatment() -> None:
     for endpoint, names in SERVED_HERE.items():
         assert (
-            not names & SERVED_BY_APP[endpoint] and not (names | SERVED_BY_APP[endpoint]) & HARMLESS
+            not names & SERVED_BY_APP[endpoint]
+            and not (names | SERVED_BY_APP[endpoint]) & IGNORED_FIELDS
         )
-    assert not HARMLESS & set(REFUSED)
+    assert not IGNORED_FIELDS & set(REFUSED_FIELDS)
 
 
 def test_the_apps_fields_pass_and_the_others_are_translated() -> None:
@@ -49,7 +50,7 @@ def test_the_apps_fields_pass_and_the_others_are_translated() -> None:
         COMPLETION,
         {"logprobs": 0, "logit_bias": {"7": -3}, "stream_options": {"include_usage": True}},
     )
-    assert made.options == {"return_logprobs": True, "top_logprobs": 0} and made.includes_usage
+    assert made.options == {"return_logprobs": True, "top_logprobs": 0} and made.should_send_usage
     assert made.generation == {"sequence_bias": {(7,): -3}}
 
 
@@ -79,7 +80,7 @@ def nested(depth: int) -> dict[str, Any]:
     ("endpoint", "body", "message"),
     [
         (CHAT, {"presence_penalty": 1}, r"`presence_penalty` is 1: .* `frequency_penalty`"),
-        (CHAT, {"top_k": 1}, "`top_k` is not among the fields"),
+        (CHAT, {"top_k": 1}, "`top_k` is not a field"),
         (CHAT, {"n": 129}, "`n` is 129: it must be a whole number from 1 to 128"),
         (CHAT, {"max_tokens": 0}, "`max_tokens` is 0"),
         (CHAT, {"tool_choice": {"type": "function"}}, r"`tool_choice` .* pass \"auto\""),
@@ -125,19 +126,19 @@ def nested(depth: int) -> dict[str, Any]:
         (
             CHAT,
             {"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}"}},
-            "holds chat_template",
+            "has chat_template",
         ),
         (
             CHAT,
             {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
-            "holds max_length, padding",
+            "has max_length, padding",
         ),
         (RESPONSE, {"text": {"verbosity": "low"}}, r"`text\.verbosity` is 'low'"),
     ],
     ids=lambda value: str(value)[:60],
 )
 def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusedError, match=message):
         translate(endpoint, body)
 
 
@@ -145,14 +146,14 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
     ("options", "message"),
     [
         ({"temperature": 1e-40}, "`temperature` is 1e-40"),
-        ({"sequence_bias": {(1,): float("nan")}}, "`logit_bias` holds nan"),
-        ({"sequence_bias": {(1,): float("inf")}}, "`logit_bias` holds inf"),
-        ({"sequence_bias": [[[5], float("inf")]]}, "`logit_bias` holds inf"),
-        ({"sequence_bias": [[[5], 3e38]]}, r"`logit_bias` holds 3e\+38"),
+        ({"sequence_bias": {(1,): float("nan")}}, "`logit_bias` has the bias nan"),
+        ({"sequence_bias": {(1,): float("inf")}}, "`logit_bias` has the bias inf"),
+        ({"sequence_bias": [[[5], float("inf")]]}, "`logit_bias` has the bias inf"),
+        ({"sequence_bias": [[[5], 3e38]]}, r"`logit_bias` has the bias 3e\+38"),
         ({"stop_strings": "a" * 4097}, "`stop` has 4097 characters"),
         ({"stop_strings": ["a"] * 65}, "`stop` has 65 texts"),
-        ({"stop_strings": ["end", ""]}, "`stop` holds an empty text"),
-        ({"stop_strings": ""}, "`stop` holds an empty text"),
+        ({"stop_strings": ["end", ""]}, "`stop` has an empty text"),
+        ({"stop_strings": ""}, "`stop` has an empty text"),
         ({"num_beams": 129}, "`num_beams` is 129: it must be a whole number up to 128"),
         ({"max_matching_ngram_size": 10**6}, "`max_matching_ngram_size` is 1000000"),
         ({"prompt_lookup_num_tokens": 10**6}, "`prompt_lookup_num_tokens` is 1000000"),
@@ -176,7 +177,7 @@ def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> N
             "num_beams": 128,
         }
     )
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusedError, match=message):
         check_extremes(options)
 
 
@@ -188,7 +189,7 @@ def test_beams_that_take_much_memory_are_refused() -> None:
     check_beams(config, {"num_beams": 1})
     check_beams(config, {})
     with pytest.raises(
-        Refused,
+        RefusedError,
         match=r"`num_beams` is 65 for 65536 new tokens, with 260 candidates .* `max_tokens`",
     ):
         check_beams(config, {"num_beams": 65})
@@ -202,7 +203,7 @@ def test_parts_that_a_model_does_not_read_are_refused() -> None:
             ]
         }
         check_parts("VLM", body)
-        with pytest.raises(Refused, match="a part of type 'image_url'"):
+        with pytest.raises(RefusedError, match="a part of type 'image_url'"):
             check_parts("LLM", body)
 
 
@@ -226,7 +227,7 @@ def test_options_that_allow_no_token() -> None:
         {"begin_suppress_tokens": every[:2], "sequence_bias": infinite},
         {"min_new_tokens": 1, "suppress_tokens": [token for token in every if token != 2]},
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             check_allows_tokens(model, config, options)
 
 
@@ -269,5 +270,5 @@ def test_a_generation_config_may_ask_for_several_sequences() -> None:
     ],
 )
 def test_sequences_that_cannot_be_served(endpoint: str, body: dict[str, Any], message: str) -> None:
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(RefusedError, match=message):
         translate(endpoint, body)

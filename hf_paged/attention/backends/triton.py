@@ -22,7 +22,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     step = call.step
     tensors = call.tensors
     size = step.block_size
-    blocks_dtypes = (*DTYPES, *quantized.LARGEST)
+    blocks_dtypes = (*DTYPES, *quantized.MAX_CODES)
     for tensor in tensors:
         is_blocks = tensor is keys or tensor is values
         supported = blocks_dtypes if is_blocks else DTYPES

@@ -1,6 +1,7 @@
-"""The C++ kernels of `kernels.cpp`: built on first use with the user's compiler unless the wheel
-contains them, loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`,
-`is_available()` is False and `attention/backends/gather.py` is used."""
+"""The C++ kernels: built on first use with the user's compiler, unless the wheel contains them, and
+loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`, `is_available()` is False and
+PyTorch computes their results (attention: `attention/backends/gather.py`). This module calls those
+that hash memory and draw tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-# size of torch's serialised CPU generator: another size means another algorithm
+# of the state of torch's CPU generator; a build with another size has another algorithm
 _STATE_BYTES = 5056
 _lock = forks.lock()
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
-    """Returns a 16-byte hash of the content, order and sizes of memory spans: `sizes[i]` bytes from
-    address `starts[i]`. Raises `ValueError` for a negative size, or a size without an address."""
+    """Returns a 16-byte hash of the content, order and sizes of memory spans: span `i` has
+    `sizes[i]` bytes from address `starts[i]` on. Raises `ValueError` for a negative size, or for
+    address 0 with a size."""
     count = len(starts)
     if len(sizes) != count:
         raise ValueError(f"{count} addresses and {len(sizes)} sizes")
@@ -33,19 +35,20 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
     out = (ctypes.c_uint64 * 2)()
     pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
     if kernel("hash")(_HASH_CALL.pack(*pointers, count, torch.get_num_threads())):
-        raise ValueError(f"a span has a negative size, or no address: sizes are {list(sizes)}")
+        raise ValueError(f"a span has a negative size, or address 0: sizes are {list(sizes)}")
     return bytes(out)
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Computes `torch.multinomial(probs, 1, generator=generator).squeeze(1)`, ten times as fast on
-    the CPU, with the same draws and generator state, for any float dtype and device. Raises torch's
-    `RuntimeError` for probabilities that torch rejects. Calls may overlap in threads; a concurrent
-    draw by torch from the same generator may repeat numbers."""
-    fits = (
+    """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same `(n,)` int64,
+    with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
+    device. For contiguous float32 on the CPU, a kernel draws, ten times as fast. Raises torch's
+    `RuntimeError` for probabilities that torch rejects. Threads may call this at the same time; if
+    torch draws from the same generator meanwhile, both may draw the same numbers."""
+    is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )
-    if fits and (generator is None or generator.device.type == "cpu") and _agrees():
+    if is_supported and (generator is None or generator.device.type == "cpu") and _draws_as_torch():
         drawn = _draw(probs, torch.default_generator if generator is None else generator)
         if drawn is not None:
             return drawn
@@ -53,8 +56,8 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Draws by the kernel; returns `None`, without drawing, for probabilities that torch
-    rejects."""
+    """Returns the kernel's draws. For probabilities that torch rejects, returns `None` and draws
+    nothing."""
     drawn = torch.empty(len(probs), dtype=torch.int64, device="cpu")
     with _lock:  # the state is read, advanced and written back atomically
         state = generator.get_state()
@@ -67,23 +70,25 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 
 @functools.cache
-def _agrees() -> bool:
-    """Whether the kernel is available and draws like this build of torch, whose algorithm is not
-    documented."""
+def _draws_as_torch() -> bool:
+    """Whether the kernel is available and draws the tokens that this build of torch draws, whose
+    algorithm is undocumented."""
     generator = torch.Generator()
     generator.manual_seed(0)
     if not is_available() or generator.get_state().nbytes != _STATE_BYTES:
         return False
     probs = torch.randn((5, 777), generator=generator, device="cpu").mul_(3).softmax(dim=-1)
-    other = generator.clone_state()
+    kernel_generator = generator.clone_state()
     for _ in range(3):
         expected = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
-        drawn = _draw(probs, other)
+        drawn = _draw(probs, kernel_generator)
         if (
             drawn is None
             or not drawn.equal(expected)
-            or not other.get_state().equal(generator.get_state())
+            or not kernel_generator.get_state().equal(generator.get_state())
         ):
-            logger.info("this build of torch draws otherwise than ours: using torch.multinomial")
+            logger.info(
+                "the C++ kernel does not draw like this build of torch: using torch.multinomial"
+            )
             return False
     return True

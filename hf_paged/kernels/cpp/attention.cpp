@@ -35,11 +35,12 @@ constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread read
 constexpr int64_t kPart = 512;       // tokens that are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
 constexpr int64_t kTaskRows = 128;   // most M of a task, unless one query has more
-// Up to this many times, values are widened in registers, for as many rows of M as fit, instead of once to memory.
+// Values are widened in registers, once per group of rows of M that fit in registers, if that is at most this many
+// times; else they are widened once, to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
-// A query that sees positions [low, high) of its row's table. The sums of positions before `shared` are those of member
-// `place` of `members` queries, in the states from `state` on.
+// A query that sees positions [low, high) of its row's table. Its sums over the positions before `shared` are computed
+// by a task for `members` queries; of the results, which begin at `state`, it has number `place`.
 struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
 // Queries [first, first + count) over [low, high). The result goes to `state`; if that is negative, to the output.
 struct Task { int64_t head, first, count, low, high, state; };

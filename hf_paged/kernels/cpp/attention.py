@@ -1,5 +1,5 @@
-"""Attention, stores and gathers of K/V by `kernels.cpp`, with arguments packed once for many steps.
-Calls that the kernels do not support raise, and never fall back."""
+"""Calls of the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
+that are the same in many steps are packed once. A call that a kernel does not support raises."""
 
 from __future__ import annotations
 
@@ -15,42 +15,46 @@ from .build import batch_invariant, best_path, kernel, observer
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# struct AttentionCall, in three parts: the call, the step, the layer
+# struct AttentionCall, in the order of its fields: of the call, the step, the CPU and the layer
 _CALL = struct.Struct("4Q")
 _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("5Q7q")
 _PATH = struct.Struct("2q")
 _LAYER = struct.Struct("2Q20q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
-# struct StoreCall: the call, then the layer
+# struct StoreCall: fields of the call, then of the layer
 _STORE_CALL = struct.Struct("3Q")
 _STORE_LAYER = struct.Struct("2Q5q6q6q2q5q")
-# struct GatherCall: the call, then the step
+# struct GatherCall: fields of the call, then of the step
 _GATHER_CALL = struct.Struct("2Q6q")
 _GATHER_STEP = struct.Struct("3Q7q")
 
 
-def _kind(x: Tensor) -> str:
-    return f"{x.dtype} on {x.device}, of shape {tuple(x.shape)} and strides {x.stride()}"
+def _describe(tensor: Tensor) -> str:
+    return (
+        f"{tensor.dtype} on {tensor.device}, of shape {tuple(tensor.shape)} and strides"
+        f" {tensor.stride()}"
+    )
 
 
-def _layout(x: Tensor | None) -> object:
-    """Returns the properties of a tensor argument that a packed call fixes."""
-    if x is None:
+def _layout(tensor: Tensor | None) -> object:
+    """Returns the properties of a tensor that must be the same in all steps of a packed call."""
+    if tensor is None:
         return None
-    return x.dtype, x.shape, x.stride(), x.device
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-class _Step(NamedTuple):
-    """The kernel's arguments for a step, which are equal for all layers."""
+class _PackedStep(NamedTuple):
+    """The fields of `AttentionCall` for a step, the same for all layers."""
 
     packed: bytes
-    tensors: dict[int, Tensor]  # by byte offset in `packed`
+    tensors: dict[int, Tensor]  # whose addresses `packed` holds, by byte offset
     num_tokens: int
     block_size: int
 
 
-def _step_fields(step: StepMetadata) -> _Step:
+def _pack_step(step: StepMetadata) -> _PackedStep:
+    """Checks and packs a step. Raises `ValueError` for tensors that the kernel does not take."""
     tables = step.block_tables
     lengths = step.on_device
     is_uniform = step.query_len is not None  # then the kernel needs no `query_start`
@@ -73,7 +77,7 @@ def _step_fields(step: StepMetadata) -> _Step:
             size += 1
         fits = tensor.dim() == dims
         if fits:
-            # the stride of a dimension with at most one element is arbitrary
+            # the stride of a dimension of at most one element is arbitrary
             fits = tensor.stride(-1) == 1 or tensor.size(-1) <= 1
         if (
             not fits
@@ -82,7 +86,7 @@ def _step_fields(step: StepMetadata) -> _Step:
             or tensor.dtype is not torch.int32
         ):
             raise ValueError(
-                f"{name} is {_kind(tensor)} for {step.num_rows} rows: the kernel takes"
+                f"{name} is {_describe(tensor)} for {step.num_rows} rows: the kernel takes"
                 f" torch.int32 on the CPU, {dims} dimensions, the last one contiguous"
             )
         by_offset[8 * len(addresses)] = tensor
@@ -97,11 +101,11 @@ def _step_fields(step: StepMetadata) -> _Step:
         -1 if step.window is None else step.window,
         torch.get_num_threads(),
     )
-    return _Step(packed, by_offset, step.num_tokens, step.block_size)
+    return _PackedStep(packed, by_offset, step.num_tokens, step.block_size)
 
 
 def _scales_offset(blocks: Tensor) -> int:
-    """Returns the byte offset from a head's block to its scales; 0 if unquantized."""
+    """Returns the offset in bytes from a head's block to its scales; 0 for unquantized blocks."""
     if not quantized.is_quantized(blocks):
         return 0
     scales = quantized.scales(blocks)
@@ -109,11 +113,11 @@ def _scales_offset(blocks: Tensor) -> int:
 
 
 class Attention:
-    """Attention over the blocks of a layer, for queries of the same shape and strides in every
-    step, with arguments checked and packed once. Holds the addresses of the blocks, not the
-    tensors: the blocks must outlive it."""
+    """Attention over the blocks of a layer, for steps whose queries have the same shape and
+    strides. The constructor checks and packs the other arguments. Holds the addresses of the
+    blocks, not the tensors, so the blocks must outlive it."""
 
-    signature: tuple[object, ...]  # set by the caller: identifies the calls that fit this object
+    signature: tuple[object, ...]  # set by the caller, to compare with later calls
 
     def __init__(
         self,
@@ -125,17 +129,26 @@ class Attention:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for
-        shapes."""
+        """Checks and packs the arguments.
+
+        Args:
+            query: `(T, heads, key_dim)`.
+            key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`, in the query's
+                dtype or quantized.
+            scale, softcap, sinks: As in `AttentionCall`.
+
+        Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
+        that do not fit.
+        """
         tensors = (query, key_blocks, value_blocks)
-        stored = quantized.NUMBERS.get(key_blocks.dtype, 0)
-        dtype = key_blocks.dtype if stored else query.dtype
+        dtype_number = quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0)
+        dtype = key_blocks.dtype if dtype_number else query.dtype
         is_supported = (
             query.dtype in DTYPES and key_blocks.dtype == dtype and value_blocks.dtype == dtype
         )
         if not is_supported or not all(x.is_cpu for x in tensors):
             queries, keys, values = (str(x.dtype).removeprefix("torch.") for x in tensors)
-            raise TypeError(  # without sizes, since each distinct reason is logged once
+            raise TypeError(  # names no sizes, since each different message is logged once
                 "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU:"
                 f" queries are {queries}, keys {keys}, values {values}"
             )
@@ -143,7 +156,7 @@ class Attention:
         if dims != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
             raise TypeError(
                 "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last"
-                " one contiguous; they are " + "; ".join(map(_kind, tensors))
+                " one contiguous; they are " + "; ".join(map(_describe, tensors))
             )
         keys = key_blocks.shape
         values = value_blocks.shape
@@ -164,7 +177,7 @@ class Attention:
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
-                    f"sinks are {_kind(sinks)}: the C++ kernel takes contiguous floats, one for"
+                    f"sinks are {_describe(sinks)}: the C++ kernel takes contiguous floats, one for"
                     f" each of {query.size(1)} heads"
                 )
         self._layouts = _layout(query), _layout(sinks)
@@ -193,7 +206,7 @@ class Attention:
             token_stride,
             *key_blocks.stride()[:3],
             *value_blocks.stride()[:3],
-            stored,
+            dtype_number,
             _scales_offset(key_blocks),
             _scales_offset(value_blocks),
             scale,
@@ -207,58 +220,62 @@ class Attention:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous, for tensors like those
-        of the constructor. Raises `TypeError`, `ValueError` or `IndexError` for arguments that do
-        not fit; never reads outside of a tensor."""
+        """Returns `(T, heads, value_dim)` in the query's dtype, contiguous. `query` and `sinks`
+        must have the shapes, strides and dtypes of the constructor's; `bias` broadcasts to `(rows,
+        heads, query_len, max seq_len)`, or to one query if rows differ in their number. Raises
+        `TypeError`, `ValueError` or `IndexError` for arguments that do not fit; never reads outside
+        a tensor."""
         if (_layout(query), _layout(sinks)) != self._layouts:
+            described_sinks = None if sinks is None else _describe(sinks)
             raise ValueError(
-                f"queries are {_kind(query)}, sinks {None if sinks is None else _kind(sinks)}: the"
-                f" call was packed for others, {self._layouts}"
+                f"queries are {_describe(query)}, sinks {described_sinks}: the call was packed for"
+                f" {self._layouts}"
             )
-        fields = step.plan(_step_fields)
-        if (fields.num_tokens, fields.block_size) != self._step_shape:
+        packed_step = step.plan(_pack_step)
+        if (packed_step.num_tokens, packed_step.block_size) != self._step_shape:
             raise ValueError(
-                f"the step has {fields.num_tokens} queries and blocks of {fields.block_size}"
-                f" tokens, but the call was packed for {self._step_shape}"
+                f"the step has {packed_step.num_tokens} queries and blocks of"
+                f" {packed_step.block_size} tokens, but the call was packed for {self._step_shape}"
             )
-        keys = 0
+        num_keys = 0
         bias_address = 0
-        bias_packed = _NO_BIAS
+        packed_bias = _NO_BIAS
         if bias is not None:
             if bias.dtype not in DTYPES or not bias.is_cpu:
                 raise TypeError(
                     f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU"
                 )
-            keys = bias.shape[-1]
-            if keys <= 1:
-                keys = max(step.seq_lens, default=0)
+            num_keys = bias.shape[-1]
+            if num_keys <= 1:
+                num_keys = max(step.seq_lens, default=0)
             heads = query.shape[1]
-            bias = bias.expand(step.num_rows, heads, step.query_len or 1, keys)
-            # if rows differ in their number of queries, each row has one bias for all its queries
+            # if rows differ in their number of queries, all queries of a row share one bias
+            bias = bias.expand(step.num_rows, heads, step.query_len or 1, num_keys)
             strides = (
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
             )
             bias_address = bias.data_ptr()
-            bias_packed = _BIAS.pack(DTYPES[bias.dtype], *strides, keys)
+            packed_bias = _BIAS.pack(DTYPES[bias.dtype], *strides, num_keys)
         out = query.new_empty(self._out_shape)
         sinks_address = 0 if sinks is None else sinks.data_ptr()
         addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_address, bias_address)
-        head = addresses + bias_packed
+        head = addresses + packed_bias
         path = _PATH.pack(best_path(), batch_invariant.get())
-        call = head + fields.packed + path + self._packed
+        call = head + packed_step.packed + path + self._packed
         error = self._kernel(call)
         if error:
-            raise self._error(error, step, keys)
-        note = observer.get()
-        if note is not None:
+            raise self._exception(error, step, num_keys)
+        observe = observer.get()
+        if observe is not None:
             inputs = {0: query, 16: sinks, 24: bias}
-            for offset, x in fields.tensors.items():
-                inputs[len(head) + offset] = x
-            reads = {offset: x for offset, x in inputs.items() if x is not None}
-            note("attention", call, reads, {8: out})
+            for offset, tensor in packed_step.tensors.items():
+                inputs[len(head) + offset] = tensor
+            reads = {offset: tensor for offset, tensor in inputs.items() if tensor is not None}
+            observe("attention", call, reads, {8: out})
         return out
 
-    def _error(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
+    def _exception(self, error: int, step: StepMetadata, bias_len: int) -> Exception:
+        """Returns the exception for the kernel's error number."""
         seq_lens = step.on_device.seq_lens.tolist()
         starts = step.on_device.starts.tolist()
         tables = (
@@ -270,16 +287,16 @@ class Attention:
             2: IndexError(
                 f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
             ),
-            3: IndexError(f"the bias covers {bias_len} positions, seq_lens are {seq_lens}"),
-            4: ValueError("a tensor without memory, or sizes that do not fit one another"),
+            3: IndexError(f"the bias covers {bias_len} positions; seq_lens are {seq_lens}"),
+            4: ValueError("a tensor has no memory, or sizes do not fit one another"),
             5: IndexError(f"a row starts before its first token: starts are {starts}"),
             6: MemoryError("not enough memory for the sums of the attention kernel"),
         }[error]
 
 
 class Store:
-    """Stores states of the same shapes and strides in every step. Holds the addresses of the
-    blocks, not the tensors."""
+    """Stores keys and values in blocks, for steps in which they have the same shapes and strides.
+    Holds the addresses of the blocks, not the tensors, so the blocks must outlive it."""
 
     def __init__(
         self,
@@ -289,8 +306,17 @@ class Store:
         value_blocks: Tensor,
         slots: Tensor,
     ) -> None:
-        """Raises `TypeError` for unsupported dtypes, devices and strides, `ValueError` for
-        shapes."""
+        """Checks and packs the arguments.
+
+        Args:
+            keys, values: `(batch, kv_heads, n, dim)`.
+            key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`, in the dtype of
+                keys and values or quantized.
+            slots: `(batch, n)` int64.
+
+        Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
+        that do not fit.
+        """
         for states, blocks in ((keys, key_blocks), (values, value_blocks)):
             fits = (
                 states.dim() == blocks.dim() == 4
@@ -308,16 +334,15 @@ class Store:
                     f" {tuple(value_blocks.shape)} do not fit: K/V are (batch, heads, n, dim),"
                     " blocks (num_blocks, heads, block_size, dim)"
                 )
-            stored = quantized.NUMBERS.get(blocks.dtype, 0)
-            if stored:
+            if quantized.is_quantized(blocks):
                 is_supported = states.dtype in DTYPES
             else:
                 is_supported = states.dtype is blocks.dtype
             if not is_supported or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
                 raise TypeError(
-                    f"new states are {_kind(states)}, their blocks {_kind(blocks)}: the kernel"
-                    " takes one dtype, or floats and codes, on the CPU, the last dimension"
-                    " contiguous"
+                    f"new states are {_describe(states)}, their blocks {_describe(blocks)}: the"
+                    " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"
+                    " in the dtype of the states or quantized"
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
@@ -328,8 +353,8 @@ class Store:
         tensors = (keys, values, key_blocks, value_blocks)
         strides = []
         for tensor in tensors:
-            width = tensor.element_size()
-            strides += [stride * width for stride in tensor.stride()[:3]]
+            element_size = tensor.element_size()
+            strides += [stride * element_size for stride in tensor.stride()[:3]]
         self._packed = _STORE_LAYER.pack(
             key_blocks.data_ptr(),
             value_blocks.data_ptr(),
@@ -341,7 +366,7 @@ class Store:
             *strides,
             key_dim * key_blocks.element_size(),
             value_dim * value_blocks.element_size(),
-            quantized.NUMBERS.get(key_blocks.dtype, 0),
+            quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0),
             DTYPES.get(keys.dtype, 0),
             DTYPES.get(values.dtype, 0),
             _scales_offset(key_blocks),
@@ -349,12 +374,13 @@ class Store:
         )
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores states `(batch, kv_heads, n, dim)`, like those of the constructor, at `slots`
-        `(batch, n)`, int64. Raises `IndexError` for a slot outside the pool, `TypeError` or
-        `ValueError` for states or slots of another kind or shape, before anything is written."""
+        """Stores keys and values `(batch, kv_heads, n, dim)` at `slots` `(batch, n)` int64; skips
+        negative slots. Before it writes, raises `IndexError` for a slot past the pool, and
+        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides are not those of the
+        constructor's."""
         if (_layout(keys), _layout(values)) != self._layouts:
             raise ValueError(
-                f"keys are {_kind(keys)}, values {_kind(values)}: the call was packed for others,"
+                f"keys are {_describe(keys)}, values {_describe(values)}: the call was packed for"
                 f" {self._layouts}"
             )
         self._check_slots(slots)
@@ -367,27 +393,27 @@ class Store:
                 " tokens"
             )
         if error:
-            raise ValueError("a tensor without memory, or sizes that do not fit one another")
-        note = observer.get()
-        if note is not None:
+            raise ValueError("a tensor has no memory, or sizes do not fit one another")
+        observe = observer.get()
+        if observe is not None:
             reads = {0: keys, 8: values, 16: slots}
-            note("store", call, reads, {})
+            observe("store", call, reads, {})
 
     def _check_slots(self, slots: Tensor) -> None:
         is_supported = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
         if not is_supported or slots.shape != self._slots_shape:
             error_type = ValueError if is_supported else TypeError
             raise error_type(
-                f"slots are {_kind(slots)}: the kernel takes torch.int64 on the CPU, contiguous,"
-                f" one for each of the {tuple(self._slots_shape)} new states"
+                f"slots are {_describe(slots)}: the kernel takes contiguous torch.int64 on the CPU,"
+                f" of shape {tuple(self._slots_shape)}, one for each new token"
             )
 
 
 def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
-    """Gathers a layer's keys or values at `step.columns` of every row: `(rows, heads, len(columns),
-    dim)`, contiguous, with zeros for padding and, in a recorded step, after a row's last token,
-    from `blocks` `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises
-    `IndexError` for a table that does not fit, `ValueError` for sizes and tensors that do not."""
+    """Returns a layer's keys or values at `step.columns` of every row, as contiguous `(rows, heads,
+    len(columns), dim)`, with zeros for padding and, in a recorded step, after a row's last token.
+    `blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises `IndexError`
+    for block tables that do not fit, and `ValueError` for other tensors and sizes that do not."""
     if (
         not blocks.is_cpu
         or blocks.dim() != 4
@@ -395,41 +421,42 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         or not blocks.size(2) == step.block_size > 0
     ):
         raise ValueError(
-            f"blocks are {_kind(blocks)}: the kernel takes 4 dimensions on the CPU,"
-            f" {step.block_size} tokens a block, the last dimension contiguous"
+            f"blocks are {_describe(blocks)}: the kernel takes 4 dimensions on the CPU,"
+            f" {step.block_size} tokens per block, the last dimension contiguous"
         )
-    packed, tensors = step.plan(_gather_fields)
-    assert step.columns is not None  # checked by `_gather_fields`
+    packed_step, tensors = step.plan(_pack_gather_step)
+    assert step.columns is not None  # checked by `_pack_gather_step`
     num_blocks, heads, _, dim = blocks.shape
     out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
-    width = blocks.element_size()
-    strides = (stride * width for stride in blocks.stride()[:3])
+    element_size = blocks.element_size()
+    strides = (stride * element_size for stride in blocks.stride()[:3])
     call = _GATHER_CALL.pack(
         blocks.data_ptr(),
         out.data_ptr(),
         heads,
         num_blocks,
         *strides,
-        dim * width,
+        dim * element_size,
     )
-    error = kernel("gather")(call + packed)
-    note = observer.get()
-    if note is not None:
-        reads = {_GATHER_CALL.size + 8 * number: x for number, x in enumerate(tensors)}
-        note("gather", call + packed, reads, {8: out})  # the pool keeps the blocks
+    error = kernel("gather")(call + packed_step)
     if error == 4:
-        raise ValueError("a tensor without memory, or sizes that do not fit one another")
+        raise ValueError("a tensor has no memory, or sizes do not fit one another")
     if error:
         raise IndexError(
             f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns"
             f" {step.columns} of a pool of {num_blocks} blocks"
         )
+    observe = observer.get()
+    if observe is not None:
+        # without the blocks, which the pool keeps
+        reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in enumerate(tensors)}
+        observe("gather", call + packed_step, reads, {8: out})
     return out
 
 
-def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
-    """Returns the kernel's arguments for a step, which are equal for all layers, and the tensors to
-    whose addresses they point."""
+def _pack_gather_step(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
+    """Returns the fields of `GatherCall` for a step, the same for all layers, and the tensors whose
+    addresses they begin with. Raises `ValueError` for tensors that the kernel does not take."""
     tables = step.block_tables.to("cpu", torch.int32)
     tables = tables.contiguous()
     columns = step.columns
@@ -437,11 +464,11 @@ def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
     if step.lengths is None or step.lengths.origins is None:
         origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
         tensors = tables, origins
-        lengths_at = 0
+        lengths_address = 0
     else:
         origins, lengths = step.lengths.origins, step.lengths.seq_lens
         tensors = tables, origins, lengths
-        lengths_at = lengths.data_ptr()
+        lengths_address = lengths.data_ptr()
     if (
         columns is None
         or tables.dim() != 2
@@ -456,7 +483,7 @@ def _gather_fields(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
     packed = _GATHER_STEP.pack(
         tables.data_ptr(),
         origins.data_ptr(),
-        lengths_at,
+        lengths_address,
         step.num_rows,
         columns.start,
         len(columns),

@@ -1,5 +1,5 @@
-"""The C++ sources, the flags of every build, the compiler of this machine, and the processor's
-flags. It builds nothing."""
+"""The C++ sources, the compiler of this machine, the flags of every build, and the processor's
+capabilities. `build.py` and `prebuilt.py` run the compiler."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COMMON_FLAGS = (
 
 
 def find_compiler() -> list[str]:
-    """Returns the command of the C++ compiler, with the options in `CXX`. Raises `RuntimeError` if
-    there is none."""
+    """Returns the command of the C++ compiler: that of `CXX` with its options, else the first one
+    that is installed. Raises `RuntimeError` if there is none."""
     if sys.platform == "win32":
         raise RuntimeError("the kernels cannot be built on Windows")
     configured = shlex.split(os.environ.get("CXX") or "")
@@ -34,20 +34,22 @@ def find_compiler() -> list[str]:
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise RuntimeError(
-            f"no C++ compiler was found, tried {', '.join(names)}: install one, or set CXX"
+            f"found no C++ compiler (tried {', '.join(names)}): install one, or set CXX"
         )
     return [compiler, *configured[1:]]
 
 
 def link_flags(compiler: list[str]) -> tuple[str, ...]:
-    """Returns the flags that link the C++ library if the command is a C compiler, which links none:
-    PEFT's BOFT sets `CXX=gcc`, and leaves it set when it cannot build its own kernels."""
+    """Returns the flags that link the C++ standard library, which a C compiler does not link by
+    itself; none for a C++ compiler. (`CXX` may name a C compiler: PEFT's BOFT sets `CXX=gcc`, and
+    leaves it set when it cannot build its own kernels.)"""
     if any("++" in Path(part).name for part in compiler):
         return ()
     return ("-lc++" if sys.platform == "darwin" else "-lstdc++", "-lm")
 
 
 def compile_command(compiler: list[str], flags: Sequence[str], output: Path) -> list[str]:
+    """Returns the command that compiles the kernels with `flags` into the library `output`."""
     return [
         *compiler,
         *COMMON_FLAGS,

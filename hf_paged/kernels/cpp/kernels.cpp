@@ -25,9 +25,9 @@
 #include "linear.cpp"
 #include "rows.cpp"
 
-// Strides in bytes; slots[B][n], contiguous; tokens with a negative slot are not stored. `bytes` of a token and head in
-// its block. `stored` as in AttentionCall: unless it is 0, states of `dtypes` become codes, with scales `scales` bytes
-// after the start of the tile.
+// Strides in bytes. slots[batch][tokens] is contiguous; tokens with a negative slot are not stored. `bytes`: of one
+// token and head in a block. `stored` as in AttentionCall; unless it is 0, states of `dtypes` are stored as codes, whose
+// scales begin `scales` bytes after the start of the tile.
 struct StoreCall {
     const char* source[2];
     const int64_t* slots;

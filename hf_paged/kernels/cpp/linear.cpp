@@ -1,10 +1,11 @@
-// Included by kernels.cpp: y = x W^T + b for few rows of x, with W read as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it; only x is copied. Each output is one fixed chain of sums over depth, independent of other
-// rows and of the number of threads; the chains of the paths differ.
+// Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read as nn.Linear ([width][depth]) or Conv1D
+// ([depth][width]) stores it; only x is copied. An output is summed over depth in an order that depends on the path, but
+// not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 
-// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], with the stride of depth.
+// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and its stride is that of
+// depth.
 struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
 struct LinearCall {
     const void* x;
@@ -34,8 +35,8 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
     put((T*)p.out + m * p.out_stride + n, sum);
 }
 
-// -- float32 lanes: x is widened first; for bfloat16 with even and odd elements separated, since a shift and a mask
-// widen a register of pairs ------------------------------------------------------------------------------------------
+// -- float32 lanes: x is widened first. For bfloat16, its even and odd elements are separated, since a shift widens the
+// even elements of a register of weights, and a mask the odd ones ----------------------------------------------------
 
 template <class T> void widen_rows(const LinearCall& c, float* out) {
     constexpr bool pairs = std::is_same<T, BFloat16>::value;

@@ -1,5 +1,5 @@
-"""Matrix products of few rows with weights as `nn.Linear` and `Conv1D` store them, by `linear.cpp`.
-Tapes decide when to use them."""
+"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, computed by
+`linear.cpp`. `tape` decides when to use them."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights dominates, by path of `build.PATHS`; for more rows PyTorch
-# is used
+# most rows for which reading the weights takes most of the time, by `build.PATHS`; PyTorch computes
+# products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# where PyTorch converts element by element: the most rows for these products, and the fewest rows
-# for which `widened` is faster
-MAX_ROWS_ALONE, MIN_WIDENED_ROWS = 256, 129
-WIDENED_ELEMENTS = 1 << 21  # elements of a weight converted at a time: 8 MiB
-MIN_TILE_WIDTH = 16  # least width of a weight for AMX (`linear_path`)
+# where PyTorch converts element by element (`is_native`): the most rows for this kernel, and the
+# fewest rows for which `linear_float32` is faster than the kernel
+MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
+FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
+MIN_TILE_WIDTH = 16  # fewest outputs of a weight for which AMX is used (`linear_path`)
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch computes products of this dtype by oneDNN on this CPU, which requires
-    instructions for the dtype or AVX-512. Otherwise PyTorch converts element by element, at a sixth
-    of float32's speed."""
-    names = {
+    """Whether PyTorch computes products of this dtype with oneDNN on this CPU. For the dtypes of
+    `HALVES`, that requires AVX-512 or instructions for the dtype; without them PyTorch converts
+    element by element, at a sixth of float32's speed."""
+    checks = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
     }
-    name = names.get(dtype)
-    if name is None:
+    check = checks.get(dtype)
+    if check is None:
         return True
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
-        and getattr(torch.ops.mkldnn, name)()
+        and getattr(torch.ops.mkldnn, check)()
     )
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows for which these products are used on this CPU."""
+    """Returns the most rows for which this CPU computes products of this dtype with `linear`."""
     if not is_native(dtype):
-        return MAX_ROWS_ALONE
+        return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]
     return MAX_ROWS[path]
 
@@ -59,16 +59,17 @@ def pack(
     pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
-    """Packs the kernel's struct. `head`: address, dtype, rows, depth and row stride of `x`.
-    `pieces`: the addresses of weight, bias (or 0) and output, the width, and the strides of weight
-    and output."""
-    address, dtype, rows, depth, stride = head
+    """Returns the kernel's struct for the products of `x` with one or more weights. `head`:
+    address, dtype, rows, depth and row stride of `x`. `pieces`: for each weight, the addresses of
+    weight, bias (or 0) and output, the width, and the row strides of weight and output. `path`: of
+    `build.PATHS`."""
+    address, dtype, rows, depth, row_stride = head
     packed = LINEAR.pack(
         address,
         DTYPES[dtype],
         rows,
         depth,
-        stride,
+        row_stride,
         is_transposed,
         path,
         torch.get_num_threads(),
@@ -86,18 +87,19 @@ def linear(
     bias: Tensor | None = None,
     path: int | None = None,
 ) -> Tensor:
-    """Computes `F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)`, all of one float
-    dtype on the CPU: `(rows, width)`. The last dimension must be contiguous; of the weight, either
-    may be. A row's result does not depend on other rows. Raises `TypeError` for other tensors,
+    """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
+    all on the CPU and of one of `DTYPES`, as `(rows, width)`. The last dimensions of `x` and `bias`
+    must be contiguous, and one dimension of `weight`. A row's result does not depend on other rows.
+    `path`: of `build.PATHS`, by default the best one. Raises `TypeError` for other tensors, and
     `ValueError` for shapes that do not fit."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
     stored = weight.t() if is_transposed else weight
-    for y in (x, stored) if bias is None else (x, stored, bias):
-        is_supported = y.is_cpu and y.dtype in DTYPES and y.dtype is x.dtype
-        if not is_supported or y.stride(-1) != 1:
+    for tensor in (x, stored) if bias is None else (x, stored, bias):
+        is_supported = tensor.is_cpu and tensor.dtype in DTYPES and tensor.dtype is x.dtype
+        if not is_supported or tensor.stride(-1) != 1:
             raise TypeError(
-                "the C++ kernel takes contiguous rows of float32, bfloat16 or float16, the same for"
-                " all, on the CPU"
+                "the C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16,"
+                " the same for all"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]
@@ -119,24 +121,26 @@ def linear(
         path = best_path()
     error = kernel("linear")(pack(head, is_transposed, [piece], path))
     if error == 6:
-        raise MemoryError("not enough memory for the rows of a product")
+        raise MemoryError("not enough memory for the converted rows of a product")
     if error:
-        raise ValueError(f"error {error}")
+        raise ValueError(f"the C++ kernel returned error {error}")
     return out
 
 
-def widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes `F.linear` of `(rows, depth)` and `(width, depth)` with PyTorch in float32, rounding
-    each sum once."""
-    numbers = x.float()
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns `F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)` in their dtype,
+    computed by PyTorch in float32, so that each sum is rounded once. Converts the weight in
+    chunks."""
+    x_float32 = x.float()
     width = weight.shape[0]
     out = x.new_empty(x.shape[0], width)
-    longest = max(1, *weight.shape[1:], len(x))  # bounds the outputs, too
-    count = max(64, WIDENED_ELEMENTS // longest)
-    for first in range(0, width, count):
-        part = slice(first, first + count)
-        part_bias = None
+    # bounds a chunk of the weight by its depth, and the chunk's outputs by their rows
+    max_len = max(1, *weight.shape[1:], len(x))
+    chunk_width = max(64, FLOAT32_ELEMENTS // max_len)
+    for start in range(0, width, chunk_width):
+        chunk = slice(start, start + chunk_width)
+        chunk_bias = None
         if bias is not None:
-            part_bias = bias[part].float()
-        out[:, part] = F.linear(numbers, weight[part].float(), part_bias)
+            chunk_bias = bias[chunk].float()
+        out[:, chunk] = F.linear(x_float32, weight[chunk].float(), chunk_bias)
     return out

@@ -1,6 +1,6 @@
-"""The prebuilt libraries of a wheel, one per instruction level, and the choice for this processor.
-`python -m hf_paged.kernels.cpp.prebuilt` builds them into `lib`, as `.ci/release` does. A checkout
-contains none."""
+"""The prebuilt libraries of a wheel, one per instruction level, and the choice of one for this
+processor. `python -m hf_paged.kernels.cpp.prebuilt` builds them into the folder `lib`;
+`.ci/release` runs it. A checkout contains no libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
 _V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-LEVELS = {  # best first: compiler options, and the Linux CPU flags that they require
+# instruction levels, best first: compiler options, and the CPU flags of Linux that they require
+LEVELS = {
     "x86-64-v4-amx": (
         "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
         f"{_V4} avx512_bf16 amx_tile amx_bf16",
@@ -32,28 +33,28 @@ LEVELS = {  # best first: compiler options, and the Linux CPU flags that they re
 
 
 def levels(flags: set[str]) -> Iterator[str]:
-    """Yields the levels that a processor with these Linux CPU `flags` supports, best first."""
-    for level, (_, needed) in LEVELS.items():
-        if flags.issuperset(needed.split()):
+    """Yields the levels that a processor with these CPU flags of Linux supports, best first."""
+    for level, (_, required_flags) in LEVELS.items():
+        if flags.issuperset(required_flags.split()):
             yield level
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """Returns the best library for a processor with these `flags` (default: this one) that is built
-    from the current sources and intact: its name ends with the hash of its content. `None` if there
-    is none."""
+    """Returns the path of the best library for a processor with these CPU flags of Linux (default:
+    this one's), or `None`. The library must be built from the current sources, and its name must
+    end with the hash of its content."""
     if platform.machine() != "x86_64":
         return None
     if flags is None:
         flags = cpu_flags()
     for level in levels(flags):
         for path in FOLDER.glob(f"kernels-{level}-{_sources_hash()}-*.so"):
-            if path.is_file() and path.stem.endswith(_hash(path)):
+            if path.is_file() and path.stem.endswith(_content_hash(path)):
                 return path
     return None
 
 
-def _hash(path: Path) -> str:
+def _content_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
@@ -64,19 +65,20 @@ def _sources_hash() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Builds a library for every level. Raises `CalledProcessError` if the compiler fails."""
+    """Replaces the libraries in `FOLDER`, one for each level, and prints their names. Raises
+    `RuntimeError` without a compiler, and `CalledProcessError` if it fails."""
     argparse.ArgumentParser(description=__doc__).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
-    for old in FOLDER.glob("*.so"):
-        old.unlink()
+    for path in FOLDER.glob("*.so"):
+        path.unlink()
     for level, (flags, _) in LEVELS.items():
-        static = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
+        static_flags = ("-fopenmp", "-static-libstdc++", "-static-libgcc", "-s")
         path = FOLDER / f"{level}.so"
-        command = compile_command(find_compiler(), [*flags.split(), *static], path)
+        command = compile_command(find_compiler(), [*flags.split(), *static_flags], path)
         subprocess.run(command, check=True, timeout=300)
-        print(
-            path.rename(path.with_name(f"kernels-{level}-{_sources_hash()}-{_hash(path)}.so")).name
-        )
+        name = f"kernels-{level}-{_sources_hash()}-{_content_hash(path)}.so"
+        path.rename(path.with_name(name))
+        print(name)
     return 0
 
 

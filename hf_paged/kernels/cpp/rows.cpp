@@ -1,6 +1,6 @@
 // Included by kernels.cpp: lists of small operations on rows of numbers (norms, rotary embeddings, activations, sums).
-// The whole list runs on a few rows at a time, in registers that fit in the first caches: float32, rounded after each
-// operation to its dtype, like PyTorch's operations on that dtype.
+// The whole list runs on a few rows at a time, in float32 buffers ("registers") that fit in the first-level caches. Each
+// operation rounds its results to its dtype, as PyTorch's operations on that dtype do.
 
 enum class RowOp : int32_t {
     Load, Store,
@@ -14,7 +14,8 @@ enum class RowOp : int32_t {
 
 // Strides in elements: of three dimensions of rows, and `step` along a row. dtypes as in AttentionCall; 3 is int64.
 struct RowMemory { char* data; int64_t dtype, strides[3], step; };
-// Registers `out`, `a` and `b`; if b is -1, `number` replaces it. For load and store `b` is the memory.
+// `out`, `a` and `b` are indices of registers; if `b` is -1, `number` replaces it. Of Load and Store, `b` is the index
+// of a memory.
 struct RowInstruction { int32_t op, out, a, b, dtype, pad; double number; };
 struct RowsCall {
     int64_t sizes[3], width, threads, num_memories, num_instructions, num_registers;
@@ -26,7 +27,7 @@ struct RowsCall {
 namespace {
 
 constexpr int64_t kBlockFloats = 2048;  // floats per register; sets the rows per block
-constexpr int64_t kFewNumbers = 1 << 15;  // operations on numbers that one thread does while others wake
+constexpr int64_t kFewNumbers = 1 << 15;  // operations on single numbers that one thread does while others wake
 
 inline vf rounded(vf x, int64_t dtype) {
     if (dtype == 1) {

@@ -1,6 +1,6 @@
 """Triton kernels over paged K/V. Importing this package does not require Triton; importing most of
-its modules does. If a kernel does not run, launchers raise `launch.LaunchFailedError`, with no
-result written, or compute the same with PyTorch."""
+its modules does. If a kernel does not run, its launcher raises `launch.LaunchFailedError` before
+any result is written, or (`merge`) computes the result with PyTorch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from ...topics import Topic
 logger = logging.getLogger(__name__)
 
 # Limits of the kernels:
-# dtypes of queries, keys and values; float32 products are exact
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of queries and unquantized K/V
 BLOCK_SIZES = tuple(
     1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_VIRTUAL_BLOCK_SIZE.bit_length())
 )
 MAX_DIM = 576  # head dim of keys, and of values in decodes
-MAX_QUERIES = 16  # queries per row of a decode: they are packed with the heads of a group
-MAX_BATCH = 8192  # rows of a decode: each program reads the lengths of all rows
-MIN_CAPABILITY = (8, 0)  # oldest NVIDIA chips for which the kernels are compiled and tested
+MAX_QUERIES = 16  # queries per row of a decode, which share tiles with the heads of a group
+MAX_BATCH = 8192  # rows of a decode, since each program reads the lengths of all rows
+MIN_CAPABILITY = (8, 0)  # of the oldest NVIDIA chips for which the kernels are compiled and tested
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of `device`. The first call for a GPU compiles and runs a
-    small kernel."""
-    if device.type == "cpu":  # in Triton's interpreter
+    """Whether the kernels run on `device`. The first call for a GPU compiles and runs a small
+    kernel; if that fails, logs why."""
+    if device.type == "cpu":  # only Triton's interpreter runs kernels there
         is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in (
             "1",
             "true",
@@ -50,7 +49,7 @@ def _runs_on(device: torch.device) -> bool:
             capability = torch.cuda.get_device_capability(device)
             if capability < MIN_CAPABILITY:
                 raise RuntimeError(
-                    f"compute capability {capability}, but the kernels need {MIN_CAPABILITY}"
+                    f"it has compute capability {capability}, and the kernels need {MIN_CAPABILITY}"
                 )
         from .store import store
 
@@ -64,7 +63,7 @@ def _runs_on(device: torch.device) -> bool:
     except Exception as error:
         if is_interrupt(error):
             raise
-        # Triton fails in many ways: no C compiler for its launcher, no driver, a version
+        # Triton fails in many ways: no C compiler for its launcher, no driver, a wrong version
         message = Topic.TRITON("hf_paged runs without its Triton kernels on %s: %s: %s")
         logger.warning(message, device, type(error).__name__, error)
         return False

@@ -1,5 +1,5 @@
-"""Device code of `attention.py`: attention of tiles of query rows over the keys that they see.
-`attention.py` chooses launch parameters."""
+"""Device code of attention: each program attends from one tile of query rows to the keys that they
+see. `attention.py` launches it."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ def _attend_tile(
     value_scales,
     MASKED: tl.constexpr,
 ):
-    """Computes one step of FlashAttention's running softmax (arXiv 2205.14135, section 3.1): the
-    tile of keys from `first_key` on."""
+    """Takes one step of FlashAttention's running softmax (arXiv 2205.14135, section 3.1), over the
+    `TILE` keys from `first_key` on. Returns the new `acc`, `acc_rest`, `total` and `top`."""
     position = first_key + tl.arange(0, TILE)
-    # Hidden slots are not read: NaN times a weight of zero would be NaN.
+    # Slots that are not visible are not read: NaN times a weight of zero would be NaN.
     is_visible = (position >= low) & (position < high)
     if BLOCK_SIZE >= TILE:  # tiles start at multiples of TILE, so a tile lies within one block
         block = tl.zeros([TILE], dtype=tl.int64) + tl.load(
             block_table + first_key // BLOCK_SIZE
         ).to(tl.int64)
-    else:  # one load per block
-        firsts = first_key + tl.arange(0, TILE // BLOCK_SIZE) * BLOCK_SIZE
-        blocks = tl.load(block_table + firsts // BLOCK_SIZE, mask=firsts < high, other=0).to(
-            tl.int64
-        )
+    else:  # a tile covers several blocks; each block id is loaded once
+        block_starts = first_key + tl.arange(0, TILE // BLOCK_SIZE) * BLOCK_SIZE
+        blocks = tl.load(
+            block_table + block_starts // BLOCK_SIZE, mask=block_starts < high, other=0
+        ).to(tl.int64)
         block = tl.reshape(
             tl.broadcast_to(blocks[:, None], [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE]
         )
@@ -94,32 +94,32 @@ def _attend_tile(
         k_rest = convert_tile(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
-    if STORED:  # block strides count bytes, of codes and scales; scales are float32
+    if STORED:  # `key_block` counts bytes; a scale has 4
         scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_visible, MASKED)[
             None, :
         ]
     if not FOLDED:
         scores = scores * scale
     if softcap is not None:
-        # exact at both ends, where exp2 returns inf or 0; `libdevice.tanh` is slower
+        # tanh, exact for large scores, where exp2 returns inf or 0; `libdevice.tanh` is slower
         scores = (1.0 - 2.0 / (tl.exp2(scores / softcap * (2.0 * LOG2_E)) + 1.0)) * softcap
     if bias is not None:
         bias_rows = bias[:, None] + (position.to(tl.int64) * bias_key)[None, :]
         is_covered = (is_visible & (position < bias_len))[None, :]
         scores += tl.load(bias_rows, mask=is_covered, other=0.0).to(tl.float32)
     if MASKED:
-        sees = is_visible[None, :]
+        is_seen = is_visible[None, :]
         if CAUSAL:
-            sees = sees & (position[None, :] <= query_position[:, None])
+            is_seen = is_seen & (position[None, :] <= query_position[:, None])
             if window is not None:
-                sees = sees & (position[None, :] > query_position[:, None] - window)
-        scores = tl.where(sees, scores, float("-inf"))
+                is_seen = is_seen & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
 
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     anchor = new_top
     if MASKED:
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if bias is not None:  # a bias may be its dtype's minimum, which times the factor would be -inf
+    if bias is not None:  # a bias of the dtype's minimum times `factor` would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * factor)
     else:  # one fused multiply-add per score
         weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
@@ -130,7 +130,8 @@ def _attend_tile(
         factors = load_scales(
             value_scales + block * (value_block // 4) + offset, is_visible, MASKED
         )
-        if q.dtype != tl.float16:  # float16 cannot represent small scaled weights
+        # float16 cannot represent small scaled weights: `scale_tile` scales the values instead
+        if q.dtype != tl.float16:
             weights *= factors[None, :]
     weights = weights.to(q.dtype)
     if VALUE_IS_KEY:
@@ -163,9 +164,9 @@ def _attend_tile(
     return acc, acc_rest, total, new_top
 
 
-# Arguments that differ from step to step are not specialized: numbers, and the addresses of
-# metadata, which are slices of one buffer. Queries, keys and values are specialized for alignment,
-# so that their loads are wide.
+# Numbers that change from step to step, and the addresses of metadata, which are slices of one
+# buffer, are not specialized: each variant would be compiled separately. Queries, keys and values
+# are specialized for alignment, so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
         "rows",
@@ -176,7 +177,7 @@ def _attend_tile(
         "bias_token",
         "bias_head",
         "bias_len",
-        "target",
+        "target_programs",
         "query_len",
     ],
     do_not_specialize_on_alignment=[
@@ -239,7 +240,7 @@ def attention_kernel(
     part_out=None,
     part_lse=None,
     row_items=None,
-    target=0,
+    target_programs=0,
     query_len=0,
     BY_LENGTH: tl.constexpr = False,
     ONE_QUERY: tl.constexpr = False,
@@ -250,10 +251,14 @@ def attention_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    """Computes attention of one tile of query rows over the keys of their row, or a part of them.
-    With `BY_LENGTH` all rows have `query_len` queries, and their keys are split by length into
-    items; else `query_start` determines the tiles, and the keys of every row have the same number
-    of parts."""
+    """Computes attention of one tile of query rows over the keys of their row, or over a part of
+    these keys.
+
+    The grid is `(tiles * kv_heads, items)` with `BY_LENGTH`: all rows have `query_len` queries, and
+    with `SPLIT` the keys of longer rows are split into more items. Else it is `(tiles, kv_heads,
+    parts)`: `query_start` says which tiles a row has, and the keys of every row are split into the
+    same number of parts. `name_x` (`key_block`, `query_head`) is the stride of `name` along the
+    axis `x`, in elements."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
@@ -270,7 +275,7 @@ def attention_kernel(
                 item,
                 rows,
                 tl.num_programs(0),
-                target,
+                target_programs,
                 window,
                 query_len,
                 TILE,
@@ -294,9 +299,9 @@ def attention_kernel(
         if tile * BLOCK_M >= query_len * GROUP:
             return
 
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # query, then head within the group
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # query row: query * GROUP + head within the group
     is_row = m < query_len * GROUP
-    # int64: the stride of heads may span all tokens
+    # int64, since a head's stride may span all tokens
     head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     packed = (first_query + m // GROUP).to(tl.int64)
     token = (
@@ -345,7 +350,7 @@ def attention_kernel(
         high = tl.minimum(high, aligned + (part + 1) * size)
         full_high = tl.minimum(full_high, high)
 
-    # Scores times `factor` are exponents of two. With `FOLDED`, `factor` includes the scale.
+    # The weight of a score is 2 ** (score * factor). With `FOLDED`, `factor` includes the scale.
     factor = scale * LOG2_E if FOLDED else LOG2_E
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -366,26 +371,27 @@ def attention_kernel(
         value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
 
-    # Tiles at both ends need masks; all queries see all keys of [full_begin, full_end). Decodes use
-    # one masked loop for all tiles: the loads of an unmasked loop would start only after those of
-    # the ends have arrived.
+    # All queries see all keys of [full_begin, full_end), whose tiles need no masks. A first loop
+    # computes the masked tiles at both ends, a second one those between. Decodes use a single,
+    # masked loop: the loads of a second one would start only after those of the first have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end
     if not BY_LENGTH:
         full_begin = tl.minimum(tl.cdiv(tl.maximum(full_low, low), TILE) * TILE, end)
         full_end = tl.maximum(full_high // TILE * TILE, full_begin)
-    leading = (full_begin - begin) // TILE
-    for unmasked in tl.static_range(1 if BY_LENGTH else 2):
-        first, last, step = 0, leading + (end - full_end) // TILE, 1
-        if unmasked:
-            first, last, step = full_begin, full_end, TILE
-        for i in range(first, last, step):
+    num_leading = (full_begin - begin) // TILE
+    for is_unmasked in tl.static_range(1 if BY_LENGTH else 2):
+        loop_start, loop_end, step = 0, num_leading + (end - full_end) // TILE, 1
+        if is_unmasked:
+            loop_start, loop_end, step = full_begin, full_end, TILE
+        for i in range(loop_start, loop_end, step):
             first_key = i
-            if not unmasked:
+            if not is_unmasked:
                 first_key = begin + i * TILE
                 if not BY_LENGTH:
-                    first_key = tl.where(i < leading, first_key, full_end + (i - leading) * TILE)
+                    trailing_key = full_end + (i - num_leading) * TILE
+                    first_key = tl.where(i < num_leading, first_key, trailing_key)
             acc, acc_rest, total, top = _attend_tile(
                 acc,
                 acc_rest,
@@ -426,21 +432,21 @@ def attention_kernel(
                 STORED,
                 key_scales,
                 value_scales,
-                unmasked == 0,
+                is_unmasked == 0,
             )
 
-    # The row numbers of the output are recomputed from `m`: kept across the loop, they would cost
-    # registers.
-    at = (m // GROUP * HEADS + m % GROUP).to(tl.int64) + kv_head * GROUP
-    first = first_query.to(tl.int64)
+    # The output's row numbers are computed from `m` only here: before the loop, they would occupy
+    # registers during it.
+    row_offsets = (m // GROUP * HEADS + m % GROUP).to(tl.int64) + kv_head * GROUP
+    first_token = first_query.to(tl.int64)
     if SPLIT and not BY_LENGTH:
-        first += tl.cast(part, tl.int64) * num_tokens
+        first_token += tl.cast(part, tl.int64) * num_tokens
     if not BY_LENGTH or num_parts == 1:
-        rows_at = at + first * HEADS
+        out_rows = row_offsets + first_token * HEADS
         store_rows(
             out,
             lse,
-            rows_at,
+            out_rows,
             acc,
             acc_rest,
             total,
@@ -452,11 +458,11 @@ def attention_kernel(
             VALUE_REST,
         )
     elif SPLIT:
-        rows_at = at + item.to(tl.int64) * query_len * HEADS
+        part_rows = row_offsets + item.to(tl.int64) * query_len * HEADS
         store_rows(
             part_out,
             part_lse,
-            rows_at,
+            part_rows,
             acc,
             acc_rest,
             total,

@@ -1,5 +1,6 @@
-"""Device code of `attention_kernel.py`: which rows and keys a program has, its tiles of keys and
-values, and the store of its results. The running softmax is in `attention_kernel`."""
+"""The smaller device functions of `attention_kernel.py`: they find a program's row and keys, load
+and convert tiles of keys and values, and store results. `attention_kernel.py` computes the running
+softmax."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as
 
 @triton.jit
 def dot(a, b, acc):
-    """Computes `a @ b + acc` in float32; float32 products are exact. Converts operands for Triton's
-    interpreter, which would multiply the bits of bfloat16."""
+    """Computes `a @ b + acc` in float32, without TF32. Converts operands for Triton's interpreter,
+    which would multiply the bits of bfloat16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -29,8 +30,8 @@ def find_item(
     starts,
     item,
     rows,
-    programs,
-    target,
+    programs_per_item,
+    target_programs,
     window,
     query_len,
     TILE: tl.constexpr,
@@ -38,41 +39,43 @@ def find_item(
     BLOCK_ROWS: tl.constexpr,
 ):
     """Returns an item's row and split, the row's number of splits and first item, and the tokens
-    per split. For an unused item the row is at least `rows`. Every row has a split, so that rows
-    without tokens get zeros."""
+    per split, the same for all rows and such that about `target_programs` programs have work. For
+    an unused item the row is at least `rows`. Every row has a split, so that rows without tokens
+    get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
-    ends = tl.load(seq_lens + i, mask=i < rows, other=0)
-    firsts = tl.load(starts + i, mask=i < rows, other=0)
-    if window is not None:  # the first query sees the oldest key
-        firsts = tl.maximum(firsts, ends - query_len + 1 - window)
-    tokens = tl.maximum(ends - firsts // TILE * TILE, 0)
-    size = tl.cdiv(tl.sum(tokens.to(tl.int64), axis=0) * programs, target)
+    key_ends = tl.load(seq_lens + i, mask=i < rows, other=0)
+    key_starts = tl.load(starts + i, mask=i < rows, other=0)
+    if window is not None:  # from the oldest key of the first query's window
+        key_starts = tl.maximum(key_starts, key_ends - query_len + 1 - window)
+    num_keys = tl.maximum(key_ends - key_starts // TILE * TILE, 0)
+    size = tl.cdiv(tl.sum(num_keys.to(tl.int64), axis=0) * programs_per_item, target_programs)
     size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
-    splits = tl.where(i < rows, tl.maximum(tl.cdiv(tokens, size), 1), 0)
+    num_splits = tl.where(i < rows, tl.maximum(tl.cdiv(num_keys, size), 1), 0)
     # The running sum is constant past the last row, so that unused items get row BLOCK_ROWS.
-    row = tl.sum((tl.cumsum(splits, axis=0) <= item).to(tl.int32), axis=0)
-    first = tl.sum(tl.where(i < row, splits, 0), axis=0)
-    return row, item - first, tl.sum(tl.where(i == row, splits, 0), axis=0), first, size
+    row = tl.sum((tl.cumsum(num_splits, axis=0) <= item).to(tl.int32), axis=0)
+    first_item = tl.sum(tl.where(i < row, num_splits, 0), axis=0)
+    row_splits = tl.sum(tl.where(i == row, num_splits, 0), axis=0)
+    return row, item - first_item, row_splits, first_item, size
 
 
 @triton.jit
 def find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Returns a tile's row and its number within the row, which may be past the row's last tile.
+    """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
-    the tiles that it needs; a tile's row is the last one that begins at or before it. Counting
-    takes one load where a binary search takes eight."""
+    the tiles that it needs; a tile belongs to the last row that begins at or before it. Counts the
+    rows that do: that takes one load per 256 rows, where a binary search would take eight."""
     row = -1
-    for first in range(0, rows, 256):
-        i = first + tl.arange(0, 256)
-        begins = tl.load(query_start + i, mask=i < rows, other=0) * GROUP // BLOCK_M + i
-        row += tl.sum(((begins <= tile) & (i < rows)).to(tl.int32), axis=0)
+    for first_row in range(0, rows, 256):
+        i = first_row + tl.arange(0, 256)
+        first_tiles = tl.load(query_start + i, mask=i < rows, other=0) * GROUP // BLOCK_M + i
+        row += tl.sum(((first_tiles <= tile) & (i < rows)).to(tl.int32), axis=0)
     return row, tile - (tl.load(query_start + row) * GROUP // BLOCK_M + row)
 
 
 @triton.jit
 def load_tile(pointers, is_visible, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
-    """Loads a tile of keys or values, with zeros where masked. Omits masks that hide no elements,
-    since they cost registers and branches."""
+    """Loads a tile of keys, values or queries, with zeros where masked. The caller turns off masks
+    that hide no elements, since masks cost registers and branches."""
     if MASK_TOKENS and MASK_DIMS:
         return tl.load(pointers, mask=is_visible & is_real, other=0.0)
     elif MASK_TOKENS:
@@ -85,9 +88,9 @@ def load_tile(pointers, is_visible, is_real, MASK_TOKENS: tl.constexpr, MASK_DIM
 
 @triton.jit
 def convert_tile(tile, like, STORED: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`. Codes (`quantized.NUMBERS`) convert
-    exactly, unscaled: 8-bit floats through the bits of float16, which differ only in the exponent
-    bias, since that works on every chip."""
+    """Converts a tile of keys or values to the dtype of `like`; codes (`STORED`: their number in
+    `quantized.DTYPE_NUMBERS`) exactly and unscaled. Shifts the bits of an 8-bit float to those of a
+    float16, which differ only in the exponent's bias, since that works on every chip."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:
@@ -103,7 +106,8 @@ def convert_tile(tile, like, STORED: tl.constexpr):
 
 @triton.jit
 def scale_tile(tile, factors, STORED: tl.constexpr):
-    """Scales codes of values in float16; in other dtypes the weights have been scaled instead."""
+    """Multiplies converted float16 codes of values by their scales. For other dtypes, the kernel
+    scales the softmax weights instead."""
     if STORED and tile.dtype == tl.float16:
         return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
     else:
@@ -119,7 +123,7 @@ def load_scales(scales, is_visible, MASKED: tl.constexpr):
 def store_rows(
     out,
     lse,
-    at,
+    out_rows,
     acc,
     acc_rest,
     total,
@@ -130,19 +134,19 @@ def store_rows(
     VALUE_MAIN: tl.constexpr,
     VALUE_REST: tl.constexpr,
 ):
-    """Writes results to the rows `at` of `(n, VALUE_DIM)`: zeros, and log-sum-exp `-inf`, for rows
-    that saw no keys."""
+    """Writes results to the rows `out_rows` of `out` `(n, VALUE_DIM)`, and their log-sum-exp to
+    `lse` `(n,)`: zeros and `-inf` for queries that saw no keys."""
     has_keys = total > 0.0
     total = tl.where(has_keys, total, 1.0)
     inverse = tl.where(has_keys, 1.0 / total, 0.0)[:, None]
     d = tl.arange(0, VALUE_MAIN)[None, :]
-    pointers = out + at[:, None] * VALUE_DIM + d
+    pointers = out + out_rows[:, None] * VALUE_DIM + d
     tl.store(
         pointers, (acc * inverse).to(out.dtype.element_ty), mask=is_row[:, None] & (d < VALUE_DIM)
     )
     if VALUE_REST > 0:
         d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
-        pointers = out + at[:, None] * VALUE_DIM + d
+        pointers = out + out_rows[:, None] * VALUE_DIM + d
         tl.store(
             pointers,
             (acc_rest * inverse).to(out.dtype.element_ty),
@@ -150,7 +154,7 @@ def store_rows(
         )
     if lse is not None:
         tl.store(
-            lse + at,
+            lse + out_rows,
             tl.where(has_keys, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
             mask=is_row,
         )

@@ -1,5 +1,6 @@
-"""Finds rows of a decode step that share enough leading blocks to attend to these once for all rows
-(cascade inference, FlashInfer, arXiv 2501.01005, section 3.1.2). Does not require Triton."""
+"""Finds the rows of a decode step that share enough leading blocks that attending to these blocks
+once for all rows is faster (cascade inference, FlashInfer, arXiv 2501.01005, section 3.1.2). Does
+not require Triton."""
 
 from __future__ import annotations
 
@@ -19,22 +20,24 @@ class SharedPrefix(NamedTuple):
     """Rows of a step whose block tables begin with the same blocks."""
 
     rows: tuple[int, ...]
-    num_blocks: int  # leading blocks that these rows attend to together: all shared ones, or fewer
+    num_blocks: int  # leading blocks that these rows attend to together
 
 
 class CascadeCosts(NamedTuple):
-    """What attending to shared blocks once saves and costs, in all layers with the same plan."""
+    """The memory traffic that attending to shared blocks once saves and adds, in one layer or
+    summed over layers with the same cascade."""
 
     token_bytes: int  # K and V of one token, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
     rows_per_read: int  # rows whose queries one program computes per read of a shared block
-    num_splits: int = 1  # parts into which shared keys are split
-    overhead_bytes: int = 0  # bytes that could be read while two more kernels start, once per step
+    num_splits: int = 1  # parts into which the keys of a shared prefix are split
+    overhead_bytes: int = 0  # bytes that could be read while a cascade's two more kernels start
 
 
 def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
-    """Splits a decode step whose block ids are on the host into a step over the shared prefixes (at
-    least one, each row in at most one) and a step over the remaining tokens of every row."""
+    """Splits a decode step, whose block ids are on the host, into a step over the shared prefixes
+    and a step over the remaining tokens of every row, its tail. `shared_prefixes`: at least one;
+    each row in at most one."""
     block_size = step.block_size
     num_prefixes = len(shared_prefixes)
     max_blocks = max(prefix.num_blocks for prefix in shared_prefixes)
@@ -50,9 +53,9 @@ def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) ->
         tables.extend((*shared_ids, *padding))
         for row in rows:
             tail_starts[row] = num_blocks * block_size
-    # one copy to the device is faster than two
-    host = torch.frombuffer(tables + query_rows, dtype=torch.int32)
-    on_device = to_device(host, step.block_tables.device)
+    # one copy to the device, which is faster than two
+    on_host = torch.frombuffer(tables + query_rows, dtype=torch.int32)
+    on_device = to_device(on_host, step.block_tables.device)
     block_tables, query_index = on_device.split((len(tables), len(query_rows)))
     prefixes = StepMetadata(
         block_tables=block_tables.view(num_prefixes, max_blocks),
@@ -76,14 +79,15 @@ def default_costs(num_heads: int, key_blocks: Tensor, value_blocks: Tensor) -> C
         state_bytes=num_heads * (value_dim + 1) * 4,  # float32
         # a program computes 128 queries, those of all heads that read the same K/V head
         rows_per_read=max(1, 128 * num_kv_heads // num_heads),
-        num_splits=8,  # one prefix and 8 K/V heads with 2 programs each then fill an H200
+        num_splits=8,  # an H200 is full with one prefix of 8 K/V heads, 2 programs each
         overhead_bytes=16 << 20,  # about 4 us at 4 TB/s: an estimate, not a measurement
     )
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """Returns the cascade of a decode step if it saves more than it costs, else `None`; `None` also
-    if the block ids are not on the host, or if a row's first visible token is not its first."""
+    """Returns the cascade of a decode step if it reads less memory than the step, else `None`. Also
+    returns `None` if the block ids are not on the host, or if the first visible token of some row
+    is not its first token."""
     if not step.block_ids or any(step.starts):
         return None
     shared_prefixes = plan_cascade(
@@ -100,12 +104,12 @@ def plan_cascade(
     window: int | None = None,
 ) -> tuple[SharedPrefix, ...]:
     """Returns the prefixes, each row in at most one, that save the most bytes: a shared block is
-    read once per `rows_per_read` rows, but each row writes and reads one more state per split.
-    Returns none if they save at most `overhead_bytes` together.
+    read once per `rows_per_read` rows instead of once per row, but each row writes and reads one
+    state per split and one for its tail. Returns `()` if they save at most `overhead_bytes` in all.
 
-    `tables[i]` holds the block ids of row `i`, and `seq_lens[i]` counts its tokens, including the
-    new one. The block with the new token is never shared: each row writes to its own. A row longer
-    than `window` shares no blocks: its window begins within them."""
+    `tables[i]`: the block ids of row `i`; `seq_lens[i]`: its tokens, including the new one. The
+    block of the new token is never shared, since each row writes to its own. A row longer than
+    `window` shares no blocks, since its window begins after its first token."""
     num_shareable = {
         row: (seq_len - 1) // block_size
         for row, seq_len in enumerate(seq_lens)
@@ -123,38 +127,38 @@ def _best_prefixes(
     block_size: int,
     costs: CascadeCosts,
 ) -> tuple[list[SharedPrefix], int]:
-    """Returns one prefix of all `rows`, or the best prefixes of subsets that share more blocks,
-    whichever saves more; and the saved bytes, without `overhead_bytes`. `num_shareable`: leading
-    blocks that a row may share, by row."""
+    """Returns either one prefix of all `rows` or the best prefixes of subsets that share more
+    blocks, whichever saves more bytes, and the saved bytes, from which `overhead_bytes` is not
+    subtracted. `num_shareable`: how many leading blocks a row may share, by row."""
     if len(rows) < 2:
         return [], 0
-    # A prefix of both the least and the greatest table is a prefix of all tables; list comparisons
-    # run in C.
+    # A prefix that the least and the greatest table share, in the order of lists, is one of all
+    # tables. Comparing lists runs in C.
     row_tables = [tables[row] for row in rows]
-    least = min(row_tables)
-    greatest = max(row_tables)
+    least_table = min(row_tables)
+    greatest_table = max(row_tables)
     max_shared = min(num_shareable[row] for row in rows)
     num_shared = bisect.bisect_left(
-        range(1, max_shared + 1), True, key=lambda count: least[:count] != greatest[:count]
+        range(1, max_shared + 1),
+        True,
+        key=lambda count: least_table[:count] != greatest_table[:count],
     )
     num_reads = -(-len(rows) // costs.rows_per_read)
     num_saved_tokens = (len(rows) - num_reads) * num_shared * block_size
-    num_states = len(rows) * (costs.num_splits + 1)  # of the splits and of the rows' own tokens
+    num_states = len(rows) * (costs.num_splits + 1)  # of the splits and the tails
     saved_together = num_saved_tokens * costs.token_bytes
     saved_together -= 2 * num_states * costs.state_bytes  # written, then read
-    branches: dict[int, list[int]] = {}  # rows by their first block after the shared ones
+    rows_by_next_block: dict[int, list[int]] = {}  # the first block after the shared ones
     for row in rows:
         if num_shareable[row] > num_shared:
             next_block = tables[row][num_shared]
-            branches.setdefault(next_block, []).append(row)
-    separate: list[SharedPrefix] = []
+            rows_by_next_block.setdefault(next_block, []).append(row)
+    subset_prefixes: list[SharedPrefix] = []
     saved_separately = 0
-    for branch in branches.values():
-        branch_prefixes, saved_bytes = _best_prefixes(
-            branch, tables, num_shareable, block_size, costs
-        )
-        separate += branch_prefixes
+    for subset in rows_by_next_block.values():
+        prefixes, saved_bytes = _best_prefixes(subset, tables, num_shareable, block_size, costs)
+        subset_prefixes += prefixes
         saved_separately += saved_bytes
     if saved_together > max(saved_separately, 0):
         return [SharedPrefix(tuple(rows), num_shared)], saved_together
-    return separate, saved_separately
+    return subset_prefixes, saved_separately

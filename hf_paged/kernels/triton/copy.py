@@ -1,5 +1,5 @@
-"""Triton copies of blocks within the tensors of all layers in one launch. `cache.copies` decides
-which blocks."""
+"""A Triton kernel that copies blocks to other blocks of the same layer, in all layers by one
+launch. `cache.copies` decides which blocks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from .launch import launch
 
-TILE_BYTES = 8192  # bytes that a program copies: 8 words of 8 bytes per thread of four warps
+TILE_BYTES = 8192  # that a program copies: 8 words of 8 bytes per thread of four warps
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
 def _copy_kernel(
     table, pairs, num_tensors, WORD: tl.constexpr, WORD_BYTES: tl.constexpr, TILE: tl.constexpr
 ):
-    # Each program copies one tile of one block of one tensor; neighbours copy the same block of
-    # different tensors.
+    # Each program copies one tile of one block of one tensor. Consecutive programs copy the same
+    # block of different tensors.
     tensor = tl.program_id(0) % num_tensors
     pair = tl.program_id(0) // num_tensors
     address = tl.load(table + 2 * tensor)
     block_bytes = tl.load(table + 2 * tensor + 1)
-    # Addresses are int64: a layer's blocks exceed 2^31 bytes.
+    # Offsets are int64, since a layer's blocks may exceed 2^31 bytes.
     source = (address + tl.load(pairs + 2 * pair) * block_bytes).to(tl.pointer_type(WORD))
     target = (address + tl.load(pairs + 2 * pair + 1) * block_bytes).to(tl.pointer_type(WORD))
     word = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -38,30 +38,30 @@ def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
-    """Copies block `source` to block `target` of each tensor, for each pair, in one launch, without
-    waiting for it.
+    """Copies the source block to the target block of each pair, in all tensors, in one launch,
+    without waiting for it. Raises `LaunchFailedError`.
 
     Args:
         addresses: The result of `describe` for the tensors, on the host.
-        table: `(len(addresses), 2)` int64, the same on the device of the tensors.
-        pairs: `(n, 2)` int64, on that device, sources and targets. Ids must be valid, which is not
-            checked; targets must be distinct, and none may also be a source: programs run in any
+        table: The same numbers on the device of the tensors, `(len(addresses), 2)` int64.
+        pairs: `(n, 2)` int64 on that device: ids of sources and targets, which are not checked.
+            Targets must be distinct and none may also be a source, since programs run in any
             order.
     """
-    most = max(block_bytes for _, block_bytes in addresses)
-    if most * len(pairs) == 0:
+    max_block_bytes = max(block_bytes for _, block_bytes in addresses)
+    if max_block_bytes * len(pairs) == 0:
         return
     is_aligned = all((address | block_bytes) % 8 == 0 for address, block_bytes in addresses)
     word, word_bytes = (tl.int64, 8) if is_aligned else (tl.uint8, 1)
-    # `writes` names the table for the blocks at its addresses; recorded forwards copy no blocks
     launch(
         _copy_kernel,
-        (len(pairs) * len(addresses), triton.cdiv(most, TILE_BYTES)),
+        (len(pairs) * len(addresses), triton.cdiv(max_block_bytes, TILE_BYTES)),
         table,
         pairs,
         len(addresses),
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,
+        # stands for the blocks, whose addresses it holds; no recorded forward copies blocks
         writes=(table,),
     )

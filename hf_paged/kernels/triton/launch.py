@@ -1,5 +1,5 @@
-"""Launches Triton kernels. A kernel that cannot run raises one error, after which the caller
-computes the same with PyTorch."""
+"""Launches Triton kernels. Every kernel that cannot run raises `LaunchFailedError`, after which the
+caller computes the result with PyTorch."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ from ...topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# a kernel's first launch that takes this long has compiled the kernel; others take milliseconds
+# a first launch that takes this long has compiled the kernel; launches alone take milliseconds
 MIN_COMPILE_SECONDS = 0.05
-MIN_LOGGED_SECONDS = 2.0  # of compiling, before the time is logged
+MIN_LOGGED_SECONDS = 2.0  # of compiling since the last log message
 
 _failed: set[Hashable] = set()
-"""Kernels that failed, as `_variant`: they would fail again, after a second or two of compiling.
-"""
+"""The results of `_variant` for kernels that failed: they are not launched again, since they would
+fail again, after a second or two of compiling."""
 
 _logged: set[str] = set()
 """Names of kernels whose first error has been logged."""
 
 
 class LaunchFailedError(RuntimeError):
-    """A kernel could not be compiled or launched. It has written nothing."""
+    """A kernel could not be compiled or launched, and has written nothing."""
 
 
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, writes: Sequence[Tensor | None], **kwargs: Any
 ) -> None:
-    """Runs `kernel[grid](*args, **kwargs)` on the device of `writes`, which lists all tensors that
-    the kernel writes.
+    """Runs `kernel[grid](*args, **kwargs)` on the device of the tensors in `writes`, which lists
+    all tensors that the kernel writes; `None` entries are ignored.
 
     Raises:
-        LaunchFailedError: if the kernel could not be compiled or launched, now or earlier; logged
-            once. Errors after which the device cannot be used are raised unchanged.
+        LaunchFailedError: if the kernel could not be compiled or launched, now or earlier. A
+            kernel's first error is logged.
+
+    Raises other errors, after which the device may be unusable, unchanged.
     """
     written = [tensor for tensor in writes if tensor is not None]
     device = written[0].device
@@ -69,15 +71,16 @@ def launch(
 
 
 def has_not_started(error: Exception, device: torch.device) -> bool:
-    """Whether a launch that raised `error` has written nothing, and `device` still works."""
-    if device.type == "cpu":  # Triton's interpreter: errors in the kernels' own code are raised
+    """Whether a launch that raised `error` has written nothing and left `device` usable."""
+    if device.type == "cpu":  # Triton's interpreter, whose errors are bugs of a kernel's code
         from triton.errors import TritonError
         from triton.runtime.errors import InterpreterError
 
         return isinstance(error, (TritonError, RuntimeError)) and not isinstance(
             error, InterpreterError
         )
-    try:  # raises an earlier kernel's error, and during a capture, which is then abandoned
+    # raises the error of a kernel that ran before; raises during a capture, too, which then ends
+    try:
         torch.accelerator.synchronize(device)
     except Exception:
         return False
@@ -87,28 +90,32 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
 def _variant(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Hashable:
-    """Returns a key of the properties for which a kernel is compiled, except alignments: constants,
-    options, and the kinds of other arguments. All constants are keyword arguments."""
-    # only constants are annotated
-    arguments = set(kernel.arg_names) - set(kernel.fn.__annotations__)
-    named = tuple((name, _kind(x) if name in arguments else x) for name, x in kwargs.items())
-    return kernel, device, tuple(map(_kind, args)), named
+    """Returns a key of the properties for which Triton compiles a kernel separately, except
+    alignments: constants, options, and the types of other arguments. Constants must be passed as
+    keyword arguments."""
+    # the kernels annotate constants and nothing else
+    non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
+    named = tuple(
+        (name, _type_name(x) if name in non_constants else x) for name, x in kwargs.items()
+    )
+    return kernel, device, tuple(map(_type_name, args)), named
 
 
-def _kind(argument: Any) -> str:
+def _type_name(argument: Any) -> str:
     return str(argument.dtype) if isinstance(argument, Tensor) else type(argument).__name__
 
 
 class CompileLog:
-    """Logs how long kernels took to compile, each time another `MIN_LOGGED_SECONDS` have
-    passed."""
+    """Logs how long kernels took to compile, each time that they took `MIN_LOGGED_SECONDS` since
+    the last message."""
 
     def __init__(self) -> None:
-        self._compiled: set[Hashable] = set()  # later slow launches of these wait for the device
+        # later slow launches of these variants do not compile but wait for the device
+        self._compiled: set[Hashable] = set()
         self._num_kernels, self._seconds = 0, 0.0
 
     def note(self, variant: Hashable, seconds: float) -> None:
-        """Records a launch that took long enough to have compiled `variant`."""
+        """Counts a launch of `seconds`, long enough to have compiled `variant`."""
         if variant in self._compiled:
             return
         self._compiled.add(variant)
@@ -116,7 +123,7 @@ class CompileLog:
         self._seconds += seconds
         if self._seconds >= MIN_LOGGED_SECONDS:
             logger.info(
-                "compiling kernels: %d in %.1f s; later processes find them in Triton's cache",
+                "compiled %d kernels in %.1f s; later processes find them in Triton's cache",
                 self._num_kernels,
                 self._seconds,
             )

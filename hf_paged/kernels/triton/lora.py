@@ -1,5 +1,6 @@
-"""Triton segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547, section 4): two
-launches per layer for any number of adapters. Callers fall back to `kernels.lora`."""
+"""Triton kernels for the segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547,
+section 4): two launches per layer for any number of adapters. If they fail, callers use
+`kernels.lora.add_portable`."""
 
 from __future__ import annotations
 
@@ -19,31 +20,31 @@ from .launch import launch
 if TYPE_CHECKING:  # `..lora` imports this module
     from ..lora import LoraWeights, Part
 
-MAX_RANK = 128  # width of a tile in registers
-# of a part: index of its range, addresses of A, B and bias (0: none), rank
+MAX_RANK = 128  # a tile of this width fits in registers
+# columns of `LoraTable.parts`: index of the range, addresses of A, B and bias (0: none), rank
 FIELDS = tl.constexpr(5)
-TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 ROWS, WIDTH = 16, 64  # tile sizes: an estimate, not a measurement
-DEPTH = 32  # depth of a tile; larger ones spill registers
+DEPTH = 32  # depth of a tile; deeper tiles spill registers
 
 
 class LoraTable(NamedTuple):
-    """Describes the parts of one layer to the kernels."""
+    """The parts of one layer as the kernels read them: ranges of rows and the weights of each."""
 
     parts: Tensor  # (parts, FIELDS) int64
     # (ranges, 2) int64: rows `[start, end)`; they change between replays of a captured step
     ranges: Tensor
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
-    rank: int  # width of tiles: a power of two, at least every part's rank
+    rank: int  # width of tiles: a power of two, at least each part's rank
     max_rows: int  # most rows of a range
-    group: Any = None  # process group that shards the depth
+    group: Any = None  # process group whose ranks hold shards of the depth
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "ranges"])
 def _shrink_kernel(
     x,
-    middle,
+    shrunk,
     parts,
     ranges,
     x_row,
@@ -53,7 +54,8 @@ def _shrink_kernel(
     DEPTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Multiplies rows of one part by its A: [ROWS, RANK], zero in columns past the part's rank.
+    # Multiplies ROWS rows of a part by the transpose of its A: [ROWS, RANK], zero in columns past
+    # the part's rank.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -62,7 +64,7 @@ def _shrink_kernel(
     if first >= end:
         return
     a = tl.load(part + 1).to(tl.pointer_type(TYPE))
-    # int64, as the table is
+    # int64, as `ranges` is
     row = (first + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, RANK)[None, :]
     total = tl.zeros([ROWS, RANK], dtype=tl.float32)
@@ -75,13 +77,13 @@ def _shrink_kernel(
             a + column * depth + d[:, None], mask=(column < rank) & (d[:, None] < depth), other=0.0
         )
         total = dot(states.to(TYPE), weight, total)
-    tl.store(middle + row * RANK + column, total.to(TYPE), mask=row < end)
+    tl.store(shrunk + row * RANK + column, total.to(TYPE), mask=row < end)
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "ranges", "scaling"])
 def _expand_kernel(
     out,
-    middle,
+    shrunk,
     parts,
     ranges,
     scaling,
@@ -92,8 +94,8 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Adds `middle` times a part's B, plus bias, [ROWS, WIDTH], to the base layer's output. Rounds
-    # like PyTorch.
+    # Adds the delta of a part, `shrunk` times the transpose of its B, plus bias, [ROWS, WIDTH], to
+    # the layer's output. Rounds after each operation, as PyTorch does.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -106,7 +108,7 @@ def _expand_kernel(
     row = (first + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, RANK)
     w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    states = tl.load(middle + row * RANK + column[None, :], mask=row < end, other=0.0)
+    states = tl.load(shrunk + row * RANK + column[None, :], mask=row < end, other=0.0)
     weight = tl.load(
         b + w * rank + column[:, None], mask=(w < width) & (column[:, None] < rank), other=0.0
     )
@@ -118,34 +120,37 @@ def _expand_kernel(
     delta = (delta.to(TYPE).to(tl.float32) * tl.load(scaling + tl.program_id(0))).to(TYPE)
     target = out + row * out_row + w
     mask = (row < end) & (w < width)
-    before = tl.load(target, mask=mask, other=0.0)
-    tl.store(target, (before.to(tl.float32) + delta.to(tl.float32)).to(before.dtype), mask=mask)
+    base = tl.load(target, mask=mask, other=0.0)
+    tl.store(target, (base.to(tl.float32) + delta.to(tl.float32)).to(base.dtype), mask=mask)
 
 
 def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
-    """Returns the table of `parts`; `None` if the kernels do not support their weights
+    """Returns the table of `parts`, or `None` if the kernels do not support their weights
     (`supports_weights`)."""
     if not supports_weights([lora for *_, lora in parts], device):
         return None
-    bounds = torch.tensor(
+    ranges = torch.tensor(
         [(start, end) for start, end, _ in parts], dtype=torch.int64, device=device
     )
     max_rows = max(end - start for start, end, _ in parts)
-    return table_over(bounds, max_rows, [(number, lora) for number, (*_, lora) in enumerate(parts)])
+    return make_range_table(
+        ranges, max_rows, [(index, lora) for index, (*_, lora) in enumerate(parts)]
+    )
 
 
-def table_over(
+def make_range_table(
     ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]
 ) -> LoraTable:
-    """Returns the table of weights, each with the index of its range in `ranges`, `(n, 2)` int64 on
-    the device, of at most `max_rows` rows each."""
+    """Returns the table of weights that the kernels support. `ranges`: `(n, 2)` int64 on the
+    device, `[start, end)` of at most `max_rows` rows each; `weights`: the index of a range, and the
+    weights for its rows."""
     device = ranges.device
     first = weights[0][1]
-    numbers = [
-        (number, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a))
-        for number, (a, b, bias, *_) in weights
+    part_fields = [
+        (range_index, a.data_ptr(), b.data_ptr(), 0 if bias is None else bias.data_ptr(), len(a))
+        for range_index, (a, b, bias, *_) in weights
     ]
-    parts = torch.tensor(numbers, dtype=torch.int64, device=device)
+    parts = torch.tensor(part_fields, dtype=torch.int64, device=device)
     scaling = torch.tensor(
         [lora.scaling for _, lora in weights], dtype=torch.float32, device=device
     )
@@ -154,8 +159,8 @@ def table_over(
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether the kernels support these weights: on `device`, contiguous, of one supported dtype,
-    ranks up to `MAX_RANK`, and all or none of one process group."""
+    """Whether the kernels support these weights together: they must be on `device`, contiguous, of
+    one of `DTYPES`, of ranks up to `MAX_RANK`, and of the same process group (or all of none)."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (
@@ -169,19 +174,21 @@ def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bo
 
 
 def supports(out: Tensor, x: Tensor) -> bool:
+    """Whether `add_deltas` supports these tensors: of `DTYPES`, with contiguous rows."""
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 
 def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
-    """Computes `kernels.lora.Deltas.add` without waiting for the device."""
-    kind = TYPES[table.dtype]
-    middle = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
+    """Adds the deltas of a table as `kernels.lora.Deltas.add` does, without waiting for the device.
+    Raises `LaunchFailedError`, with `out` unchanged."""
+    weight_dtype = TL_DTYPES[table.dtype]
+    shrunk = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.max_rows, ROWS)
     launch(
         _shrink_kernel,
         grid,
         x,
-        middle,
+        shrunk,
         table.parts,
         table.ranges,
         x.stride(0),
@@ -189,16 +196,16 @@ def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
         RANK=table.rank,
         ROWS=ROWS,
         DEPTH=DEPTH,
-        TYPE=kind,
-        writes=(middle,),
+        TYPE=weight_dtype,
+        writes=(shrunk,),
     )
     if table.group is not None:
-        dist.all_reduce(middle, group=table.group)
+        dist.all_reduce(shrunk, group=table.group)
     launch(
         _expand_kernel,
         (*grid, triton.cdiv(out.shape[1], WIDTH)),
         out,
-        middle,
+        shrunk,
         table.parts,
         table.ranges,
         table.scaling,
@@ -207,6 +214,6 @@ def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
         RANK=table.rank,
         ROWS=ROWS,
         WIDTH=WIDTH,
-        TYPE=kind,
+        TYPE=weight_dtype,
         writes=(out,),
     )

@@ -1,5 +1,5 @@
-"""Triton merge of attention results over disjoint sets of keys, by the log-sum-exp of their scores.
-Falls back to PyTorch."""
+"""A Triton kernel that merges attention results over disjoint sets of keys, by the log-sum-exp of
+their scores. If it does not run, PyTorch computes the merge."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def merge_kernel(
         token = tl.load(index + position).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     is_head = head < HEADS
-    at = token * HEADS + head
+    out_row = token * HEADS + head
     dim = tl.arange(0, VALUE_WIDTH)
-    target = out + at[:, None] * VALUE_DIM + dim[None, :]
+    target = out + out_row[:, None] * VALUE_DIM + dim[None, :]
     is_element = is_head[:, None] & (dim < VALUE_DIM)[None, :]
     minus_inf = float("-inf")
 
@@ -64,15 +64,15 @@ def merge_kernel(
     )
     top = tl.max(lses, axis=0)
     if tail_lse is not None:
-        tail = tl.load(tail_lse + at, mask=is_head, other=minus_inf)
-        top = tl.maximum(top, tail)
+        tail_lses = tl.load(tail_lse + out_row, mask=is_head, other=minus_inf)
+        top = tl.maximum(top, tail_lses)
     anchor = tl.where(top == minus_inf, 0.0, top)
     total = tl.sum(tl.exp2((lses - anchor[None, :]) * LOG2_E), axis=0)
 
-    # A part that saw no keys has weight 0; its values are undefined.
+    # The values of a part that saw no keys may be anything, so they are not loaded.
     acc = tl.zeros([BLOCK_HEADS, VALUE_WIDTH], dtype=tl.float32)
     if tail_lse is not None:
-        weight = tl.exp2((tail - anchor) * LOG2_E)
+        weight = tl.exp2((tail_lses - anchor) * LOG2_E)
         total += weight
         tail_values = tl.load(target, mask=is_element & (weight > 0.0)[:, None], other=0.0)
         acc += weight[:, None] * tail_values.to(tl.float32)
@@ -92,12 +92,12 @@ def merge_kernel(
         )
         acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
-    tl.debug_barrier()  # all threads must read `out` before any writes it
+    tl.debug_barrier()  # all threads must read `out` and `tail_lse` before any writes them
     divisor = tl.where(total > 0.0, total, 1.0)
     tl.store(target, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=is_element)
     if out_lse is not None:
-        logarithm = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, minus_inf)
-        tl.store(out_lse + at, logarithm, mask=is_head)
+        merged_lse = tl.where(total > 0.0, anchor + tl.log2(divisor) * LN_2, minus_inf)
+        tl.store(out_lse + out_row, merged_lse, mask=is_head)
 
 
 def merge(
@@ -111,30 +111,30 @@ def merge(
     row_items: Tensor | None = None,
     max_parts: int | None = None,
 ) -> None:
-    """Computes softmax attention over all keys from partial results (FlashInfer, arXiv 2501.01005,
-    section 2.2). Ignores a part whose log-sum-exp is `-inf`, whatever it holds; if all are, the
-    result is zeros. Uses plain PyTorch if the kernel does not run, since most of the time went into
-    the parts.
+    """Writes the softmax attention over all keys, computed from the results over parts of them, to
+    `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of a part whose
+    log-sum-exp is `-inf`; if that is so for all parts, writes zeros. If the kernel does not run,
+    merges in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:
-        partials, partials_lse: `(parts, n, heads, value_dim)` and `(parts, n, heads)` float32, of
-            `n` queries.
+        partials, partials_lse: `(parts, n, heads, value_dim)`, and `(parts, n, heads)` float32: the
+            results of `n` queries, and the log-sum-exp of their scores.
         out, out_lse: `(num_tokens, heads, value_dim)`, contiguous, and `(num_tokens, heads)`
-            float32, written.
-        tail_lse: `(num_tokens, heads)` float32, the log-sum-exp of `out`, which is then another
-            part; may be `out_lse`.
-        index: `(n,)`, the token of `out` of each query, each at most once; `0 .. n - 1` without it.
-        row_items: `(rows, 2)` int32, for rows of `n` queries with separate parts: the first part of
-            each row and the number of its parts, at most `max_parts`; rows with one part are not
-            written.
+            float32: the tensors to write.
+        tail_lse: `(num_tokens, heads)` float32: the log-sum-exp of the results in `out`, which are
+            then merged as another part; may be the same tensor as `out_lse`.
+        index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
+        row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
+            the number of its parts, at most `max_parts`. Then `n` is the number of queries per row,
+            and rows with one part are left as they are.
     """
     parts, queries, heads, value_dim = partials.shape
-    positions = queries if row_items is None else len(out)
-    if positions * heads == 0:
+    num_tokens = queries if row_items is None else len(out)
+    if num_tokens * heads == 0:
         return
     max_parts = max_parts or parts
     width = triton.next_power_of_2(value_dim)
-    # few sizes, since each is compiled separately
+    # one of few sizes, since each is compiled separately
     block_parts = next(
         (size for size in (16, 64, 256) if size >= max_parts), triton.next_power_of_2(max_parts)
     )
@@ -144,7 +144,7 @@ def merge(
     try:
         launch(
             merge_kernel,
-            (positions, triton.cdiv(heads, block_heads)),
+            (num_tokens, triton.cdiv(heads, block_heads)),
             partials,
             partials_lse.contiguous(),
             row_items,
@@ -165,8 +165,10 @@ def merge(
             writes=(out, out_lse),
         )
     except LaunchFailedError:
-        rows = slice(None) if index is None else index.long()
-        _merge_portable(partials, partials_lse, out, tail_lse, rows, out_lse, row_items, max_parts)
+        tokens = slice(None) if index is None else index.long()
+        _merge_portable(
+            partials, partials_lse, out, tail_lse, tokens, out_lse, row_items, max_parts
+        )
 
 
 def _merge_portable(
@@ -179,32 +181,32 @@ def _merge_portable(
     row_items: Tensor | None,
     max_parts: int,
 ) -> None:
-    """Computes `merge` in plain PyTorch, without waiting for the device."""
+    """Merges as `merge` does, in plain PyTorch, without waiting for the device. `tokens`: the
+    tokens of `out` to write."""
     minus_inf = float("-inf")
-    before = out[tokens]
+    former = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)
     if row_items is not None:
-        # the parts of each row: (max_parts, rows, queries, heads), then as without `row_items`
-        number = torch.arange(max_parts, device=out.device)[:, None]
-        first, count = row_items.long().unbind(1)
-        items = (first + number).clamp(max=len(partials) - 1)
+        # (max_parts, rows, queries, heads): each row's parts, flattened to all tokens
+        part = torch.arange(max_parts, device=out.device)[:, None]
+        first_item, num_parts = row_items.long().unbind(1)
+        items = (first_item + part).clamp(max=len(partials) - 1)
         partials = partials[items].flatten(1, 2)
         partials_lse = (
             partials_lse[items]
-            .masked_fill((number >= count)[..., None, None], minus_inf)
+            .masked_fill((part >= num_parts)[..., None, None], minus_inf)
             .flatten(1, 2)
         )
-        is_merged = (count > 1).repeat_interleave(len(out) // len(row_items), output_size=len(out))[
-            :, None
-        ]
+        queries = len(out) // len(row_items)
+        is_merged = (num_parts > 1).repeat_interleave(queries, output_size=len(out))[:, None]
     lse = partials_lse
     values = partials.float()
     if tail_lse is not None:
         lse = torch.cat([lse, tail_lse[tokens][None]])
-        values = torch.cat([values, before[None].float()])
+        values = torch.cat([values, former[None].float()])
     total = lse.logsumexp(0)
     weights = (lse - total.masked_fill(total == minus_inf, 0.0)).exp()[..., None]
-    result = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
-    out[tokens] = torch.where(is_merged[..., None], result, before)
+    merged = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
+    out[tokens] = torch.where(is_merged[..., None], merged, former)
     if out_lse is not None:
         out_lse[tokens] = torch.where(is_merged, total, out_lse[tokens])

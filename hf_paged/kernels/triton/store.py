@@ -1,5 +1,5 @@
-"""Triton store of a step's keys and values into their blocks, unquantized or quantized.
-`cache.store` falls back to PyTorch."""
+"""A Triton kernel that stores a step's keys and values into their blocks, unquantized or quantized.
+If it does not run, `cache.store` uses PyTorch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from .. import quantized
 from .configs import as_uint8, strides
 from .launch import launch
 
-TINY = tl.constexpr(quantized.TINY)
+MIN_MAGNITUDE = tl.constexpr(quantized.MIN_MAGNITUDE)
 
 
 @triton.jit
-def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Returns the bits of an 8-bit float for each number, rounded to nearest even; numbers must be
-    in range."""
+def _to_float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Rounds float32 numbers to 8-bit floats, to nearest even, and returns their bits as uint8.
+    `MANTISSA`: bits of the mantissa; `BIAS`: of the exponent. The numbers must be within the range
+    of the format."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
     bits = x.to(tl.uint32, bitcast=True)
@@ -27,7 +28,8 @@ def _code8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     normal = (
         magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)
     ) >> SHIFT
-    # the last bit of `unit` is the smallest subnormal: the sum rounds to multiples of that
+    # the lowest bit of `unit` has the value of the smallest subnormal, to whose multiples the
+    # addition rounds
     unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
     code = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
@@ -47,8 +49,9 @@ def _store_states(
     STORED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Stores states of some heads of one token, `[heads, dim]`, unquantized or as codes
-    (`kernels/quantized.py`). `source` and `target`: addresses `[heads, 1]`."""
+    """Stores the states of some heads of one token, `[heads, dim]`, unquantized or as codes and
+    scales (`kernels/quantized.py`). `source` and `target`: pointers `[heads, 1]`; `scales`:
+    pointers `[heads]`."""
     d = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     mask = is_head[:, None] & (d < DIM)
     states = tl.load(source + d * source_d, mask=mask)
@@ -57,15 +60,15 @@ def _store_states(
         tl.store(target, states.to(target.dtype.element_ty), mask=mask)
     else:
         x = tl.where(mask, states.to(tl.float32), 0.0)
-        scale = tl.maximum(tl.max(tl.abs(x), axis=1), TINY) * (1.0 / LARGEST)
-        scale += tl.sum(x * 0.0, axis=1)  # NaN if an element is not finite
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_MAGNITUDE) * (1.0 / LARGEST)
+        scale += tl.sum(x * 0.0, axis=1)  # makes the scale NaN if an element is not finite
         x = x * (1.0 / scale)[:, None]
         if STORED == 1:  # adding 1.5 * 2^23 rounds to an integer
             codes = ((x + 12582912.0) - 12582912.0).to(tl.int8)
         elif STORED == 2:
-            codes = _code8(x, 3, 7)
+            codes = _to_float8_bits(x, 3, 7)
         else:
-            codes = _code8(x, 2, 15)
+            codes = _to_float8_bits(x, 2, 15)
         tl.store(target, codes, mask=mask)
         tl.store(scales, scale, mask=is_head)
 
@@ -112,23 +115,23 @@ def _store_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    # Each program stores one token and BLOCK_HEADS heads. Addresses are int64: states of a long
-    # prompt exceed 2^31 elements.
+    # Each program stores one token and BLOCK_HEADS heads. Offsets are int64, since the states of a
+    # long prompt may exceed 2^31 elements.
     row = (tl.program_id(0) // tokens).to(tl.int64)
     token = (tl.program_id(0) % tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
-    # Slots outside the pool are skipped like -1: a captured graph cannot raise, and must not write
-    # outside the pool.
+    # Slots outside the pool are skipped, as -1 is: a captured graph cannot raise, and must not
+    # write outside the pool.
     if (slot < 0) | (slot >= num_slots):
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    one = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
-    head = one[:, None]
-    is_head = one < HEADS
-    if STORED:  # block strides count bytes; scales are float32
-        key_scales += block * (key_block // 4) + one * (key_block_head // 4) + offset
-        value_scales += block * (value_block // 4) + one * (value_block_head // 4) + offset
+    heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    head = heads[:, None]
+    is_head = heads < HEADS
+    if STORED:  # strides of quantized blocks count bytes; a scale has 4
+        key_scales += block * (key_block // 4) + heads * (key_block_head // 4) + offset
+        value_scales += block * (value_block // 4) + heads * (value_block_head // 4) + offset
     _store_states(
         keys + row * key_row + token * key_token + head * key_head,
         key_d,
@@ -158,9 +161,10 @@ def _store_kernel(
 def store(
     keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
 ) -> None:
-    """Computes the store of `cache.store.choose_store` in one launch, without waiting for the
-    device. Skips slots, int32 or int64, that are negative or past the pool; copies slots from
-    another device."""
+    """Stores keys and values `(batch, heads, n, dim)` in blocks `(num_blocks, heads, block_size,
+    dim)` at `slots`, `(batch, n)` int32 or int64, in one launch, without waiting for the device.
+    Skips slots that are negative or past the pool. Copies slots that are on another device. Raises
+    `LaunchFailedError`."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
@@ -168,11 +172,11 @@ def store(
     num_blocks, _, block_size, value_dim = value_blocks.shape
     block_key = triton.next_power_of_2(key_dim)
     block_value = triton.next_power_of_2(value_dim)
-    # About 2048 elements per program: 16 per thread of four warps.
+    # about 2048 elements per program: 16 per thread of four warps
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     options: dict[str, Any] = {}
-    if (stored := quantized.NUMBERS.get(key_blocks.dtype)) is not None:
-        options = dict(STORED=stored, LARGEST=quantized.LARGEST[key_blocks.dtype])
+    if (stored := quantized.DTYPE_NUMBERS.get(key_blocks.dtype)) is not None:
+        options = dict(STORED=stored, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
         options |= dict(
             key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
         )

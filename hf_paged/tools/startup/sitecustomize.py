@@ -1,8 +1,6 @@
-"""Imports `hf_paged` in processes that `python -m hf_paged run` started, as soon as transformers'
-models are usable; in processes that do not import these, it imports nothing. Python runs this file
-at startup (`site`), since the command puts this folder on PYTHONPATH, as `opentelemetry-instrument`
-and `ddtrace-run` do with theirs.
-"""
+"""Imports `hf_paged` in processes that `python -m hf_paged run` starts, as soon as they have
+imported transformers' models. Python runs this file at startup (`site`), since the command puts
+this folder on PYTHONPATH, as `opentelemetry-instrument` and `ddtrace-run` do with theirs."""
 
 from __future__ import annotations
 
@@ -17,13 +15,14 @@ from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
-MODELS = ("transformers.modeling_utils", "transformers.generation.utils")  # `hf_paged` imports both
+# modules without which `hf_paged` cannot be imported
+MODELS = ("transformers.modeling_utils", "transformers.generation.utils")
 SERVER = "transformers.cli.serving.server"
 
 
-class AfterImport(MetaPathFinder):
-    """Finds the `hf_paged` to which this file belongs, and imports it after transformers' modules
-    in `MODELS`."""
+class ImportHook(MetaPathFinder):
+    """Finds the `hf_paged` to which this file belongs, and imports it after the modules of
+    `MODELS`."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
@@ -39,40 +38,43 @@ class AfterImport(MetaPathFinder):
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            run = loader.exec_module
+            original_exec_module = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 del loader.exec_module
-                run(module)
-                self.imported(name)
+                original_exec_module(module)
+                self.after_import(name)
 
             loader.exec_module = exec_module
         return spec
 
-    def imported(self, name: str) -> None:
+    def after_import(self, name: str) -> None:
+        """Imports `hf_paged` if `name` was the last of `MODELS` to be imported; after the server's
+        module, replaces parts of the server if `HF_PAGED_INSTALL` says so."""
         if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
             importlib.import_module("hf_paged.tools.serving").install()
-        elif name != SERVER and all(model == name or is_complete(model) for model in MODELS):
+        elif name != SERVER and all(model == name or is_imported(model) for model in MODELS):
             importlib.import_module("hf_paged")
 
 
-def is_complete(name: str) -> bool:
+def is_imported(name: str) -> bool:
     """Whether a module's import has finished."""
     module = sys.modules.get(name)
     return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
-def run_next_one() -> None:
-    """Imports the `sitecustomize` that this file hides, if any, for instance the system's."""
+def import_hidden_sitecustomize() -> None:
+    """Imports the `sitecustomize` that this file hides, for instance the system's, if there is
+    one."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
-    ours = sys.modules.pop("sitecustomize", None)
+    this_module = sys.modules.pop("sitecustomize", None)
     try:
         if find_spec("sitecustomize") is not None:
             importlib.import_module("sitecustomize")
     finally:
-        if ours is not None:
-            sys.modules.setdefault("sitecustomize", ours)
+        if this_module is not None:
+            sys.modules.setdefault("sitecustomize", this_module)
 
 
-sys.meta_path.insert(0, AfterImport())
-run_next_one()
+sys.meta_path.insert(0, ImportHook())
+import_hidden_sitecustomize()

@@ -69,7 +69,7 @@ def test_cpp_refuses_what_would_read_outside_the_pool() -> None:
             "CXX",
             "no-such-compiler",
             "WARNING",
-            "no C\\+\\+ compiler was found, tried no-such-compiler",
+            "found no C\\+\\+ compiler \\(tried no-such-compiler\\)",
         ),
     ],
     ids=["switched-off", "failing-compiler", "no-compiler"],

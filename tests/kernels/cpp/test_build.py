@@ -506,8 +506,8 @@ def test_a_warning_says_that_no_compiler_was_found(
     assert record.levelno == logging.WARNING
     assert (
         record.getMessage()
-        == "hf_paged runs without its C++ kernels, on the slower portable path: no C++ compiler was"
-        " found, tried c++, g++, clang++: install one, or set CXX"
+        == "hf_paged runs without its C++ kernels, on the slower portable path: found no C++"
+        " compiler (tried c++, g++, clang++): install one, or set CXX"
         " [troubleshooting.md#cpp-kernels]"
     )
 

@@ -15,7 +15,7 @@ built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 
 @built
 def test_this_build_of_torch_is_served() -> None:
-    assert cpp._agrees()
+    assert cpp._draws_as_torch()
 
 
 @built
@@ -69,7 +69,7 @@ def test_other_tensors_and_other_builds_go_to_torch(
 ) -> None:
     probs = torch.rand(4, 300)
     if kind == "disagrees":
-        monkeypatch.setattr(cpp, "_agrees", lambda: False)
+        monkeypatch.setattr(cpp, "_draws_as_torch", lambda: False)
     else:
         probs = {
             "double": probs.double(),

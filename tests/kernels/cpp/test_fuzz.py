@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.build import NAMES
+from hf_paged.kernels.cpp.build import KERNEL_NAMES
 from tests.support import kernel_fuzz, sanitize
 from tests.support.tools import run_apart
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_random_calls_give_what_pytorch_gives(name: str) -> None:
     assert kernel_fuzz.run(20, 0, [name]) == []
 

@@ -66,7 +66,9 @@ def test_one_that_cannot_be_loaded_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prebuilt, "cpu_flags", lambda: EVERY)
-    monkeypatch.setattr(build, "_recipe", lambda: (_ for _ in ()).throw(RuntimeError("compiles")))
+    monkeypatch.setattr(
+        build, "_find_compiler_and_key", lambda: (_ for _ in ()).throw(RuntimeError("compiles"))
+    )
     with pytest.raises(RuntimeError, match="compiles"):
         build._load()
 
@@ -79,7 +81,7 @@ from hf_paged.kernels.cpp import build, prebuilt
 prebuilt.FOLDER, flags = Path(sys.argv[1]), prebuilt.LEVELS["x86-64-v2"]
 prebuilt.LEVELS = {"x86-64-v2": (flags[0] + " -O1", "")}
 assert prebuilt.main([]) == 0
-build._recipe = None  # nothing is compiled
+build._find_compiler_and_key = None  # nothing is compiled
 assert cpp.is_available()
 from hf_paged.attention import backends
 assert backends.cpp.is_available()

@@ -24,8 +24,8 @@ def test_the_table_of_the_chip_comes_before_the_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
-    monkeypatch.setattr(configs, "chip", lambda device: "sm90")
-    configs._tables.cache_clear()
+    monkeypatch.setattr(configs, "chip_name", lambda device: "sm90")
+    configs._load_table.cache_clear()
     arguments = (128, 128, torch.bfloat16, 4, torch.device("cpu"))
     rule = configs.default_decode_config(*arguments[:4])
     assert configs.find_config("decode", *arguments) == rule
@@ -37,14 +37,14 @@ def test_the_table_of_the_chip_comes_before_the_rule(
         measured,
         {"best_us": 1.0},
     )
-    configs._tables.cache_clear()
+    configs._load_table.cache_clear()
     try:
         assert configs.find_config("decode", *arguments) == measured != rule
         assert (
             configs.find_config("decode", 128, 128, torch.float16, 4, torch.device("cpu")) == rule
         )
     finally:
-        configs._tables.cache_clear()
+        configs._load_table.cache_clear()
     assert json.loads((tmp_path / "sm90.json").read_text())["measured"][
         "decode/128x128/bfloat16/m16"
     ]["gpu"]
@@ -73,7 +73,7 @@ def test_tiles_fit_the_shared_memory_of_the_chip(name: str) -> None:
             configs.default_decode_config if kernel == "decode" else configs.default_prefill_config
         )
         config = default(dim, dim, dtype, rows, chip)
-        fitted = configs.fit(config, kernel, dim, dim, dtype, chip, limit)
+        fitted = configs.fit_config(config, kernel, dim, dim, dtype, chip, limit)
         assert configs.shared_bytes(fitted, kernel, dim, dim, dtype, chip) <= limit
         if configs.shared_bytes(config, kernel, dim, dim, dtype, chip) <= limit:
             assert fitted == config
@@ -85,12 +85,14 @@ def test_wide_heads_take_smaller_tiles_on_chips_with_less_shared_memory() -> Non
     heads = 512, 512, torch.bfloat16
     config = configs.default_decode_config(*heads, 4, "sm80")
     assert 148_496 <= configs.shared_bytes(config, "decode", *heads, "sm80") <= 150_000
-    assert configs.fit(config, "decode", *heads, "sm80", CHIPS["sm_80"].block_shared) == config
-    smaller = configs.fit(config, "decode", *heads, "sm86", CHIPS["sm_86"].block_shared)
+    assert (
+        configs.fit_config(config, "decode", *heads, "sm80", CHIPS["sm_80"].block_shared) == config
+    )
+    smaller = configs.fit_config(config, "decode", *heads, "sm86", CHIPS["sm_86"].block_shared)
     assert (smaller.tile, smaller.num_stages) == (config.tile // 2, config.num_stages)
     latents = 576, 512, torch.bfloat16
     assert (
-        configs.fit(
+        configs.fit_config(
             config, "decode", *latents, "sm86", CHIPS["sm_86"].block_shared, value_is_key=True
         )
         == config
@@ -130,7 +132,7 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cpu"), []
     monkeypatch.setattr(
-        configs, "_tables", lambda chip: {key: LaunchConfig(16, 32) for key in asked}
+        configs, "_load_table", lambda chip: {key: LaunchConfig(16, 32) for key in asked}
     )
     for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
         asked[:] = [task.key for task in tune.prefill_tasks(dim, torch.bfloat16, "none")]
@@ -138,7 +140,8 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
             config = find_config("prefill", key_dim, value_dim, torch.bfloat16, rows, device)
             is_known = (
-                configs.key("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128)) in asked
+                configs.entry_name("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128))
+                in asked
             )
             assert (config == LaunchConfig(16, 32)) == is_known
             assert is_known or rows < 4096

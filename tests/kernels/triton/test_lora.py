@@ -83,7 +83,7 @@ def test_ranges_that_change() -> None:
     weights = [each for *_, each in parts([(0, 1, 4), (1, 2, 17), (2, 3, 2)], torch.float32)]
     x = torch.randn(20, DEPTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ranges = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
-    table = lora.table_over(ranges, len(x), list(enumerate(weights)))
+    table = lora.make_range_table(ranges, len(x), list(enumerate(weights)))
     for bounds in ([(0, 3), (3, 20), (0, 0)], [(19, 20), (0, 0), (0, 19)], [(0, 0)] * 3):
         ranges.copy_(torch.tensor(bounds))
         out, expected = torch.zeros(20, WIDTH, device=DEVICE), torch.zeros(20, WIDTH, device=DEVICE)

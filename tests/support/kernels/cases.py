@@ -25,7 +25,7 @@ FAMILIES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """Chips with different code. That for 8.6 and 8.9 is compiled as for 8.0, with less shared
 memory."""
 LIMITS = ("sm_80", "sm_86", "sm_90", "gfx942")
-"""One chip for each amount of shared memory per block. `benchmarks/results/compiled.md` has the
+"""One chip for each amount of shared memory per block. `benchmarks/results/compiled.json` has the
 others."""
 FLOATS = ("sm_80", "gfx942")
 """Chips for the cases of 8-bit floats, which those before 8.9 lack: the kernels read and write

@@ -96,16 +96,16 @@ class OnDemand(Generic[Part]):
 class TapeRoom(Protocol):
     """`hf_paged.tape`."""
 
-    recorder: MakeRecorder
+    make_recorder: MakeRecorder
 
-    def own_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
-        """A context for forwards, other than replays, of a model with these modules: faster matrix
-        products in half precision."""
+    def kernel_products(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+        """Returns a context for a model's forwards, other than replays, that speeds up matrix
+        products in half precision. `modules`: all modules of the model."""
 
     def in_fixed_order(self) -> AbstractContextManager[None]:
         """A context in which hf_paged's kernels sum in an order that depends only on the row."""
 
-    def by_kernels(self) -> AbstractContextManager[None]:
+    def batch_invariant_operations(self) -> AbstractContextManager[None]:
         """A context, within `in_fixed_order`, in which all operations of this thread are
         batch-invariant. An operation without such a kernel raises `NotPackable`."""
 

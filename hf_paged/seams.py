@@ -337,13 +337,13 @@ class MappedRows(Protocol):
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Returns the rows of a step as tensors; `None` if they can be read only in blocks."""
 
-    def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
+    def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as one view `(rows, heads, len(columns), dim)`
         for the model's own code, with zeros for padding; `None` if no single view covers the
         rows. `is_value`: of the values, not the keys."""
 
-    def stop_lending(self) -> None:
-        """Makes `lend` return `None` from now on, since the model's code needs contiguous
+    def disallow_views(self) -> None:
+        """Makes `strided_view` return `None` from now on, since the model's code needs contiguous
         tensors."""
 
     def preserve_views(self) -> None:
@@ -424,7 +424,7 @@ class Processes(Protocol):
 
     leads: bool  # whether this process leads
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """Returns the minimum of a number over all processes."""
 
     def agree(self, number: int) -> int:

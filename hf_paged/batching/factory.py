@@ -175,7 +175,7 @@ def find_recorder(
     if not capture or is_sharded(model) or not is_installed("tape"):
         return None
     tape: TapeRoom = room("tape", "`capture`")
-    return tape.recorder(model, cache)
+    return tape.make_recorder(model, cache)
 
 
 def make_runner(

@@ -289,7 +289,7 @@ class PagedTensor(ReadOnlyTensor):
             return False
         contiguous = self.dense().contiguous()
         assert self.layer.rows is not None
-        self.layer.rows.stop_lending()
+        self.layer.rows.disallow_views()
         self._dense = contiguous
         return True
 

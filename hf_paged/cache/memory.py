@@ -319,7 +319,7 @@ class PagedMemory:
         if fraction is not None and self._limit_bytes is None:
             limit_bytes = self.fraction_bytes()
             if self.processes is not None:
-                limit_bytes = self.processes.least(limit_bytes)
+                limit_bytes = self.processes.minimum(limit_bytes)
             self._limit_bytes = limit_bytes
         if self._limit_bytes is None:
             return budget_bytes

@@ -82,7 +82,7 @@ def read_rows(
     storage maps the rows contiguously, else `gather`."""
     view = None
     if layer.rows is not None:
-        view = layer.rows.lend(step, blocks is layer.values)
+        view = layer.rows.strided_view(step, blocks is layer.values)
     if view is None:
         return gather(step, blocks, dtype)
     step.counters.in_place += 1

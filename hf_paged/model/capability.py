@@ -208,7 +208,7 @@ class Capability:
             # modules may differ between processes, and either all of them run the check or none
             if reason is not None:
                 state = _RULED_OUT
-            state = processes.least(state)
+            state = processes.minimum(state)
             if state == _RULED_OUT:
                 return reason or Topic.RANKS("another rank cannot use this layout")
         if state == _DONE:

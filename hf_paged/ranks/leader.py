@@ -36,29 +36,30 @@ from ..plan import StepPlan
 from ..switches import NOTHING
 from ..topics import Topic
 from .processes import Ranks, processes_of
-from .signals import PatientLock, deferring_signals
+from .signals import DeferringLock, deferring_signals
 
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""For each block table of a step: the number of leading block ids that it shares with the previous
-table of its row, and the block ids after them."""
+"""For each block table of a step: the number of leading block ids that it shares with the row's
+previous table, and the block ids after these."""
 
 
 class RemoteHostBlocks(NamedTuple):
-    """Stands in a message for `HostBlocks`, which each process keeps in its own host memory."""
+    """Represents `HostBlocks` in a message: each process has its own in host memory."""
 
-    number: int
+    number: int  # `id` of the leader's `HostBlocks`
 
 
 class TableHistory:
-    """Encodes a step's block tables as changes since the previous step, since most tables only
+    """Encodes the block tables of each step as changes since the previous step: most tables only
     grow."""
 
     def __init__(self) -> None:
         self._tables: list[list[int]] = []
 
     def changes(self, tables: Sequence[list[int]]) -> Changes:
+        """Encodes tables, for `tables` of another process's `TableHistory`."""
         changes: Changes = []
         for row, ids in enumerate(tables):
             previous = self._tables[row] if row < len(self._tables) else []
@@ -68,19 +69,19 @@ class TableHistory:
         return changes
 
     def tables(self, changes: Changes) -> list[list[int]]:
-        """Decodes the tables that the other process passed to `changes`."""
+        """Decodes tables that another process encoded by `changes`."""
         tables = [
-            [*self._tables[row][:count], *new] if count else new
-            for row, (count, new) in enumerate(changes)
+            [*self._tables[row][:count], *new_ids] if count else new_ids
+            for row, (count, new_ids) in enumerate(changes)
         ]
         self._tables[: len(changes)] = map(list, tables)
         return tables
 
 
 class RankLeader:
-    """Process 0's side: makes the other processes repeat its operations on blocks and models in the
-    same order (`seams.Leader`). It queues orders that need no answer until the next message; each
-    step sends one."""
+    """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
+    blocks and models in the same order. Orders that need no answer are queued for the next message;
+    each step sends one."""
 
     leads = True
 
@@ -90,13 +91,14 @@ class RankLeader:
         self._config = config
         self._pid = os.getpid()
         self._is_open = True
-        self._queue: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
+        # the method of `Follower`, the number of blocks of each pool, and the arguments
+        self._queued_orders: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
         ranks.reserve()
 
-    def locked(self, lock: Any) -> PatientLock:
-        return PatientLock(lock)
+    def locked(self, lock: Any) -> DeferringLock:
+        return DeferringLock(lock)
 
     def check_request(self, options: RequestOptions) -> None:
         self._check_served()
@@ -112,6 +114,7 @@ class RankLeader:
             )
 
     def _check_served(self) -> None:
+        """Raises `RuntimeError` if the engine is closed, `ValueError` for unsupported features."""
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
@@ -132,34 +135,34 @@ class RankLeader:
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         self._check_served()
-        self.send("choose_layout", self._config)
+        self.send_order("choose_layout", self._config)
         layout = choose()
         if layout.unsupported_reason is not None:
             raise ValueError(
-                f"{type(self._model).__name__}, in shards over several processes, is served by an"
-                f" engine in packed forwards alone: {layout.unsupported_reason}. Call `generate` in"
-                " each of them"
+                f"{type(self._model).__name__} is in shards over several processes, so an engine"
+                f" serves it only in packed forwards: {layout.unsupported_reason}. Call `generate`"
+                " in each process"
             )
         return layout
 
     def make(self, loop: StepLoop) -> None:
         self._groups = loop.blocks.groups
         self._histories = [TableHistory() for _ in self._groups]
-        self.note("make", self._config)
+        self.queue_order("make", self._config)
 
     def begin(self) -> None:
-        self.note("begin", autocast_dtype(compute_device(self._model)))
+        self.queue_order("begin", autocast_dtype(compute_device(self._model)))
 
     def retire(self) -> None:
         self._groups = []
-        self.note("retire")
+        self.queue_order("retire")
 
     def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
         changes = [
             history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
         without_tables = [group._replace(tables=[]) for group in tokens.groups]
-        self.send(
+        self.send_order(
             "run",
             tokens._replace(groups=without_tables),
             changes,
@@ -170,21 +173,21 @@ class RankLeader:
     def adapters(self, method: str, *arguments: Any) -> str | None:
         if method == "load":
             return self._load_adapter(*arguments)
-        if method == "check":  # its forwards follow at once
-            self.send("adapters", method, *arguments)
+        if method == "check":  # all processes run its forwards now
+            self.send_order("adapters", method, *arguments)
         else:
-            self.note("adapters", method, *arguments)
+            self.queue_order("adapters", method, *arguments)
         return None
 
     def _load_adapter(self, file: Any) -> str | None:
-        self.send("load_adapter", file)
-        loaded = self.ranks.gather(True)
-        failed = [rank for rank, (is_loaded,) in enumerate(loaded) if not is_loaded]
-        if not failed:
+        self.send_order("load_adapter", file)
+        gathered = self.ranks.gather(True)
+        failed_ranks = [rank for rank, (is_loaded,) in enumerate(gathered) if not is_loaded]
+        if not failed_ranks:
             return None
-        self.note("adapters", "forget", file)
+        self.queue_order("adapters", "forget", file)
         return (
-            f"by processes {failed} of {self.ranks.size} that hold shards of the model, whose"
+            f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model, whose"
             " output says why: they read the same folder, under the same path"
         )
 
@@ -195,24 +198,24 @@ class RankLeader:
         except RankLostError:
             raise
         except Exception:
-            self.send("check_failed")
+            self.send_order("check_failed")
             self.ranks.check_failed()
             raise
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
-        self.send("fingerprint")
+        self.send_order("fingerprint")
         return self.ranks.fingerprint(model, state)
 
-    def least(self, number: int) -> int:
-        self.send("least")
-        return self.ranks.least(number)
+    def minimum(self, number: int) -> int:
+        self.send_order("minimum")
+        return self.ranks.minimum(number)
 
     def agree(self, number: int) -> int:
-        """Returns `number`: this process decides for all, so `check` need not compare plans."""
+        """Returns `number`: this process decides for all."""
         return number
 
     def check(self, plan: StepPlan) -> None:
-        pass
+        """Does nothing: the others execute this process's plan."""
 
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
@@ -221,27 +224,29 @@ class RankLeader:
             return
         number = self._groups.index(group)
         portable = [RemoteHostBlocks(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.note("move", move, number, portable, id(result))
+        self.queue_order("move", move, number, portable, id(result))
         if isinstance(result, HostBlocks):
-            weakref.finalize(result, self.note, "forget", id(result)).atexit = False
+            weakref.finalize(result, self.queue_order, "forget", id(result)).atexit = False
 
     def close(self) -> None:
         if self._is_open and self._pid == os.getpid():
             try:
                 with contextlib.suppress(RankLostError):
-                    self.send("end")
+                    self.send_order("end")
             finally:
                 self._is_open, self._groups = False, []
                 self.ranks.release()
 
-    def note(self, name: str, *arguments: Any) -> None:
-        """Queues an order: the other processes call their method `name` with the arguments."""
-        self._queue.append((name, [group.pool.num_blocks for group in self._groups], arguments))
+    def queue_order(self, name: str, *arguments: Any) -> None:
+        """Queues an order: each follower calls its method `name` with `arguments`, after growing
+        its pools to the size of those here."""
+        block_counts = [group.pool.num_blocks for group in self._groups]
+        self._queued_orders.append((name, block_counts, arguments))
 
-    def send(self, name: str, *arguments: Any) -> None:
+    def send_order(self, name: str, *arguments: Any) -> None:
         """Sends all queued orders and this one."""
-        self.note(name, *arguments)
-        orders = [self._queue.popleft() for _ in range(len(self._queue))]
+        self.queue_order(name, *arguments)
+        orders = [self._queued_orders.popleft() for _ in range(len(self._queued_orders))]
         self.ranks.send(pickle.dumps(orders, protocol=pickle.HIGHEST_PROTOCOL))
 
 
@@ -260,25 +265,25 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The other processes' side. A [`RankLeader`] calls its methods by name."""
+    """The side of the other processes. A [`RankLeader`] orders calls of its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
         self._memory: Any
         self._executor: Any
         self._groups: list[GroupMemory]
-        self._hosts: dict[int, HostBlocks]  # swapped-out blocks, by the leader's number
-        # the last forward's error, until the leader reports that its forward failed, too
+        self._host_blocks: dict[int, HostBlocks]  # by `RemoteHostBlocks.number`
+        # the error of the last forward, until the leader reports that its own failed, too
         self._failure: Exception | None = None
         self.retire()
 
     def serve(self) -> None:
         """Executes orders until the leader's engine is closed."""
         while True:
-            for name, num_blocks, arguments in pickle.loads(self.ranks.receive()):
+            for name, block_counts, arguments in pickle.loads(self.ranks.receive()):
                 if name == "end":
                     return
-                self._grow(num_blocks)
+                self._grow(block_counts)
                 getattr(self, name)(*arguments)
 
     def choose_layout(self, config: PagedConfig) -> None:
@@ -296,13 +301,13 @@ class Follower:
         self._histories = [TableHistory() for _ in self._groups]
 
     def begin(self, autocast: torch.dtype | None) -> None:
-        kind = compute_device(self.model).type
-        with torch.autocast(kind, dtype=autocast, enabled=autocast is not None):
+        device_type = compute_device(self.model).type
+        with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
             self._executor.begin(check_weights=False, allow_replays=False)
 
     def retire(self) -> None:
         self._memory = self._executor = None
-        self._groups, self._hosts = [], {}
+        self._groups, self._host_blocks = [], {}
 
     def run(
         self,
@@ -312,20 +317,20 @@ class Follower:
         names: Any,
     ) -> None:
         if self._failure is not None:
-            # only this process failed, and the others are still in that forward
+            # the leader's forward did not fail: the processes no longer compute the same
             raise self._failure
         executor = self._executor
-        using = NOTHING
-        if names is not None:  # before the forward: a missing adapter ends this process
-            using = executor.adapters().repeat(names)
+        repeating = NOTHING
+        if names is not None:  # outside the `try`: a missing adapter ends this process
+            repeating = executor.adapters().repeat(names)
         groups = [
-            group._replace(tables=history.tables(changed))
-            for group, history, changed in zip(tokens.groups, self._histories, changes)
+            group._replace(tables=history.tables(group_changes))
+            for group, history, group_changes in zip(tokens.groups, self._histories, changes)
         ]
-        whole = tokens._replace(groups=groups)
+        all_tokens = tokens._replace(groups=groups)
         try:
-            with executor.attention(), using as context:
-                executor.compute(executor.runner.compute, whole, others, None, context or None)
+            with executor.attention(), repeating as context:
+                executor.compute(executor.runner.compute, all_tokens, others, None, context or None)
         except Exception as error:
             self._failure = error
 
@@ -344,31 +349,35 @@ class Follower:
 
     def adapters(self, method: str, *arguments: Any) -> None:
         """Calls a method of this process's `LoopAdapters`."""
-        if self._executor is not None:  # else the order is from an earlier loop
+        if self._executor is not None:  # else the order belongs to a loop that was retired
             getattr(self._executor.adapters(), method)(*arguments)
 
     def fingerprint(self) -> None:
         self.ranks.fingerprint(self.model)
 
-    def least(self) -> None:
-        self.ranks.least(self._memory.fraction_bytes())
+    def minimum(self) -> None:
+        self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
-        local = [self._hosts[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments]
-        result = move(self._groups[group], *local)
+        """Repeats `seams.Processes.moved`. `number` identifies a result in host memory."""
+        local_arguments = [
+            self._host_blocks[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments
+        ]
+        result = move(self._groups[group], *local_arguments)
         if isinstance(result, HostBlocks):
-            self._hosts[number] = result
+            self._host_blocks[number] = result
 
     def forget(self, number: int) -> None:
-        self._hosts.pop(number, None)
+        """Frees blocks in host memory."""
+        self._host_blocks.pop(number, None)
 
-    def _grow(self, num_blocks: list[int]) -> None:
+    def _grow(self, block_counts: list[int]) -> None:
         """Grows each pool to at least the leader's number of blocks."""
-        for group, count in zip(self._groups, num_blocks):
-            missing = count - group.pool.num_blocks
-            if missing > 0:
-                group.storage.grow(count, most=UNLIMITED_BLOCKS)
-                group.pool.grow(missing)
+        for group, num_blocks in zip(self._groups, block_counts):
+            num_missing = num_blocks - group.pool.num_blocks
+            if num_missing > 0:
+                group.storage.grow(num_blocks, most=UNLIMITED_BLOCKS)
+                group.pool.grow(num_missing)
 
 
 def serve(model: Any) -> None:
@@ -376,7 +385,7 @@ def serve(model: Any) -> None:
     shard = base_model(model)
     check_generates(shard)
     if not is_sharded(shard):
-        raise _not_served(shard, "is all in this process")
+        raise _not_served(shard, "is not in shards")
     ranks = processes_of(shard)
     if not ranks.rank:
         raise _not_served(shard, "is led by this process, number 0")
@@ -390,7 +399,8 @@ def serve(model: Any) -> None:
             ranks.release()
 
 
-def _not_served(model: nn.Module, where: str) -> ValueError:
+def _not_served(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} {where}: make a `PagedEngine` here, others call `serve_rank`"
+        f"{type(model).__name__} {reason}: make a `PagedEngine` here; only the other processes call"
+        " `serve_rank`"
     )

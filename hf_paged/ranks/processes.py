@@ -1,5 +1,5 @@
-"""The process group of a model in shards, whose processes compute every forward together, and the
-messages between them. `leader` builds an engine on these."""
+"""The process group of a model in shards, whose processes compute every forward together, and their
+messages. Leaves the content of messages to `leader.py`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..model.sharding import RankLostError
 from ..model.state import ModelState, fingerprint
 from ..plan import StepPlan
 
-_ENGINE = -1  # user id of an engine, in place of a thread's id
-_MESSAGE = 1 << 14  # bytes of a message's first part, into which most messages fit
-# How long a process may wait for a message. It notices at once if another process ends.
-_IDLE = datetime.timedelta(days=365)
-# how long all processes may take to the end of a failed forward
-_FAILED = datetime.timedelta(seconds=20)
+_ENGINE = -1  # user of a model, in place of a thread's id
+_FIRST_PART_BYTES = 1 << 14  # of a message; most messages fit into the first part
+# of a wait for the next message; a process that ends is noticed at once
+_IDLE_TIMEOUT = datetime.timedelta(days=365)
+# of a wait for the others to fail in the same forward
+_FAILURE_TIMEOUT = datetime.timedelta(seconds=20)
 
 
 _lock = forks.lock()
 
 
 class Ranks:
-    """The processes of one sharded model, in a separate process group (gloo, on the CPU), for calls
+    """The processes of one sharded model, as a separate process group (gloo, on the CPU), for calls
     that all of them make (`seams.Processes`). All methods except `alone`, `reserve` and `release`
-    are collectives: all members call them in the same order."""
+    are collective: all members must call them in the same order."""
 
     leads = False
 
@@ -43,110 +43,112 @@ class Ranks:
         self.world = dist.group.WORLD
         self._first = members[0]
         self._group = dist.new_group(
-            members, timeout=_IDLE, backend="gloo", use_local_synchronization=True
+            members, timeout=_IDLE_TIMEOUT, backend="gloo", use_local_synchronization=True
         )
         self.rank = dist.get_rank(self._group)
-        self._user: int | None = None  # the thread of a call, or `_ENGINE`
+        self._user: int | None = None  # id of a call's thread, or `_ENGINE`
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Reserves the model for a call. Raises `RuntimeError` while a call of another thread, or
-        an engine, uses it: concurrent forwards could run in a different order in each process."""
-        outer = self.reserve(threading.get_ident())
+        """A context that reserves the model for a call. Raises `RuntimeError` while a call of
+        another thread, or an engine, uses it: forwards of both could run in a different order in
+        each process."""
+        outer_user = self.reserve(threading.get_ident())
         try:
             yield
         finally:
-            self._user = outer
+            self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
         """As `alone`, but until `release`; returns the previous user."""
         with _lock:
-            outer = self._user
-            if outer is not None and (outer != user or user == _ENGINE):
+            previous_user = self._user
+            if previous_user is not None and (previous_user != user or user == _ENGINE):
                 raise RuntimeError(
                     "this model is sharded over several processes, and an engine or another"
                     " thread's call uses it: close the engine first, make one call at a time, or"
                     " add requests to one engine"
                 )
             self._user = user
-        return outer
+        return previous_user
 
     def release(self) -> None:
+        """Ends a reservation."""
         self._user = None
 
     def send(self, message: bytes) -> None:
         """Sends a message from the first member to the others, which call `receive`."""
         framed = len(message).to_bytes(8, "little") + message
-        self._broadcast(bytearray(framed[:_MESSAGE].ljust(_MESSAGE, b"\0")))
-        if len(framed) > _MESSAGE:
-            self._broadcast(bytearray(framed[_MESSAGE:]))
+        self._broadcast(bytearray(framed[:_FIRST_PART_BYTES].ljust(_FIRST_PART_BYTES, b"\0")))
+        if len(framed) > _FIRST_PART_BYTES:
+            self._broadcast(bytearray(framed[_FIRST_PART_BYTES:]))
 
     def receive(self) -> bytes:
-        framed = bytearray(_MESSAGE)
-        self._broadcast(framed)
-        end = 8 + int.from_bytes(framed[:8], "little")
-        message = bytes(framed[8:end])
-        if end > _MESSAGE:
-            rest = bytearray(end - _MESSAGE)
-            self._broadcast(rest)
-            message += rest
+        """Returns the message that the first member sends."""
+        first_part = bytearray(_FIRST_PART_BYTES)
+        self._broadcast(first_part)
+        end = 8 + int.from_bytes(first_part[:8], "little")
+        message = bytes(first_part[8:end])
+        if end > _FIRST_PART_BYTES:
+            second_part = bytearray(end - _FIRST_PART_BYTES)
+            self._broadcast(second_part)
+            message += second_part
         return message
 
     def _broadcast(self, content: bytearray) -> None:
-        """Sends the content from the first member; in the others, replaces it by the content
-        sent."""
-        with self._reaching():
+        """Sends `content` from the first member; in the others, overwrites `content` with it."""
+        with self._converting_errors():
             shared = torch.frombuffer(content, dtype=torch.uint8)
             dist.broadcast(shared, self._first, group=self._group)
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Returns the int64 numbers that each member passes, by rank."""
-        passed = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        gathered = [torch.empty_like(passed) for _ in range(self.size)]
-        with self._reaching():
-            dist.all_gather(gathered, passed, group=self._group)
+        own_numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = [torch.empty_like(own_numbers) for _ in range(self.size)]
+        with self._converting_errors():
+            dist.all_gather(gathered, own_numbers, group=self._group)
         return [row.tolist() for row in gathered]
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         return min(self.gather(number))[0]
 
     def agree(self, number: int) -> int:
         return self.gather(number)[0][0]
 
     def run(self, *forward: Any) -> None:
-        """Does nothing, like `moved` and `adapters`: all processes make the same calls
-        themselves."""
+        """Does nothing, like `moved` and `adapters`: every process makes these calls itself."""
 
     moved = adapters = run
 
     def check(self, plan: StepPlan) -> None:
-        numbers = self.gather(plan.digest())
-        others = [rank for rank, passed in enumerate(numbers) if passed != numbers[0]]
-        if others:
+        digests = self.gather(plan.digest())
+        differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differing_ranks:
             raise RankLostError(
-                f"ranks {others} of {self.size} have scheduled other tokens than rank 0: make the"
-                " same calls in every process, with the same inputs, options, seeds and weights"
+                f"ranks {differing_ranks} of {self.size} have scheduled other tokens than rank 0:"
+                " make the same calls in every process, with the same inputs, options, seeds and"
+                " weights"
             )
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
-        shard = fingerprint(model, state)
-        numbers = self.gather(shard is not None, *struct.unpack("<4q", shard or bytes(32)))
-        if not all(is_read for is_read, *_ in numbers):
+        shard_digest = fingerprint(model, state)
+        digest_numbers = struct.unpack("<4q", shard_digest or bytes(32))
+        gathered = self.gather(shard_digest is not None, *digest_numbers)
+        if not all(is_read for is_read, *_ in gathered):
             return None
-        return hashlib.blake2b(repr(numbers).encode(), digest_size=32).digest()
+        return hashlib.blake2b(repr(gathered).encode(), digest_size=32).digest()
 
     def check_failed(self) -> None:
-        """Called after a forward failed here: raises [`RankLostError`] unless it failed in every
-        member."""
-        with self._reaching():
+        """Call after a forward has failed: raises [`RankLostError`] unless it fails in every member
+        within `_FAILURE_TIMEOUT`."""
+        with self._converting_errors():
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
-                _FAILED
+                _FAILURE_TIMEOUT
             )
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """A context for a forward of all members: an error passes through if every member raises
-        one."""
+        """As `Processes.forward`."""
         try:
             yield
         except Exception:
@@ -154,10 +156,11 @@ class Ranks:
             raise
 
     @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _converting_errors(self) -> Iterator[None]:
+        """A context that raises gloo's errors as [`RankLostError`]."""
         try:
             yield
-        except RuntimeError as error:  # of gloo
+        except RuntimeError as error:
             raise RankLostError(
                 f"rank {self.rank} of {self.size} cannot reach the others: one has ended or failed,"
                 " and its output says why. Start all of them again"
@@ -168,30 +171,31 @@ _ranks: dict[tuple[int, ...], Ranks] = {}
 
 
 def _check_heads(model: nn.Module) -> None:
-    """Raises `ValueError` if the K/V heads do not divide evenly among the processes that share the
-    attention."""
-    heads, size = compat.split_heads(model) or (0, 1)
-    if heads % size == 0:
+    """Raises `ValueError` if the K/V heads cannot be divided evenly among the processes that split
+    the attention."""
+    num_heads, num_processes = compat.split_heads(model) or (0, 1)
+    if num_heads % num_processes == 0:
         return
-    counts = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+    divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)
+    allowed = " or ".join(map(str, divisors))
     raise ValueError(
-        f"{type(model).__name__} has {heads} key/value heads, which {size} processes cannot share"
-        f" evenly: start {counts} processes (`torchrun --nproc_per_node`)"
+        f"{type(model).__name__} has {num_heads} key/value heads, which {num_processes} processes"
+        f" cannot share evenly: start {allowed} processes (`torchrun --nproc_per_node`)"
     )
 
 
 def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """As `model.sharding.alone`, for a model in shards."""
     return processes_of(model).alone()
 
 
 def processes_of(model: nn.Module) -> Ranks:
-    """The processes that share this model in shards, as `model.sharding.processes_of`."""
+    """As `model.sharding.processes_of`, for a model in shards."""
     members = compat.shard_ranks(model)
     assert members is not None
     _check_heads(model)
     key = tuple(members)
     ranks = _ranks.get(key)
-    if ranks is None or ranks.world is not dist.group.WORLD:
-        # else it belongs to an earlier `init_process_group`
+    if ranks is None or ranks.world is not dist.group.WORLD:  # of an earlier `init_process_group`
         ranks = _ranks[key] = Ranks(members)
     return ranks

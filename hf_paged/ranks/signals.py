@@ -2,10 +2,10 @@
 message and the end of its forward, would leave the others waiting for it.
 
 Python runs signal handlers between any two bytecodes of the main thread. Within
-[`deferring_signals`] signals are only noted; at its end their handlers are called. Not deferred are
-exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`), and signals other than
-`SIGNALS`, since every `deferring_signals` looks up the handler of each of these. A model in one
-process needs no deferral (`interrupts`).
+[`deferring_signals`] signals are only recorded; at its end their handlers are called. Exceptions
+that one thread sets in another (`PyThreadState_SetAsyncExc`) are not deferred, nor are signals
+outside `SIGNALS`, a short list, since every `deferring_signals` looks up the handlers of all of
+them. A model in one process needs no deferral (`interrupts`).
 """
 
 from __future__ import annotations
@@ -24,82 +24,86 @@ SIGNALS: tuple[int, ...] = tuple(
     int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")
 )
 
-_NO_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
-# the handlers that `_note` replaces; `None` while signals are not deferred
+_NOT_IN_PYTHON = (None, signal.SIG_DFL, signal.SIG_IGN)
+# the handlers that `_defer` replaces, by signal; `None` while signals are not deferred
 _handlers: dict[int, Any] | None = None
-_holder = 0  # ident of the thread that defers signals
+_deferring_thread = 0  # ident of the thread that defers signals
 _main_thread = threading.main_thread().ident
-_pending: list[int] = []
+_pending: list[int] = []  # deferred signals, in order
 
 
-def _note(signum: int, frame: FrameType | None) -> None:
+def _defer(signum: int, frame: FrameType | None) -> None:
+    """The handler of signals while they are deferred."""
     if signum not in _pending:
         _pending.append(signum)
 
 
-def _hold() -> None:
-    """Starts to defer signals. If a handler raises meanwhile, raises its error and defers none."""
-    global _handlers, _holder
+def _begin_deferring() -> None:
+    """Starts to defer signals. If a handler raises meanwhile, raises its error, and signals are not
+    deferred."""
+    global _handlers, _deferring_thread
     # only Python handlers: "ignore" and "default" raise nothing, and C handlers cannot be restored
     handlers = {}
     for signum in SIGNALS:
         handler = _signal.getsignal(signum)
-        if handler not in _NO_HANDLERS:
+        if handler not in _NOT_IN_PYTHON:
             handlers[signum] = handler
     try:
         for signum in handlers:
-            _signal.signal(signum, _note)
+            _signal.signal(signum, _defer)
         _handlers = handlers
-        _holder = threading.get_ident()
+        _deferring_thread = threading.get_ident()
     except BaseException:
         _restore_handlers(handlers)
         raise
 
 
-def _release(raises: bool = True) -> None:
-    """Restores the handlers and, if `raises`, calls those of the noted signals."""
+def _end_deferring() -> None:
+    """Restores the handlers, and calls those of the deferred signals."""
     global _handlers
     handlers, _handlers = _handlers, None
     try:
         _restore_handlers(handlers or {})
     finally:  # also if a restored handler has just raised
-        if _pending and raises:
-            _raise_pending()
+        if _pending:
+            _handle_pending()
 
 
 def _restore_handlers(handlers: dict[int, Any]) -> None:
-    ours: list[int] = []
-    before: list[Any] = []
+    """Restores the handlers of all signals that `_defer` still handles."""
+    deferred_signals: list[int] = []
+    saved_handlers: list[Any] = []
     for signum, handler in handlers.items():
-        if _signal.getsignal(signum) is _note:
-            ours.append(signum)
-            before.append(handler)
+        if _signal.getsignal(signum) is _defer:
+            deferred_signals.append(signum)
+            saved_handlers.append(handler)
     # A restored handler may raise after any call, on entering a function, and in `signal` before it
-    # sets the next handler. So one call of C code restores all, and is repeated after each of two
-    # signals.
+    # sets the next handler. So one call of C code restores all, and is repeated after an error, up
+    # to two times.
     try:
-        deque(map(_signal.signal, ours, before), 0)
+        deque(map(_signal.signal, deferred_signals, saved_handlers), 0)
     except BaseException:
         try:
-            deque(map(_signal.signal, ours, before), 0)
+            deque(map(_signal.signal, deferred_signals, saved_handlers), 0)
         except BaseException:
-            deque(map(_signal.signal, ours, before), 0)
+            deque(map(_signal.signal, deferred_signals, saved_handlers), 0)
             raise
         raise
 
 
-def _raise_pending() -> None:
+def _handle_pending() -> None:
+    """Calls the handlers of all deferred signals, in order."""
     signum = _pending.pop(0)
     handler = _signal.getsignal(signum)
     try:
         if callable(handler):
             # called directly: raising the signal would write to `signal.set_wakeup_fd` again
             handler(signum, sys._getframe())
-        elif handler == signal.SIG_DFL:  # a caller's code has set it since
+        elif handler == signal.SIG_DFL:  # set by the caller's code meanwhile
             signal.raise_signal(signum)
-    finally:  # handle the others even if this handler raised
+    finally:  # also if this handler raises
         if _pending:
-            _raise_pending()
+            _handle_pending()
 
 
 class deferring_signals:
@@ -110,54 +114,54 @@ class deferring_signals:
     def __enter__(self) -> None:
         self._is_outermost = _handlers is None and threading.get_ident() == _main_thread
         if self._is_outermost:
-            _hold()
+            _begin_deferring()
 
     def __exit__(self, *error: object) -> None:
         if self._is_outermost:
-            _release()
+            _end_deferring()
 
     def handle(self) -> None:
-        """Handles the signals that were deferred until now."""
+        """Handles the signals deferred so far, and goes on deferring."""
         if self._is_outermost:
-            _release()
-            _hold()
+            _end_deferring()
+            _begin_deferring()
 
 
-class PatientLock:
+class DeferringLock:
     """A lock that defers signals while it is held, and handles them while it waits for another
     thread."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        # by thread, including threads that wait for a condition
-        self._holds: dict[int, list[deferring_signals]] = {}
+        # by thread: several threads may be inside while they wait for a condition
+        self._contexts: dict[int, list[deferring_signals]] = {}
 
     def __enter__(self) -> None:
-        hold = deferring_signals()
-        hold.__enter__()
+        context = deferring_signals()
+        context.__enter__()
         try:
             while not self._lock.acquire(timeout=0.05):
-                hold.handle()
+                context.handle()
         except BaseException:
-            hold.__exit__()
+            context.__exit__()
             raise
-        self._holds.setdefault(threading.get_ident(), []).append(hold)
+        self._contexts.setdefault(threading.get_ident(), []).append(context)
 
     def __exit__(self, *error: object) -> None:
-        hold = self._holds[threading.get_ident()].pop()
+        context = self._contexts[threading.get_ident()].pop()
         self._lock.release()
-        hold.__exit__()
+        context.__exit__()
 
 
-def _forget() -> None:
-    """In a child process, whose main thread is the thread that forked: stops deferring signals if
+def _reset_in_child() -> None:
+    """Runs in a child process, whose main thread is the one that forked: stops deferring signals if
     another thread of the parent deferred them."""
     global _main_thread
     _main_thread = threading.get_ident()
-    if _handlers is not None and threading.get_ident() != _holder:
+    if _handlers is not None and threading.get_ident() != _deferring_thread:
         _pending.clear()
-        _release()
+        _end_deferring()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -1,5 +1,5 @@
-"""Drafts from a smaller model with the same tokens (assisted generation): its rows run together, in
-blocks of the target's memory. Leaves verifying the drafts to the sampler."""
+"""Drafts from a smaller model with the same vocabulary (assisted generation): its rows run
+together, in blocks of the target's memory. Leaves verification of the drafts to the sampler."""
 
 from __future__ import annotations
 
@@ -33,41 +33,44 @@ from ..plan import StepPlan
 from ..step import NotPackable
 from .sources import DrawnDraft, Source
 
-# a row's missed tokens run as rows of one token each, up to this many, so that the step can be a
+# up to this many missed tokens of a row run as rows of one token each, so that the step can be a
 # replay
-MAX_ROWS = 16
-_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-_numbers_lock = forks.lock()
+MAX_CATCH_UP_ROWS = 16
+_assistant_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+_assistant_numbers_lock = forks.lock()
 
-DraftRequests = Items[tuple["AssistantRow", Sequence, int]]
-"""Rows that draft, with the target's sequence and the most tokens to propose."""
+DraftTasks = Items[tuple["AssistantRow", Sequence, int]]
+"""Rows that draft, each with the target's sequence and the maximum number of tokens to draft."""
 
 
 def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """Returns an empty cache of the assistant, with separate layer groups in the target's
     memory."""
-    with _numbers_lock:
-        if model not in _numbers:  # reuse the number of a deleted model, whose groups exist
-            free = set(range(1, len(_numbers) + 2)).difference(_numbers.values())
-            _numbers[model] = min(free)
-        number = _numbers[model]
+    with _assistant_numbers_lock:
+        if model not in _assistant_numbers:
+            # the number of a deleted model is reused, since its layer groups exist
+            used_numbers = _assistant_numbers.values()
+            free_numbers = set(range(1, len(_assistant_numbers) + 2)).difference(used_numbers)
+            _assistant_numbers[model] = min(free_numbers)
+        number = _assistant_numbers[model]
     return PagedCache.from_empty(stock_cache(model), memory, f"assistant {number}")
 
 
-def is_joint(assistance: Assistance, config: Any) -> bool:
-    """Whether the assistant is a separate model with the target's tokens, so that its rows can be
-    batched."""
-    has_other_tokens = None not in (assistance.tokenizer, assistance.assistant_tokenizer)
-    is_model = assistance.model is not None and config.assistant_early_exit is None
-    return is_model and not has_other_tokens
+def can_batch_rows(assistance: Assistance, config: Any) -> bool:
+    """Whether the assistant is a separate model with the target's vocabulary, so that its rows can
+    be batched."""
+    has_other_vocabulary = None not in (assistance.tokenizer, assistance.assistant_tokenizer)
+    is_separate_model = assistance.model is not None and config.assistant_early_exit is None
+    return is_separate_model and not has_other_vocabulary
 
 
 class Assistant:
-    """The assistant of some rows. It uses free blocks. When the target runs out of blocks, it frees
-    all of its own, and pauses for some steps."""
+    """A smaller model that drafts for the rows of its target, in blocks that the target leaves
+    free. When the target runs out of blocks, the assistant frees its own, and pauses for some
+    steps."""
 
     MAX_PAUSE = 256  # steps
-    depth = 1  # number of tokens, from a position on, on which the position's K/V depend
+    depth = 1  # K/V at a position depend on this many tokens, of which its own is the first
 
     def __init__(
         self,
@@ -78,17 +81,19 @@ class Assistant:
         max_catch_up: int,
         max_positions: int | None = None,
     ) -> None:
+        """`cache`: from `assistant_cache`. `max_catch_up`: maximum number of missed tokens to
+        compute in a step, over all rows. `max_positions`: as in `Layout`."""
         self.model = model
         self.memory = cache.memory
         self._max_catch_up = max_catch_up
-        self._max_positions = max_positions  # as in `Layout`
+        self._max_positions = max_positions
         self.blocks, runner = blocks_and_runner
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
-        self.seconds_per_token = 0.0  # average time of a forward with one token per row
-        self._next_pause = 1
-        self._num_paused = 0
+        self.seconds_per_token = 0.0  # moving average of the time of a forward with one token a row
+        self._next_pause = 1  # steps
+        self._num_paused = 0  # remaining steps of the current pause
 
     def add(self, row: AssistantRow) -> None:
         if not self.rows:
@@ -103,174 +108,175 @@ class Assistant:
             if not self.rows:
                 self.executor.go_idle()
 
-    def candidates(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
-        """Creates transformers' strategy for the number of a row's candidates, and the candidates'
-        logits processors: the target's, except those that hold a state or force a length."""
+    def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+        """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
+        logits processors for these: the target's, except those that hold a state or force a
+        length."""
         strategy, processors = compat.assisted_candidates(
             decoding.input_ids,
             self.model,
             decoding.config,
             decoding.logits_processor,
         )
-        # transformers creates the processors of minimum lengths from the target's options, for
-        # every proposal
-        min_lengths = [
+        # `processors` lacks these: transformers creates them anew for every draft, from the
+        # target's options
+        min_length_processors = [
             processor
             for processor in decoding.logits_processor
             if type(processor) is MinLengthLogitsProcessor
         ]
-        row_wise = filter(can_run_on_drafts, processors)
-        return strategy, LogitsProcessorList([*min_lengths, *row_wise])
+        row_wise_processors = filter(can_run_on_drafts, processors)
+        return strategy, LogitsProcessorList([*min_length_processors, *row_wise_processors])
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
-        """Returns the most tokens that it may draft after the target's sequence: the current number
-        of the row's strategy. The assistant computes all of them except the last."""
+        """Returns the maximum number of tokens to draft after the target's sequence: the current
+        number of the row's strategy. The assistant computes all of them except the last."""
         num_tokens = int(row.strategy.num_assistant_tokens)
         if self._max_positions is None:
             return num_tokens
         return min(num_tokens, self._max_positions + 1 - sequence.num_tokens)
 
     def change_weights(self) -> None:
-        """Between steps, drops everything that was computed with weights that may have changed."""
+        """Drops all keys and values, since weights may have changed. Called between steps."""
         with self.executor.lock:
             self.executor.begin(check_weights=False)
         self._free_all()
 
     def reclaim(self) -> bool:
-        """Frees all blocks; returns whether there were any."""
-        had_any = self._free_all()
-        if had_any:
+        """Frees all blocks and begins a pause; returns whether there were any blocks."""
+        had_blocks = self._free_all()
+        if had_blocks:
             self._num_paused = self._next_pause
             self._next_pause = min(2 * self._next_pause, self.MAX_PAUSE)
-        return had_any
+        return had_blocks
 
     def _free_all(self) -> bool:
         return sum(self._free(row) for row in list(self.rows)) > 0
 
     def _free(self, row: AssistantRow) -> bool:
-        """Frees the row's blocks and drops its tokens, which `_sync` copies again."""
+        """Frees the row's blocks and drops its tokens, which `_sync` copies again; returns whether
+        it had blocks."""
         sequence = row.sequence
         with self.memory.changing():
-            had_any = any(table.block_ids for table in sequence.blocks.tables)
+            had_blocks = any(table.block_ids for table in sequence.blocks.tables)
             self.blocks.free(sequence.blocks)
             sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
             sequence.token_ids, sequence.draft, row.num_target_tokens = [], [], 0
-        return had_any
+        return had_blocks
 
     @torch.no_grad()
-    def propose(self, requests: DraftRequests) -> list[Draft | None]:
-        """Returns a draft for each row; `None` while the assistant has not read all of the row's
-        tokens. It reads up to `max_catch_up` tokens a step, over all rows."""
+    def propose(self, tasks: DraftTasks) -> list[Draft | None]:
+        """Returns a draft for each row; `None` until the assistant has computed all of the row's
+        tokens, and during a pause."""
         if self._num_paused:
             self._num_paused -= 1
-            return [None] * len(requests)
+            return [None] * len(tasks)
         try:
             with self.executor.lock, self.executor.attention():
                 self.executor.handle_model_change()
                 self.executor.is_unchecked = True
                 self.executor.check_model()
-                for row, target, _ in requests:
+                for row, target, _ in tasks:
                     self._sync(row, target.token_ids)
-                self._draft(requests)
+                self._draft(tasks)
             self._next_pause = max(1, self._next_pause - 1)
-            return [row.draft(count) for row, _, count in requests]
+            return [row.draft(max_tokens) for row, _, max_tokens in tasks]
         except (OutOfBlocksError, NotPackable):
-            # the first forward met a limit in bytes, or heads can no longer be packed: without
-            # drafts, rows are only slower
+            # the pool reached its limit in bytes in the first forward, or heads can no longer be
+            # packed: without drafts, rows are only slower
             self.reclaim()
-            return [None] * len(requests)
+            return [None] * len(tasks)
         except BaseException:  # it is unknown which tokens were computed
             self._free_all()
             raise
 
-    def _draft(self, requests: DraftRequests) -> None:
-        """Adds draft tokens to the rows that have read all of the target's tokens."""
-        counts = {row: count for row, _, count in requests}
-        logits = self._catch_up(list(counts))
-        drafting = [row for row in counts if row in logits]
+    def _draft(self, tasks: DraftTasks) -> None:
+        """Adds draft tokens to the rows whose target tokens are all computed."""
+        max_tokens = {row: count for row, _, count in tasks}
+        logits = self._catch_up(list(max_tokens))
+        drafting = [row for row in max_tokens if row in logits]
         while drafting:
             self.add_tokens(drafting, torch.cat([logits[row] for row in drafting]))
-            drafting = [row for row in drafting if row.should_continue(counts[row])]
-            drafting = [row for row in drafting if self._append(row, 1)]
+            drafting = [row for row in drafting if row.should_continue(max_tokens[row])]
+            drafting = [row for row in drafting if self._allocate(row, 1)]
             if drafting:
                 start = time.perf_counter()
                 plan = StepPlan.of([(row.sequence, 1) for row in drafting])
                 next_logits = self.executor.run(plan)
                 for row in drafting:
                     row.sequence.num_computed_tokens += 1
-                self._time(time.perf_counter() - start)
+                self._observe_seconds(time.perf_counter() - start)
                 logits = dict(zip(drafting, next_logits.split(1)))
 
-    def _time(self, seconds: float) -> None:
+    def _observe_seconds(self, seconds: float) -> None:
         self.seconds_per_token += (seconds - self.seconds_per_token) / 4
 
     def _sync(self, row: AssistantRow, token_ids: list[int]) -> None:
-        """Copies the target's tokens to the row, and drops the K/V of rejected candidates."""
+        """Copies the target's tokens to the row, and drops the K/V of rejected draft tokens."""
         sequence = row.sequence
         row_ids = sequence.token_ids
-        num_same = row.num_target_tokens
-        num_both = min(len(row_ids), len(token_ids))
-        while num_same < num_both and row_ids[num_same] == token_ids[num_same]:
-            num_same += 1
-        row_ids[num_same:] = token_ids[num_same:]
+        num_equal = row.num_target_tokens
+        max_equal = min(len(row_ids), len(token_ids))
+        while num_equal < max_equal and row_ids[num_equal] == token_ids[num_equal]:
+            num_equal += 1
+        row_ids[num_equal:] = token_ids[num_equal:]
         row.num_target_tokens = len(token_ids)
         row.confidences, row.scores = [], []
-        num_valid = max(0, min(num_same + 1 - self.depth, len(token_ids) - 1))
+        num_valid = max(0, min(num_equal + 1 - self.depth, len(token_ids) - 1))
         if num_valid < sequence.num_computed_tokens:
             with self.memory.changing():
                 self.blocks.truncate(sequence.blocks, num_valid)
             sequence.num_computed_tokens = num_valid
 
-    def _append(self, row: AssistantRow, count: int) -> bool:
-        """Grows the row's blocks by `count` tokens; returns whether enough blocks were free."""
+    def _allocate(self, row: AssistantRow, count: int) -> bool:
+        """Allocates blocks for `count` more tokens of the row; returns whether enough were free."""
         sequence = row.sequence
         with self.memory.changing():
             if sequence.blocks is NO_BLOCKS:
                 sequence.blocks = self.blocks.new()
             num_committed = max(0, row.num_target_tokens - self.depth)
-            has_room = self.blocks.append(sequence.blocks, count, num_committed=num_committed)
-            if has_room:
+            is_allocated = self.blocks.append(sequence.blocks, count, num_committed=num_committed)
+            if is_allocated:
                 self.blocks.flush_copies()
-        return has_room
+        return is_allocated
 
     def _allocate_missed(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
-        """Allocates blocks for missed tokens of these rows; returns the rows with the numbers of
-        tokens to compute next."""
+        """Allocates blocks for tokens of these rows that are not computed, up to `max_catch_up` in
+        all; returns the rows that got any, with the numbers of tokens to compute."""
         budget = self._max_catch_up
-        items = []
+        row_counts = []
         for row in rows:
             count = row.sequence.num_to_compute
             if count > budget:
-                # before the end of the text, positions must depend only on its tokens, not on
-                # drafted ones
+                # if some positions do not fit, computes only those that depend on no draft token
                 count = min(budget, count + 1 - self.depth)
-            if count > 0 and self._append(row, count):
-                items.append((row, count))
+            if count > 0 and self._allocate(row, count):
+                row_counts.append((row, count))
                 budget -= count
-        return items
+        return row_counts
 
     def _catch_up(self, rows: Items[AssistantRow]) -> dict[AssistantRow, Tensor]:
         """Computes missed tokens; returns logits `(1, vocab)` of each row that is then fully
         computed."""
-        items = self._allocate_missed(rows)
-        if not items:
+        row_counts = self._allocate_missed(rows)
+        if not row_counts:
             return {}
-        hidden = []
-        for row, count in items:
-            if 1 < count <= MAX_ROWS and count == row.sequence.num_to_compute:
-                hidden.append(row)
-                row.hide(count - 1)  # the tokens run as a draft, so that the step can be a replay
-        items.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
-        plan = StepPlan.of([(row.sequence, count) for row, count in items])
+        rows_with_drafts = []
+        for row, count in row_counts:
+            if 1 < count <= MAX_CATCH_UP_ROWS and count == row.sequence.num_to_compute:
+                rows_with_drafts.append(row)
+                row.move_tail_to_draft(count - 1)  # a step of drafts can be a replay
+        row_counts.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
+        plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
         try:
             logits = self.executor.run(plan)
         finally:
-            for row in hidden:
-                row.show()
-        for row, count in items:
+            for row in rows_with_drafts:
+                row.move_draft_back()
+        for row, count in row_counts:
             row.sequence.num_computed_tokens += count
         last_logits = {}
-        for (row, _), logit_rows in zip(items, plan.rows_of_logits()):
+        for (row, _), logit_rows in zip(row_counts, plan.rows_of_logits()):
             if logit_rows:
                 last = logit_rows.stop - 1
                 last_logits[row] = logits[last : last + 1]
@@ -308,41 +314,41 @@ class Assistant:
 
 
 class AssistantRow(Source):
-    """One row's state in an assistant: its strategy, its logits processors and its tokens: first
-    `num_target_tokens` of the target, then a draft."""
+    """The state of one row in an assistant: its strategy, its logits processors and its `sequence`,
+    which has `num_target_tokens` tokens of the target and then those of a draft."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant = assistant
         config = decoding.config
         ids = decoding.input_ids
-        self.strategy, self.processors = assistant.candidates(decoding)
+        self.strategy, self.processors = assistant.strategy_and_processors(decoding)
         self.do_sample = bool(config.do_sample)
         self.device = ids.device
-        eos = compat.special_token(config, "eos")
-        self.eos_ids = set() if eos is None else set(eos.flatten().tolist())
-        self.prefix: list[int] = []  # the text's tokens before those of `sequence`
+        eos_tokens = compat.special_token(config, "eos")
+        self.eos_ids = set() if eos_tokens is None else set(eos_tokens.flatten().tolist())
+        self.prefix: list[int] = []  # tokens of the text that precede `sequence`
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_target_tokens = 0
-        # by token of the draft: its probability, and for a sampled row its logits `(1, vocab)`
+        # of each draft token: its probability and, in a sampled row, its logits `(1, vocab)`
         self.confidences: list[float] = []
         self.scores: list[Tensor] = []
         assistant.add(self)
 
-    def hide(self, count: int) -> None:
-        """Moves the last `count` tokens to `sequence.draft`, until `show`."""
+    def move_tail_to_draft(self, count: int) -> None:
+        """Moves the last `count` tokens to `sequence.draft`, until `move_draft_back`."""
         sequence = self.sequence
         draft = sequence.token_ids[-count:]
         sequence.draft, sequence.token_ids[-count:] = draft, []
 
-    def show(self) -> None:
+    def move_draft_back(self) -> None:
         sequence = self.sequence
         sequence.token_ids += sequence.draft
         sequence.draft = []
 
     @property
     def threshold(self) -> float | None:
-        """The probability below which a candidate ends the draft."""
+        """The probability below which a token ends the draft; `None`: none does."""
         if self.strategy is None:
             return None
         return self.strategy.generation_config.assistant_confidence_threshold or None
@@ -351,35 +357,35 @@ class AssistantRow(Source):
     def reads_probs(self) -> bool:
         return self.do_sample or self.threshold is not None
 
-    def should_continue(self, count: int) -> bool:
-        """Whether the draft, of up to `count` tokens, gets another token. If not, passes its length
-        and confidences to the strategy, which learns from them."""
+    def should_continue(self, max_tokens: int) -> bool:
+        """Whether the draft, of at most `max_tokens`, gets another token. If not, records its
+        length and passes its confidences to the strategy, which learns from them."""
         confidences = self.confidences
-        is_short = len(confidences) < count
+        has_space = len(confidences) < max_tokens
         is_confident = self.threshold is None or confidences[-1] >= self.threshold
-        if is_short and is_confident and self.sequence.token_ids[-1] not in self.eos_ids:
+        if has_space and is_confident and self.sequence.token_ids[-1] not in self.eos_ids:
             return True
         self.num_proposed = len(confidences)
         if hasattr(self.strategy, "probs"):
             self.strategy.probs.extend(confidences)
         return False
 
-    def draft(self, count: int) -> Draft | None:
-        """Returns the draft, cut to the `count` tokens to verify; `None` if it is empty."""
+    def draft(self, max_tokens: int) -> Draft | None:
+        """Returns the draft, cut to `max_tokens` tokens to verify; `None` if it is empty."""
         tokens = self.sequence.token_ids[self.num_target_tokens :]
         if not tokens:
             return None
         draft = Draft(tokens)
         if self.scores:
             draft = DrawnDraft(tokens, torch.cat(self.scores))
-            self.scores = []  # views, which keep the logits of all rows alive
-        del draft.tokens[count:]
+            self.scores = []  # frees them: as views, they keep the logits of all rows alive
+        del draft.tokens[max_tokens:]
         return draft
 
     def close(self) -> None:
         if self.strategy is not None:
             config = self.assistant.model.generation_config
             if config.num_assistant_tokens_schedule == "heuristic":
-                # as in transformers, for the next call
+                # for the next call, as transformers does
                 config.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)

@@ -1,6 +1,6 @@
-"""Drafts from a model's heads for multi-token prediction (MTP, arXiv 2412.19437, section 2.2):
-rows run together, on the hidden states that the target's steps store in its blocks. Leaves the
-heads themselves to transformers' `MtpModel`."""
+"""Drafts from a model's multi-token prediction heads (MTP, arXiv 2412.19437, section 2.2): rows run
+together, on hidden states that the target's steps store in its blocks. Leaves the heads themselves
+to transformers' `MtpModel`."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from ..plan import StepPlan
 from ..step import numbers_on
 from ..threads import step_lock
 from ..topics import Topic
-from .assistant import Assistant, AssistantRow, DraftRequests, assistant_cache
+from .assistant import Assistant, AssistantRow, DraftTasks, assistant_cache
 
-MAX_DIM = 128  # largest head dim when a hidden state is stored as heads
+MAX_HEAD_DIM = 128  # of the heads as which hidden states are stored
 
 
 class HiddenNamespace(NamedTuple):
-    """Namespace of prefixes that have hidden states beside keys and values."""
+    """The namespace of prefixes whose blocks have hidden states beside keys and values."""
 
     base: Hashable  # the request's namespace
 
 
 def drafts_by_heads(config: Any) -> bool:
-    """Whether the model's multi-token prediction heads draft (`use_mtp`), by the precedence that
-    transformers gives its options."""
-    others = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
-    return bool(config.use_mtp) and others == (None, None)
+    """Whether the model's multi-token prediction heads draft (`use_mtp`): in transformers, other
+    options for drafts take precedence."""
+    preceding_options = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
+    return bool(config.use_mtp) and preceding_options == (None, None)
 
 
 def reason_against_mtp(model: PreTrainedModel) -> str | None:
@@ -71,15 +71,15 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
         return Topic.ASSISTED("its heads keep more than keys and values")
     if is_sharded(model):
         return Topic.ASSISTED("its weights are in several processes")
-    shared = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(hasattr(module, "base_layer") for module in shared):
+    shared_modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    if any(hasattr(module, "base_layer") for module in shared_modules):
         return Topic.ASSISTED(
             "its heads share embeddings or `lm_head`, whose adapters transformers does not load"
         )
     if not calls_interface(model.modules()):
         return Topic.ASSISTED("its layers have their own attention code")
-    empty = DynamicCache(config=config)
-    target_cache = PagedCache.from_empty(empty, PagedMemory(PagedConfig()))
+    empty_cache = DynamicCache(config=config)
+    target_cache = PagedCache.from_empty(empty_cache, PagedMemory(PagedConfig()))
     if config.hidden_size % 2:
         return Topic.ASSISTED(
             f"hidden states of odd size ({config.hidden_size}) cannot be stored as keys and values"
@@ -90,9 +90,9 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
 
 
 class HiddenStates:
-    """Hidden states in the blocks of the full-attention layers, so that they are shared, copied,
-    swapped and cached with K/V. A layer stores half of a hidden state as keys and half as
-    values."""
+    """Stores hidden states in the blocks of the full-attention layers, so that they are shared,
+    copied, swapped and cached with K/V. One more layer of that group stores the first half of each
+    hidden state as keys and the second as values."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
@@ -100,23 +100,23 @@ class HiddenStates:
     def store(self, hidden: Tensor) -> None:
         """Stores the hidden states `(1, n, hidden_size)` of the current packed step in its
         slots."""
-        half = hidden.shape[2] // 2
-        dim = math.gcd(half, MAX_DIM)
-        heads = half // dim
-        states = hidden.reshape(1, -1, 2 * heads, dim)
-        keys = states[:, :, :heads].transpose(1, 2)
-        values = states[:, :, heads:].transpose(1, 2)
+        half_size = hidden.shape[2] // 2
+        head_dim = math.gcd(half_size, MAX_HEAD_DIM)
+        num_heads = half_size // head_dim
+        states = hidden.reshape(1, -1, 2 * num_heads, head_dim)
+        keys = states[:, :, :num_heads].transpose(1, 2)
+        values = states[:, :, num_heads:].transpose(1, 2)
         layer = self._layer
         group = layer.group
         with group.memory.lock:
-            # 1 for `num_layers`: other layers' bytes are not estimated from this one
+            # `num_layers` is 1, so that the bytes of other layers are not estimated from this one
             group.blocks.layer(layer.index, keys, values, 1, group.num_new_tables(0))
         layer.update(keys, values)
         layer.packed_handles = None
 
     def read(self, spans: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
-        """Returns the concatenated hidden states `(1, n, hidden_size)` of tokens `[first, end)` of
-        sequences."""
+        """Returns the hidden states of tokens `[first, end)` of each sequence, concatenated:
+        `(1, n, hidden_size)`."""
         group = self._layer.group
         slots = []
         for sequence, first, end in spans:
@@ -127,16 +127,16 @@ class HiddenStates:
             slot_ids = numbers_on(blocks.keys.device, slots)
             size = group.blocks.block_size
             index = (slot_ids // size, slice(None), slot_ids % size)
-            # both (n, heads, dim)
+            # each (n, heads, head_dim)
             halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]
         return torch.cat([half.flatten(1) for half in halves], dim=1)[None]
 
 
 class MtpRunner(PackedRunner):
-    """Runs the heads, one after another, on positions of many sequences at once. At position `i`
-    head `k` reads token `i + k + 1` of the text, and the hidden state at `i` of the target or of
-    the previous head; it predicts token `i + k + 2`. The sequences of its plans start at the second
-    token of the text."""
+    """Runs the heads, one after another, at positions of many sequences at once. At position `i`,
+    head `k` (from 0) reads token `i + k + 1` of the text and the hidden state of the previous head,
+    or of the target for head 0; it predicts token `i + k + 2`. The sequences in plans lack the
+    first token of the text."""
 
     def draft(
         self,
@@ -144,10 +144,10 @@ class MtpRunner(PackedRunner):
         hidden: Tensor,
         choose: Callable[[Tensor], None],
     ) -> Tensor:
-        """Computes positions of the plan's sequences from the target's `hidden` `(1, positions,
-        hidden_size)`; returns the hidden states of the last head. For every head, `choose` gets the
-        logits `(n, vocab)` of the sequences that are then fully computed, and appends a token to
-        each of them. The other sequences already have the tokens that later heads read."""
+        """Computes the positions of the plan from the target's hidden states there, `hidden`
+        `(1, positions, hidden_size)`; returns those of the last head. After each head, `choose`
+        gets logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
+        token to each. The other sequences already have the tokens that later heads read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]
@@ -179,9 +179,9 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. Once a row is added, the target's steps store hidden states.
-    Every draft runs all heads, which share block tables, and computes positions again that depend
-    on rejected tokens."""
+    """The MTP heads of one model. From its first row on, the target's steps store hidden states.
+    Every draft runs all heads, which share block tables, and recomputes positions that depend on
+    rejected tokens."""
 
     def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
         model = compat.load_mtp(target.model)
@@ -204,14 +204,14 @@ class MtpHeads(Assistant):
             with self.executor.lock:  # between forwards
                 self.target.keep_hidden(self.hidden.store)
 
-    def candidates(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
-        """Returns no strategy: as in transformers' generator, every head proposes a token, however
-        many were accepted before."""
+    def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
+        """Returns no strategy: as in transformers' generator, every head drafts a token, whatever
+        was accepted before."""
         processors = filter(can_run_on_drafts, decoding.logits_processor)
         return None, LogitsProcessorList(processors)
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
-        # as in transformers, the heads draft only after the first new token
+        # the heads draft only after the first new token, as in transformers
         if sequence.num_tokens <= sequence.request.num_prompt_tokens:
             return 0
         return self.depth
@@ -220,24 +220,24 @@ class MtpHeads(Assistant):
         row.prefix = token_ids[:1]
         super()._sync(row, token_ids[1:])
 
-    def _draft(self, requests: DraftRequests) -> None:
-        targets = {row: target for row, target, _ in requests}
-        remaining = list(targets)
-        while items := self._allocate_missed(remaining):
-            ready = []
+    def _draft(self, tasks: DraftTasks) -> None:
+        targets = {row: target for row, target, _ in tasks}
+        unfinished_rows = list(targets)
+        while row_counts := self._allocate_missed(unfinished_rows):
+            drafting_rows = []  # in this forward
             spans = []
-            for row, count in items:
+            for row, count in row_counts:
                 if count == row.sequence.num_to_compute:
-                    ready.append(row)
-                    remaining.remove(row)
+                    drafting_rows.append(row)
+                    unfinished_rows.remove(row)
                 start = row.sequence.num_computed_tokens
                 spans.append((targets[row].blocks, start, start + count))
             hidden = self.hidden.read(spans)
-            plan = StepPlan.of([(row.sequence, count) for row, count in items])
-            choose = functools.partial(self.add_tokens, ready)
+            plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
+            choose = functools.partial(self.add_tokens, drafting_rows)
             begin = time.perf_counter()
             self.executor.compute(self.runner.draft, plan, hidden, choose)
-            if len(items) == plan.num_tokens:
-                self._time((time.perf_counter() - begin) / self.depth)
-            for row, count in items:
+            if len(row_counts) == plan.num_tokens:
+                self._observe_seconds((time.perf_counter() - begin) / self.depth)
+            for row, count in row_counts:
                 row.sequence.num_computed_tokens += count

@@ -1,8 +1,9 @@
-"""Sources of drafts for a row's next tokens, which one forward verifies (speculative decoding,
-arXiv 2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays
-off at the row's acceptance rate. Leaves verifying to the sampler, which gives a row the tokens that
-it would get without drafts: it samples the step's logits as usual, position after position, as long
-as the chosen token is the draft's."""
+"""Sources of drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
+2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays off
+at the row's acceptance rate. Leaves verification to the sampler: it samples the step's logits as
+usual, position after position, until a token differs from the draft, so that a row gets the same
+tokens as without drafts. Sampled rows use speculative sampling for drafts that were drawn, which
+keeps the distribution of their tokens (`DrawnDraft`)."""
 
 from __future__ import annotations
 
@@ -22,63 +23,64 @@ from ..batching.decoding.scores import draw
 from ..interrupts import restoring
 from ..threads import step_lock
 
-NGRAM = 3  # tokens of an n-gram
-MAX_DRAFT = 16  # most tokens of an n-gram draft
-INDEX_SIZE = 1 << 16  # number of n-grams in the index
-_SIZE = array("q").itemsize  # bytes of a token
+NGRAM_SIZE = 3  # tokens
+MAX_DRAFT_TOKENS = 16  # of n-gram drafts
+MAX_INDEX_NGRAMS = 1 << 16
+_TOKEN_BYTES = array("q").itemsize
 
 
 class DrawnDraft(Draft):
     """A draft whose `n` tokens were drawn from the logits `scores` `(n, vocab)`. Sampled rows
-    accept its tokens as in algorithm 1 of the paper."""
+    accept its tokens by algorithm 1 of arXiv 2211.17192."""
 
     is_drawn = True
-    uniforms: Tensor  # the algorithm's uniform random numbers, drawn in advance
+    uniforms: Tensor  # the algorithm's uniform random numbers, one per token, drawn in advance
 
     def __init__(self, tokens: list[int], scores: Tensor) -> None:
         super().__init__(tokens)
-        # the whole draft: `sample` may also accept the first token that is not verified
-        self.drawn = list(tokens)
+        # also tokens cut from `tokens`: `sample` may accept the one after the verified tokens
+        self.drawn_tokens = list(tokens)
         self.scores = scores
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn
         from the residual distribution."""
         position = self.position
-        if position < len(self.drawn):
-            token = self.drawn[position]
-            proposed = self.scores[position : position + 1].softmax(dim=-1)
-            ratio = probs[0, token] / proposed[0, token]
+        if position < len(self.drawn_tokens):
+            token = self.drawn_tokens[position]
+            draft_probs = self.scores[position : position + 1].softmax(dim=-1)
+            ratio = probs[0, token] / draft_probs[0, token]
             if bool(self.uniforms[position] <= ratio):
                 return torch.tensor([token], device=probs.device)
-            residual = (probs - proposed).clamp(min=0)
+            residual = (probs - draft_probs).clamp(min=0)
             mass = residual.sum()
-            if float(mass) > 0:  # zero if both are equal up to rounding
+            if float(mass) > 0:  # 0 if both distributions are equal up to rounding
                 probs = residual / mass
         return draw(probs, generator)
 
 
 class Source:
-    """The source of one row's drafts. An `assistant` drafts for all of its rows together. Without
-    `length`, drafts are as long as the source allows."""
+    """The source of one row's drafts. If it has an `assistant`, that drafts for all of its rows
+    together; otherwise `propose` drafts. Without `length`, drafts are as long as the source
+    allows."""
 
     assistant: Any = None  # an `Assistant`
-    limit = MAX_DRAFT  # most tokens of a draft, without an `assistant`
+    max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns from its drafts
-    num_proposed = 0  # tokens of its last draft
+    num_proposed = 0  # tokens of the last draft of `strategy`
     length: DraftLength | None = None
-    generator: torch.Generator | None = None  # the row's
-    wake_at = 0  # the first step in which it drafts again
+    generator: torch.Generator | None = None  # that of the row
+    resume_step = 0  # the first step after a pause
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
-        """Returns up to `count` tokens to follow `token_ids`, or `None`."""
+        """Returns a draft of up to `count` tokens to follow `token_ids`, or `None`."""
         raise NotImplementedError
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
         """Records that `num_accepted` tokens of the last draft were accepted. `token_ids`: the
         row's current tokens."""
         if self.num_proposed:
-            # the strategy reads only the number of scores
+            # the strategy reads only the shape of the scores
             scores = torch.empty((1, self.num_proposed + 1, 1), device="cpu")
             self.strategy.update_candidate_strategy(None, scores, num_accepted)
         self.num_proposed = 0
@@ -88,89 +90,95 @@ class Source:
         return None
 
     def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
-        """Returns how many tokens, at most `max_tokens`, to draft in step number `step`."""
+        """Returns how many tokens, at most `max_tokens`, to draft in step number `step`, at this
+        `StepCosts.price`; 0 begins a pause."""
         if self.length is None:
             return max_tokens
         count = self.length.choose(price, max_tokens)
         if not count:
-            self.wake_at = step + self.length.pause + 1
+            self.resume_step = step + self.length.pause + 1
         return count
 
     def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
-        """Cuts the draft for step number `step` at the first token for which the model has no
-        embedding, as an assistant may draft. Returns `None` if the draft is empty."""
+        """Makes a draft ready for step number `step`: cuts it at the first token without an
+        embedding in the model, which an assistant may draft, and draws its random numbers. Returns
+        `None` if it is empty."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:
                     del draft.tokens[position:]
                     if isinstance(draft, DrawnDraft):
-                        del draft.drawn[position:]
+                        del draft.drawn_tokens[position:]
                     break
         if draft is None or not draft.tokens:
             if self.length is not None:
                 self.length.observe_no_draft()
-                self.wake_at = step + self.length.pause + 1
+                self.resume_step = step + self.length.pause + 1
             return None
         if isinstance(draft, DrawnDraft):
             device = draft.scores.device
             if self.generator is not None:
                 device = self.generator.device
-            draft.uniforms = torch.rand(len(draft.drawn), generator=self.generator, device=device)
+            count = len(draft.drawn_tokens)
+            draft.uniforms = torch.rand(count, generator=self.generator, device=device)
         return draft
 
 
 class StepCosts:
-    """Fits a line to the seconds of the last decode steps, by their numbers of tokens."""
+    """Fits a line to the seconds of recent decode steps as a function of their tokens."""
 
-    # `UNKNOWN`: a token's price before there are enough observations
-    FADING = 0.97
-    MIN_STEPS = 8
-    UNKNOWN = 1 / 16
+    DECAY = 0.97  # of a step's weight, per later step
+    MIN_STEPS = 8  # before which the price is the default
+    DEFAULT_PRICE = 1 / 16
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5  # weights, tokens, tokens^2, seconds, tokens * seconds
-        self._count = 0
+        # weighted sums over steps, of: 1, tokens, tokens^2, seconds, tokens * seconds
+        self._sums = [0.0] * 5
+        self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        mean = self._sums[3] / self._sums[0] if self._count else seconds
+        """Adds a step, unless it took exceptionally long."""
+        mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # an outlier: a graph was recorded, or the machine was busy
             return
-        new = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
+        terms = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         if seconds < mean / 4:  # the earlier steps were outliers
-            self._sums, self._count = [0.0] * 5, 0
-        self._sums = [self.FADING * old + value for old, value in zip(self._sums, new)]
-        self._count += 1
+            self._sums, self._num_steps = [0.0] * 5, 0
+        self._sums = [self.DECAY * total + term for total, term in zip(self._sums, terms)]
+        self._num_steps += 1
 
-    def price(self, num_rows: int, more: float = 0.0) -> float:
+    def price(self, num_rows: int, draft_seconds: float = 0.0) -> float:
         """Returns the cost of a draft token in a step of `num_rows` rows, as a fraction of the time
-        that an accepted token saves. Drafting one token for every row takes `more` seconds."""
+        that an accepted token saves. `draft_seconds`: time to draft one token for every row."""
         num_rows = max(num_rows, 1)
-        more /= num_rows
-        count, x, xx, y, xy = self._sums
-        spread = count * xx - x * x
-        if self._count < self.MIN_STEPS or spread < 1e-2 * count * count:
-            return self.UNKNOWN + (more * count / y if y else 0)
-        fitted = (count * xy - x * y) / spread
-        slope = min(max(fitted, 0.0), y / x)
-        fixed = max(y / count - slope * x / count, 1e-9)
-        return (slope + more) / (fixed / num_rows + slope)
+        seconds_per_draft_token = draft_seconds / num_rows
+        weight, x, xx, y, xy = self._sums
+        spread = weight * xx - x * x
+        if self._num_steps < self.MIN_STEPS or spread < 1e-2 * weight * weight:
+            return self.DEFAULT_PRICE + (seconds_per_draft_token * weight / y if y else 0)
+        fitted = (weight * xy - x * y) / spread
+        slope = min(max(fitted, 0.0), y / x)  # seconds per token
+        fixed = max(y / weight - slope * x / weight, 1e-9)  # seconds per step
+        return (slope + seconds_per_draft_token) / (fixed / num_rows + slope)
 
 
 class DraftLength:
-    """Chooses draft lengths: the `k`-th token pays off while the probability that the first `k`
-    tokens are all accepted is above its price. A row pauses when its drafts are rejected or its
-    source has none, every time for twice as long."""
+    """Chooses the lengths of a row's drafts: the `k`-th token pays off while the probability that
+    the first `k` tokens are all accepted is above its price. A row pauses when its drafts are
+    rejected or its source has none, twice as long every time."""
 
-    FADING = 0.8
-    FIRST_PAUSE = 8
+    DECAY = 0.8  # of a draft's weight in the acceptance rate, per later draft
+    FIRST_PAUSE = 8  # pauses are in steps
     MAX_PAUSE = 1 << 10
-    MAX_SEARCH = 16
+    MAX_EMPTY_PAUSE = 16
 
     def __init__(self) -> None:
-        self.pause = 0  # number of the next steps without a draft
+        self.pause = 0  # steps without a draft from now on
+        # weighted numbers of draft tokens: accepted, and accepted or rejected
         self._accepted = 1.6
         self._tried = 2.0
-        self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0  # the next pauses
+        # the next pauses, after rejections and without a draft
+        self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
     def choose(self, price: float, max_tokens: int) -> int:
         """Returns the length of the next draft, at most `max_tokens`; 0 begins a pause."""
@@ -181,26 +189,27 @@ class DraftLength:
         if not length:
             self.pause = self._reject_pause
             self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
-            # after the pause, try one token
+            # an acceptance rate at which one token is drafted after the pause
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
         return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:
-        """Begins a pause because the source had no draft."""
+        """Begins a pause since the source had no draft."""
         self.pause = self._empty_pause
-        self._empty_pause = min(2 * self._empty_pause + 1, self.MAX_SEARCH)
+        self._empty_pause = min(2 * self._empty_pause + 1, self.MAX_EMPTY_PAUSE)
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
-        self._accepted = self.FADING * self._accepted + num_accepted
-        self._tried = self.FADING * self._tried + min(num_accepted + 1, num_proposed)
+        """Updates the acceptance rate after a draft of `num_proposed` tokens."""
+        self._accepted = self.DECAY * self._accepted + num_accepted
+        self._tried = self.DECAY * self._tried + min(num_accepted + 1, num_proposed)
         if num_accepted:
             self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
 
 class NgramIndex:
-    """Maps n-grams of `NGRAM` tokens to the tokens that followed them in other rows and earlier
-    requests of the same namespace (its digest). Stores the latest `INDEX_SIZE` n-grams, as bytes,
-    which the garbage collector does not traverse."""
+    """Maps n-grams of `NGRAM_SIZE` tokens to the tokens that followed them in other rows and
+    earlier requests of the same namespace. Keeps the latest `MAX_INDEX_NGRAMS`, as bytes, which the
+    garbage collector does not traverse."""
 
     def __init__(self) -> None:
         self._continuations: OrderedDict[bytes, bytes] = OrderedDict()
@@ -213,14 +222,14 @@ class NgramIndex:
         namespace: bytes = b"",
     ) -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
-        end)`."""
+        end)`. `namespace`: a digest."""
         packed = _packed(token_ids)
-        for number in range(max(start, NGRAM), end):
-            end_byte = number * _SIZE
-            key = namespace + packed[end_byte - NGRAM * _SIZE : end_byte]
-            self._continuations[key] = packed[end_byte : end_byte + MAX_DRAFT * _SIZE]
+        for num_tokens in range(max(start, NGRAM_SIZE), end):
+            end_byte = num_tokens * _TOKEN_BYTES
+            key = namespace + packed[end_byte - NGRAM_SIZE * _TOKEN_BYTES : end_byte]
+            self._continuations[key] = packed[end_byte : end_byte + MAX_DRAFT_TOKENS * _TOKEN_BYTES]
             self._continuations.move_to_end(key)
-        while len(self._continuations) > INDEX_SIZE:
+        while len(self._continuations) > MAX_INDEX_NGRAMS:
             self._continuations.popitem(last=False)
 
     def find(
@@ -228,6 +237,7 @@ class NgramIndex:
         ngram: list[int],
         namespace: bytes = b"",
     ) -> list[int]:
+        """Returns the tokens that followed an n-gram; empty if it is not in the index."""
         continuation = self._continuations.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
@@ -238,60 +248,63 @@ def _packed(token_ids: list[int]) -> bytes:
 
 class Ngrams(Source):
     """Drafts the tokens that followed an earlier occurrence of the row's last n-gram, in the row's
-    own text or else in other rows (`index`). If a token was rejected and neither has the n-gram,
-    continues after that position in the copied text: only one word may differ."""
+    own text or else in other rows (`index`). If neither contains the n-gram, since a draft token
+    was rejected, goes on copying the same text after that token: only one word may differ."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
         self.namespace = namespace
         self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
-        # number of tokens whose continuations are in `index`
+        # tokens whose continuations are in `index`; those of the prompt are not added
         self._num_indexed = num_prompt_tokens
         self._token_ids: list[int] = []
-        self._source: int | None = None  # position of the last draft in the row's text
-        self._next: int | None = None  # position of the next draft if the row continues to copy
-        self._is_continuation = False  # whether the last draft was taken from `_next`
+        # positions in the row's text: of the last draft, and of the next if copying goes on
+        self._copy_start: int | None = None
+        self._next_copy_start: int | None = None
+        self._is_continuation = False  # whether the last draft began at `_next_copy_start`
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         end = len(token_ids)
         tokens = list[int]()
-        start = self._find(token_ids) if end > NGRAM else None
+        start = self._find(token_ids) if end > NGRAM_SIZE else None
         if start is None:
-            tokens = self.index.find(token_ids[end - NGRAM :], self.namespace)[:count]
-        self._is_continuation = start is None and not tokens and self._next is not None
+            tokens = self.index.find(token_ids[end - NGRAM_SIZE :], self.namespace)[:count]
+        self._is_continuation = start is None and not tokens and self._next_copy_start is not None
         if self._is_continuation:
-            start = self._next
-        self._source, self._next = start, None
+            start = self._next_copy_start
+        self._copy_start, self._next_copy_start = start, None
         if start is not None and start < end:
             tokens = token_ids[start : start + count]
-            if len(tokens) < count:  # the text repeats itself: draft further repetitions
+            if len(tokens) < count:  # the copy reaches the text's end: repeat it
                 tokens = list(itertools.islice(itertools.cycle(tokens), count))
         return Draft(tokens) if tokens else None
 
     def _find(self, token_ids: list[int]) -> int | None:
-        """Returns the end of the latest earlier occurrence of the row's last n-gram, or `None`."""
+        """Returns the position after the latest earlier occurrence of the row's last n-gram, or
+        `None`."""
         text = self._text
-        text += _packed(token_ids[len(text) // _SIZE :])
+        text += _packed(token_ids[len(text) // _TOKEN_BYTES :])
         self._token_ids = token_ids
-        ngram = text[-NGRAM * _SIZE :]
-        at = len(text) - _SIZE
-        while (at := text.rfind(ngram, 0, at)) >= 0:
-            if at % _SIZE == 0:
-                return at // _SIZE + NGRAM
-            at += len(ngram) - 1  # the match crosses token boundaries: keep searching
+        ngram = text[-NGRAM_SIZE * _TOKEN_BYTES :]
+        byte = len(text) - _TOKEN_BYTES
+        while (byte := text.rfind(ngram, 0, byte)) >= 0:
+            if byte % _TOKEN_BYTES == 0:
+                return byte // _TOKEN_BYTES + NGRAM_SIZE
+            byte += len(ngram) - 1  # the match crosses token boundaries: continue before it
         return None
 
     def observe(self, token_ids: list[int], num_accepted: int) -> None:
-        end = len(token_ids) - MAX_DRAFT
-        if self._source is not None and (num_accepted or not self._is_continuation):
-            self._next = self._source + num_accepted + 1
-        self._token_ids, self._source = token_ids, None
-        if end - self._num_indexed >= MAX_DRAFT:
+        end = len(token_ids) - MAX_DRAFT_TOKENS
+        if self._copy_start is not None and (num_accepted or not self._is_continuation):
+            self._next_copy_start = self._copy_start + num_accepted + 1
+        self._token_ids, self._copy_start = token_ids, None
+        if end - self._num_indexed >= MAX_DRAFT_TOKENS:
             self._add_to_index(end)
 
     def _add_to_index(self, end: int) -> None:
-        """Adds the continuations of the row's new tokens, up to `end`, to the index."""
-        first = max(0, self._num_indexed - NGRAM)
+        """Adds the continuations of the row's first `end` tokens to the index, except of those that
+        are in it."""
+        first = max(0, self._num_indexed - NGRAM_SIZE)
         tokens = self._token_ids[first:]
         self.index.add(tokens, self._num_indexed - first, end - first, self.namespace)
         self._num_indexed = max(self._num_indexed, end)
@@ -300,38 +313,38 @@ class Ngrams(Source):
         self._add_to_index(len(self._token_ids) - 1)
 
 
-class Generated(Source):
-    """Drafts up to `limit` tokens for one row from one of transformers' candidate generators. For a
-    sampled row (`draws`) with a seed, draws them from the row's generator."""
+class CandidateSource(Source):
+    """Drafts up to `max_tokens` tokens for one row with one of transformers' candidate generators.
+    If the row `is_sampled` and has a seed, draws them with the row's random generator."""
 
     def __init__(
         self,
         strategy: Any,
-        limit: int,
+        max_tokens: int,
         device: torch.device,
-        draws: bool,
+        is_sampled: bool,
     ) -> None:
         self.strategy = strategy
-        self.limit = limit
+        self.max_tokens = max_tokens
         self._device = device
-        self._draws = draws
+        self._is_sampled = is_sampled
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)
-        with self._running():
+        with self._forward_context():
             candidates, scores = self.strategy.get_candidates(ids)
         tokens = candidates[0, len(token_ids) :].tolist()[:count]
         self.num_proposed = len(tokens)
         if not tokens:
             return None
-        if scores is None or not self._draws:
+        if scores is None or not self._is_sampled:
             return Draft(tokens)
         return DrawnDraft(tokens, scores[0, : len(tokens)].float())
 
     @restoring
-    def _running(self) -> Iterator[None]:
-        """Wraps forwards of the generator's model. Early exit lowers `num_hidden_layers` in the
-        model's config; this restores it even after an error or an interrupt."""
+    def _forward_context(self) -> Iterator[None]:
+        """A context for forwards of the candidate generator's model. Restores `num_hidden_layers`
+        of the model's config, which early exit lowers, also after an error or an interrupt."""
         model = getattr(self.strategy, "assistant_model", None)
         if model is None:
             yield
@@ -339,7 +352,7 @@ class Generated(Source):
         config = getattr(model.base_model, "config", None)
         num_layers = getattr(config, "num_hidden_layers", None)
         drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._draws and self.generator is not None:
+        if self._is_sampled and self.generator is not None:
             drawing = _drawing_by(self.generator)
         with step_lock(model), drawing:
             try:
@@ -351,18 +364,18 @@ class Generated(Source):
 
 @restoring
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """Makes torch's global generator of the device draw as `generator` would, which advances
-    instead of it."""
+    """A context in which draws from torch's global generator of the device return the numbers of
+    `generator`, and advance `generator` instead of the global one."""
     device: Any = generator.device
     module: Any = torch.random
-    where: tuple[Any, ...] = ()
+    device_args: tuple[Any, ...] = ()
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        where = (device,)
-    before = module.get_rng_state(*where)
-    module.set_rng_state(generator.get_state(), *where)
+        device_args = (device,)
+    saved_state = module.get_rng_state(*device_args)
+    module.set_rng_state(generator.get_state(), *device_args)
     try:
         yield
     finally:
-        generator.set_state(module.get_rng_state(*where))
-        module.set_rng_state(before, *where)
+        generator.set_state(module.get_rng_state(*device_args))
+        module.set_rng_state(saved_state, *device_args)

@@ -1,5 +1,5 @@
 """Speculative decoding of a loop's rows: chooses each row's source of drafts, and drafts before
-each step. Leaves when a step runs to the loop."""
+each step. Leaves the steps to the loop."""
 
 from __future__ import annotations
 
@@ -37,51 +37,51 @@ from ..model.forwards import compute_device
 from ..model.rope import find_length_rope
 from ..model.structure import overridden
 from ..topics import Topic
-from .assistant import Assistant, AssistantRow, assistant_cache, is_joint
+from .assistant import Assistant, AssistantRow, assistant_cache, can_batch_rows
 from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
-from .sources import DraftLength, Generated, NgramIndex, Ngrams, Source, StepCosts
+from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
-"""A row that drafts in this step, and the number of tokens to draft."""
+"""A row that drafts in this step, with the number of tokens to draft."""
 
 
 def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
-    """Yields the reasons that rows of a `generate` call that the engine serves cannot use assisted
-    decoding. The first of them is reported."""
+    """Yields the reasons why the engine cannot draft for the rows of a `generate` call with
+    assisted decoding. The first is reported."""
     model = call.model
     config = call.config
     num_rows = len(call.paddings)
-    is_alone = num_rows == 1
+    is_single_row = num_rows == 1
     returns_scores = config.return_dict_in_generate and (
         config.output_scores or config.output_logits
     )
-    reason = call.layout.reason_against_drafts
+    layout_reason = call.layout.reason_against_drafts
     reasons = {
         Topic.RANKS("each rank would time the drafts by its own clock"): (
             compat.shard_ranks(model) is not None
         ),
         Topic.ASSISTED("a single row is sampled or streamed as transformers' own loop does it"): (
-            is_alone and (config.do_sample or call.streamer is not None)
+            is_single_row and (config.do_sample or call.streamer is not None)
         ),
-        # guidance, say, whose cache then holds rejected drafts
+        # such as guidance, whose cache would lack the rejected drafts
         Topic.ASSISTED(
             "a stateful processor must see rejected drafts too, as in transformers' own loop"
-        ): is_alone and not are_row_wise(call.inputs.logits_processor, num_rows),
+        ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
         Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
-        str(reason): reason is not None,
+        str(layout_reason): layout_reason is not None,
         Topic.INPUTS("prompts are more than token ids"): call.prompts is not None,
         Topic.ASSISTED("rotary factors depend on a row's length"): (
             find_length_rope(model, model.modules()) is not None
         ),
     }
     yield from itertools.compress(reasons, reasons.values())
-    if not is_alone and not SampleDecoding(call.inputs, call.streamer).can_split:
+    if not is_single_row and not SampleDecoding(call.inputs, call.streamer).can_split:
         yield Topic.ASSISTED("a processor or criterion of the caller sees all rows at once")
     yield from filter(None, [reason_against(model, config, assistance)])
 
 
 def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
-    """Returns why the engine cannot assist rows with this generation config, whatever their
+    """Returns why the engine cannot draft for rows with this generation config, whatever their
     layout; `None` if it can."""
     assistant = assistance.model
     method = overridden(model, compat.ASSISTED_DECODING)
@@ -99,7 +99,7 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
         return Topic.ASSISTED("the assistant reads the target's keys and values")
     if assistant.config.is_encoder_decoder:
         return Topic.ASSISTED("the assistant has an encoder")
-    if not is_joint(assistance, config):
+    if not can_batch_rows(assistance, config):
         return None
     cache = assistant_cache(assistant, PagedMemory(PagedConfig()))
     layout = Capability(assistant, cache, make_runner).choose_layout()
@@ -109,8 +109,8 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
 
 
 class Speculator:
-    """The [`hf_paged.seams.Drafter`] of a loop: chooses each row's source of drafts, and which rows
-    draft together."""
+    """The `Drafter` ([`hf_paged.seams.Drafter`]) of a loop: chooses each row's source of drafts,
+    and which rows draft together."""
 
     def __init__(
         self,
@@ -128,42 +128,43 @@ class Speculator:
         self._runner = runner
         self._scheduler = scheduler
         self.costs = StepCosts()
-        self._step = 0
+        self._step = 0  # number of the current step
         self._index = NgramIndex()
-        self._numbers = itertools.count()
+        self._uncached_numbers = itertools.count()
         self.rows: dict[Generation, Source] = {}
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """Gives a row the source of drafts that its config and its caller request, else n-grams."""
+        """As `Drafter.attach`: creates the source of drafts that the row's config and its caller
+        request; by default n-grams."""
         ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # sampled rows use transformers' fixed draft lengths, so that a seed gives the same tokens
-        # however long steps take
-        adapts = not decoding.do_sample
-        drafts_first = False
+        # sampled rows have transformers' draft lengths: their tokens depend on drafts, and so would
+        # depend on the times of steps
+        has_adaptive_length = not decoding.do_sample
+        drafts_first_token = False
         source: Source
         if option_for_drafts(config, assistance.model) is None:
-            source = self._ngrams(request)
-            adapts = True
+            source = self._ngram_source(request)
+            has_adaptive_length = True
         elif drafts_by_heads(config):
             if namespace is not UNCACHED and not isinstance(namespace, HiddenNamespace):
                 namespace = HiddenNamespace(namespace)
             source = AssistantRow(self._heads, decoding)
         else:
-            if is_joint(assistance, config):
+            if can_batch_rows(assistance, config):
                 source = AssistantRow(self._assistant_of(assistance.model), decoding)
             else:
-                source = self._generated(decoding, assistance)
-                adapts |= config.prompt_lookup_num_tokens is not None
-            drafts_first = not adapts
-        source.length = DraftLength() if adapts else None
+                source = self._candidate_source(decoding, assistance)
+                has_adaptive_length |= config.prompt_lookup_num_tokens is not None
+            drafts_first_token = not has_adaptive_length
+        source.length = DraftLength() if has_adaptive_length else None
         source.generator = decoding.generator
         self.rows[generation] = source
-        return drafts_first, namespace
+        return drafts_first_token, namespace
 
     @functools.cached_property
     def _heads(self) -> MtpHeads:
@@ -171,6 +172,7 @@ class Speculator:
         return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
+        """Returns the assistant with this model, which its rows share."""
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant
@@ -179,7 +181,7 @@ class Speculator:
         layout = Capability(model, cache, make_runner).choose_layout()
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # growing would copy the blocks, and require new graphs
+            # at once: growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
@@ -189,18 +191,21 @@ class Speculator:
 
     @property
     def _assistants(self) -> list[Assistant]:
-        """The assistants that have rows. A row of another thread may end meanwhile."""
+        """The assistants that have rows."""
+        # from a copy, since another thread may end a row meanwhile
         assistants = [source.assistant for source in list(self.rows.values())]
         return [assistant for assistant in dict.fromkeys(assistants) if assistant is not None]
 
-    def _ngrams(self, request: Request) -> Ngrams:
+    def _ngram_source(self, request: Request) -> Ngrams:
         namespace = request.namespace
-        if namespace is UNCACHED:  # shares its n-grams with no other request
-            namespace = ("alone", next(self._numbers))
+        if namespace is UNCACHED:  # a new namespace: the request shares its n-grams with no other
+            namespace = ("uncached", next(self._uncached_numbers))
         digest = namespace_digest(namespace)
         return Ngrams(self._index, request.num_prompt_tokens, digest)
 
-    def _generated(self, decoding: SampleDecoding, assistance: Assistance) -> Generated:
+    def _candidate_source(
+        self, decoding: SampleDecoding, assistance: Assistance
+    ) -> CandidateSource:
         """Creates transformers' candidate generator for one row."""
         config = decoding.config
         num_lookup_tokens = config.prompt_lookup_num_tokens
@@ -217,7 +222,7 @@ class Speculator:
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
         limit = num_lookup_tokens if is_lookup else decoding.max_length
-        return Generated(strategy, limit, compute_device(self.model), decoding.do_sample)
+        return CandidateSource(strategy, limit, compute_device(self.model), decoding.do_sample)
 
     def detach(self, generation: Generation) -> None:
         source = self.rows.pop(generation, None)
@@ -247,53 +252,60 @@ class Speculator:
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> list[tuple[Generation, Draft | Exception]]:
-        """Implements [`hf_paged.seams.Drafter`]: an error of a source ends its rows."""
+        """As `Drafter.propose`. An error of a source ends the rows for which it occurs."""
         self._step += 1
         step = self._step
-        ready: list[DraftRow] = []
-        for generation, source in list(self.rows.items()):  # other threads' calls add rows
-            if source.wake_at > step:
+        candidates: list[DraftRow] = []
+        for generation, source in list(self.rows.items()):  # calls of other threads may add rows
+            if source.resume_step > step:
                 continue
             sequence = generation.sequence_to_draft
             if sequence is not None:
-                ready.append((generation, source, sequence, 0))
-        if not ready:
+                candidates.append((generation, source, sequence, 0))
+        if not candidates:
             return []
         drafts: dict[Generation, Draft] = {}
         errors: list[tuple[Generation, Draft | Exception]] = []
-        groups = self._groups(ready, num_rows)
+        groups = self._group_rows(candidates, num_rows)
         while groups:
-            members = groups.pop()
+            rows = groups.pop()
             try:
-                for (generation, source, _, _), proposed in zip(members, _draft_rows(members)):
+                for (generation, source, _, _), proposed in zip(rows, _draft_rows(rows)):
                     draft = source.prepare(proposed, step, num_embeddings)
                     if draft is not None:
                         drafts[generation] = draft
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                middle = len(members) // 2
-                if middle:  # halve, so that only rows end for which the assistant fails alone
-                    groups += [members[:middle], members[middle:]]
+                middle = len(rows) // 2
+                if middle:  # halve the group, to end only the rows for which the assistant fails
+                    groups += [rows[:middle], rows[middle:]]
                 else:
-                    errors.append((members[0][0], error))
-        _fit([(source, drafts[row].tokens) for row, source, *_ in ready if row in drafts], num_rows)
+                    errors.append((rows[0][0], error))
+        source_drafts = [
+            (source, drafts[generation].tokens)
+            for generation, source, *_ in candidates
+            if generation in drafts
+        ]
+        _shorten_drafts(source_drafts, num_rows)
         return [*errors, *drafts.items()]
 
-    def _groups(self, ready: list[DraftRow], num_rows: int) -> list[list[DraftRow]]:
-        """Groups rows that draft together. The last group drafts first."""
-        price_alone = self.costs.price(num_rows)
-        alone: list[list[DraftRow]] = []
-        together: dict[Assistant, list[DraftRow]] = {}
-        for generation, source, sequence, _ in ready:
+    def _group_rows(self, candidates: list[DraftRow], num_rows: int) -> list[list[DraftRow]]:
+        """Returns the rows that draft, with the numbers of tokens to draft, in groups that draft
+        together: the rows of one assistant, or one row without an assistant. The last group drafts
+        first."""
+        price_without_assistant = self.costs.price(num_rows)
+        single_rows: list[list[DraftRow]] = []
+        rows_by_assistant: dict[Assistant, list[DraftRow]] = {}
+        for generation, source, sequence, _ in candidates:
             assistant = source.assistant
-            price = price_alone
-            max_tokens = source.limit
+            price = price_without_assistant
+            max_tokens = source.max_tokens
             if assistant is not None:
                 price = self.costs.price(num_rows, assistant.seconds_per_token)
                 max_tokens = assistant.max_draft_tokens(source, sequence)
-            num_left = sequence.request.max_num_tokens - sequence.num_tokens - 1
-            max_tokens = min(max_tokens, num_left)
+            num_remaining = sequence.request.max_num_tokens - sequence.num_tokens - 1
+            max_tokens = min(max_tokens, num_remaining)
             if max_tokens <= 0:
                 continue
             count = source.num_to_draft(price, max_tokens, self._step)
@@ -301,14 +313,14 @@ class Speculator:
                 continue
             row = (generation, source, sequence, count)
             if assistant is None:
-                alone.append([row])
+                single_rows.append([row])
             else:
-                together.setdefault(assistant, []).append(row)
-        return [*together.values(), *reversed(alone)]
+                rows_by_assistant.setdefault(assistant, []).append(row)
+        return [*rows_by_assistant.values(), *reversed(single_rows)]
 
 
 def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
-    """Drafts for the rows of one assistant, or for one row without an assistant."""
+    """Returns drafts for the rows of one group, in order."""
     _, source, sequence, count = rows[0]
     if source.assistant is None:
         return [source.propose(sequence.token_ids, count)]
@@ -316,25 +328,25 @@ def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
     return drafts
 
 
-def _fit(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
-    """Shortens drafts whose lengths adapt if the step's size (`num_rows` plus draft tokens) is at
-    least as close to the recorded size below as to the recorded size that it would be padded to:
-    padding is computed, too."""
-    adapting: list[list[int]] = []
+def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
+    """Shortens drafts of adaptive length to the next smaller recorded size of the step, if that is
+    at least as close as the larger one to which the step would be padded: padding is computed, too.
+    The size is `num_rows` plus all draft tokens."""
+    adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
         if source.length is None:
             num_rows += len(tokens)
         else:
-            adapting.append(tokens)
-    total = num_rows + sum(map(len, adapting))
+            adaptive_drafts.append(tokens)
+    total = num_rows + sum(map(len, adaptive_drafts))
     sizes = map(draft_bucket, range(num_rows, total + 1))
-    below = max((size for size in sizes if size <= total), default=num_rows)
-    excess = total - max(below, num_rows)
+    smaller_size = max((size for size in sizes if size <= total), default=num_rows)
+    excess = total - max(smaller_size, num_rows)
     if excess > draft_bucket(total) - total:
         return
-    longest = [(-len(tokens), row) for row, tokens in enumerate(adapting)]
+    longest = [(-len(tokens), index) for index, tokens in enumerate(adaptive_drafts)]
     heapq.heapify(longest)
-    for _ in range(excess):  # the last candidates are the least likely
-        length, row = longest[0]
-        adapting[row].pop()
-        heapq.heapreplace(longest, (length + 1, row))
+    for _ in range(excess):  # the last tokens of the longest drafts are the least likely
+        negative_length, index = longest[0]
+        adaptive_drafts[index].pop()
+        heapq.heapreplace(longest, (negative_length + 1, index))

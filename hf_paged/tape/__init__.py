@@ -1,10 +1,10 @@
-"""Recorded steps (`Recorder`): tapes on the CPU, which one C++ call replays, and CUDA graphs on a
-GPU; also faster half-precision products outside replays, and batch-invariant forwards. Imports no
-other room."""
+"""Records steps and replays them, as tapes of kernel calls on the CPU and as CUDA graphs on a GPU.
+Also speeds up half-precision products outside replays, and makes forwards batch-invariant.
+Implements `seams.Recorder`; imports no other room."""
 
 from __future__ import annotations
 
-from .graphs import recorder as recorder
-from .invariant import by_kernels as by_kernels
+from .graphs import make_recorder as make_recorder
+from .invariant import batch_invariant_operations as batch_invariant_operations
 from .invariant import in_fixed_order as in_fixed_order
-from .products import own_products as own_products
+from .products import kernel_products as kernel_products

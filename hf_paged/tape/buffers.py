@@ -1,5 +1,5 @@
-"""Buffers, the memory of a recording's tensors: each lies in the tape's arena or at a fixed address
-outside. Leaves their content to the entries."""
+"""The memory of a recording's tensors: one buffer per storage, in the tape's arena or at a fixed
+address outside it. Leaves the content of buffers to the entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.cpp.attention import DTYPES as FLOATS
 
-DTYPES = {**FLOATS, torch.int64: 3}  # dtypes that lists (`Rows`) can read, as numbered in C++
+DTYPES = {**FLOATS, torch.int64: 3}  # dtypes that row operations can read; their numbers in C++
 _ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -29,7 +29,7 @@ class TensorRef:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first element through the last, of which there is at least one."""
+        """Bytes from the first element through the last. The tensor must not be empty."""
         num_elements = 1
         for size, stride in zip(self.sizes, self.strides):
             num_elements += (size - 1) * stride
@@ -39,7 +39,7 @@ class TensorRef:
 AddressOf = Callable[[TensorRef], int]
 """Returns the address of a tensor's first element."""
 
-KeepBytes = Callable[[bytes], int]
+StoreBytes = Callable[[bytes], int]
 """Copies bytes to memory that lives as long as the calls that point to it; returns its address."""
 
 PackedCall = tuple[str, bytes]
@@ -47,25 +47,25 @@ PackedCall = tuple[str, bytes]
 
 
 def buffer_ids_of(leaves: Iterable[Any]) -> set[int]:
-    """Returns the ids of the buffers that hold the tensors among `leaves`, some of which may be
-    other arguments of an operation."""
+    """Returns the ids of the buffers of all tensors among `leaves`, which may also contain other
+    arguments of an operation."""
     refs = (leaf for leaf in leaves if isinstance(leaf, TensorRef))
     return {ref.buffer_id for ref in refs if ref.buffer_id is not None}
 
 
 class Buffers:
-    """Numbers the storages that a recording writes: those that its operations created, and those
-    outside, such as K/V blocks (`add_fixed`). Storages that it only reads have no buffer."""
+    """Numbers the storages that a recording writes to: those that its operations created, and
+    existing ones, such as K/V blocks (`add_fixed`). Storages that it only reads have no buffer."""
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []  # by buffer id
-        # by the storage's address, which no other storage gets: the recording keeps its tensors
+        # by the storage's address, which is not reused, since the recording keeps its tensors alive
         self._ids: dict[int, int] = {}
-        # of the buffers outside the arena, by id; stores to these are needed even if no entry reads
+        # addresses of the buffers outside the arena, by id; stores to these are never dropped
         self.fixed_addresses: dict[int, int] = {}
-        # tensors that the tape must keep alive: those outside that nothing else keeps, and
-        # constants, which the recording computed and a replay does not
-        self.held_tensors: list[Tensor] = []
+        # tensors that the tape must keep alive: existing ones that may otherwise be freed, and
+        # constants, which a replay does not compute again
+        self.retained_tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
         """Adds a buffer for the tensor's storage, unless it has one or is empty."""
@@ -82,7 +82,7 @@ class Buffers:
         return self._ids.get(storage.data_ptr())
 
     def add_fixed(self, tensor: Tensor) -> None:
-        """As `add`, for a storage outside the arena, which every replay writes where it is now."""
+        """As `add`, for a storage outside the arena: every replay writes to its current address."""
         self.add(tensor)
         buffer_id = self.id_of(tensor)
         if buffer_id is not None:
@@ -97,7 +97,8 @@ class Buffers:
 
 
 class _Placement(NamedTuple):
-    """Bytes `[start, end)` of the arena, which a buffer has from entry `first` through `last`."""
+    """Bytes `[start, end)` of the arena, which a buffer occupies from entry `first` through
+    `last`."""
 
     start: int
     end: int
@@ -106,12 +107,12 @@ class _Placement(NamedTuple):
 
 
 class Arena:
-    """One block of memory for all buffers of a tape without a fixed address. Buffers that no entry
-    needs at the same time may share bytes: they are placed by decreasing size, each at the lowest
-    offset that is free during its lifetime (greedy by size, arXiv 2001.03288, section 5)."""
+    """One allocation for all buffers of a tape that have no fixed address. Buffers are placed by
+    decreasing size, each at the lowest offset that is free during its lifetime (greedy by size,
+    arXiv 2001.03288, section 5), so those with disjoint lifetimes may share bytes."""
 
     def __init__(self, buffers: Buffers, lifetimes: dict[int, tuple[int, int]]) -> None:
-        """`lifetimes`: the indices of the first and the last entry that use a buffer, by its id.
+        """`lifetimes`: by buffer id, the indices of the first and the last entry that use it.
         Buffers that no entry uses get no memory."""
         largest_first = sorted(lifetimes, key=lambda buffer_id: -buffers.num_bytes[buffer_id])
         placements: list[_Placement] = []  # sorted by start
@@ -124,19 +125,19 @@ class Arena:
             num_units = -(-buffers.num_bytes[buffer_id] // _ALIGNMENT)
             size = num_units * _ALIGNMENT
             offset = 0
-            for other in placements:
-                if other.last < first or last < other.first:
+            for placement in placements:
+                if placement.last < first or last < placement.first:
                     continue
-                if other.start - offset >= size:
+                if placement.start - offset >= size:
                     break
-                offset = max(offset, other.end)
+                offset = max(offset, placement.end)
             offsets[buffer_id] = offset
             end = offset + size
             placements.append(_Placement(offset, end, first, last))
             placements.sort()
             num_bytes = max(num_bytes, end)
-        capacity = num_bytes + _ALIGNMENT  # so that its start can be rounded up
-        with torch.inference_mode(False):  # inference tensors cannot be changed in other modes
+        capacity = num_bytes + _ALIGNMENT  # leaves bytes for rounding up the start
+        with torch.inference_mode(False):  # inference tensors are read-only in other modes
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._addresses = {buffer_id: base + offset for buffer_id, offset in offsets.items()}
@@ -148,8 +149,8 @@ class Arena:
         return self._addresses[ref.buffer_id] + ref.offset
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """Returns a tensor over the memory of `ref`, which it does not keep alive: the arena, or
-        the owner of memory outside, must outlive it."""
+        """Returns a tensor over the memory of `ref`. It does not keep that memory alive: the arena,
+        or the owner of memory outside it, must outlive the tensor."""
         if 0 in ref.sizes:
             return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
         array_type = ctypes.c_char * ref.span_bytes

@@ -1,5 +1,5 @@
-"""The recording backend for GPUs: captures a step as a CUDA graph, and restores the state if the
-capture fails. Leaves which steps are recorded to `graphs.py`."""
+"""The backend that records steps on GPUs: captures them as CUDA graphs, and restores streams,
+random state and memory if a capture fails. Leaves which steps are recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 import torch
 
 from ..cache.free_memory import is_out_of_memory
-from .record import CaptureGuard, HostFirst, HostResultReplay
+from .record import CaptureGuard, CreatesOnHost, HostResultReplay, HostResults
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-_DEFERRED: list[Any] = []  # graphs deleted during a capture, which must not wait: freed after it
+# arguments of `RecordedGraph`s that were deleted during a capture, where freeing a graph must not
+# wait for the device
+_DEFERRED: list[Any] = []
 
 
 class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface) that share one private memory pool: they replay
-    one after another, and no graph reads the intermediate values of another."""
+    """CUDA graphs (ROCm's have the same interface). They share one private memory pool, since they
+    replay one after another, and none reads the intermediate values of another."""
 
     on_device = True  # replays run on the device while the host does other work
 
@@ -27,7 +29,7 @@ class CudaGraphs:
         self._device = device
         self._stream = capture_stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._done = torch.cuda.Event()
+        self._done = torch.cuda.Event()  # after the last step's device work
 
     def capture(
         self,
@@ -35,29 +37,29 @@ class CudaGraphs:
         persistent_storages: set[int],
         prepare: Callable[[], None],
     ) -> RecordedGraph:
-        """Runs `run` once eagerly after `prepare`, then records it. Waits for the device. Raises
-        the errors of `run`, and [`NotCapturable`] if it cannot be recorded; streams, random state
-        and memory are then restored."""
+        """Calls `run` once eagerly after `prepare`, then records it. Waits for the device. Raises
+        the errors of `run`, and [`NotCapturable`] if it cannot be recorded, with streams, random
+        state and memory restored. Ignores `persistent_storages`."""
         with torch.cuda.device(self._device):
             caller_stream = torch.cuda.current_stream()
             self._stream.wait_stream(caller_stream)
-            # kernels and library handles are built on first use, which must not be during a capture
+            # eagerly first: kernels and library handles cannot be created during a capture
             guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
                 prepare()
-                with HostFirst(), guard:
+                with CreatesOnHost(), guard:
                     run()
             caller_stream.wait_stream(self._stream)
             torch.cuda.synchronize()
 
             def run_again() -> None:
-                with HostFirst(), HostResultReplay(guard.host_results):
+                with CreatesOnHost(), HostResultReplay(guard.host_results):
                     run()
 
             with torch.cuda.stream(self._stream):
                 graph = self._capture_graph(run_again)
         while _DEFERRED:
-            RecordedGraph(*_DEFERRED.pop())  # its deletion may wait now, and frees the graph
+            RecordedGraph(*_DEFERRED.pop())  # deleted at once: this waits, and frees the graph
         return RecordedGraph(graph, self._done, guard.host_results)
 
     def _capture_graph(
@@ -65,11 +67,12 @@ class CudaGraphs:
         run: Callable[[], None],
         is_retry: bool = False,
     ) -> torch.cuda.CUDAGraph:
-        """Captures `run` as a graph. Neither the graphs' pool nor a capture can use memory that
-        torch's allocator caches: if memory runs out, frees the cache and captures again."""
+        """Captures `run` as a graph. A capture allocates from the graphs' pool, and cannot use
+        memory that torch's allocator caches: if memory runs out, frees that cache and captures
+        again."""
         graph = torch.cuda.CUDAGraph()
-        # makes cuBLAS allocate workspaces in the graphs' pool: other code, such as torch.compile's
-        # graphs, may free existing workspaces, which the graph does not own
+        # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing
+        # ones, which other code, such as torch.compile's graphs, may free
         torch._C._cuda_clearCublasWorkspaces()
         try:
             self._record(graph, run)
@@ -90,7 +93,7 @@ class CudaGraphs:
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.clone_state()
         try:
-            # "thread_local" lets other threads allocate and wait meanwhile
+            # "thread_local": other threads may allocate and synchronize meanwhile
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -109,8 +112,8 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Orders the device work of the `with` block after that of the previous block, also across
-        streams."""
+        """A context that orders its device work after that of the previous such context, also
+        across streams."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
@@ -121,18 +124,18 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """A CUDA graph that is freed only after its last replay, when `done` is recorded. The graph
-    reads `held`."""
+    """A CUDA graph that is freed only after its last replay. `done`: an event recorded after every
+    replay. `host_results`: tensors that the graph reads, and so keeps alive."""
 
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
         done: torch.cuda.Event,
-        held: list[Any],
+        host_results: HostResults,
     ) -> None:
         self._graph = graph
         self._done = done
-        self._held = held
+        self._host_results = host_results
 
     def replay(self) -> None:
         self._graph.replay()
@@ -140,6 +143,6 @@ class RecordedGraph:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit the driver may have shut down
             if torch.cuda.is_current_stream_capturing():
-                _DEFERRED.append((self._graph, self._done, self._held))
+                _DEFERRED.append((self._graph, self._done, self._host_results))
             else:
                 self._done.synchronize()

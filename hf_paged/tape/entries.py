@@ -1,5 +1,5 @@
-"""The entries of a tape other than lists of small operations, and the packing of those that run in
-C++. Leaves their order to `tape.py`."""
+"""The entries of a tape, except row operations: calls of C++ kernels, matrix products and PyTorch's
+operations. Packs the arguments of those that run in C++; leaves their order to `tape.py`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
-from .buffers import AddressOf, KeepBytes, PackedCall, TensorRef, buffer_ids_of
-from .rows import Rows
+from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
+from .rows import RowOps
 
 
 @dataclass(eq=False)
 class Kernel:
-    """A call of a C++ function: its packed struct, in which addresses are not filled in yet."""
+    """A call of a C++ kernel: its packed argument struct, in which `pack` fills in the
+    addresses."""
 
     name: str
     packed: bytes
@@ -23,7 +24,7 @@ class Kernel:
     reads: set[int]  # ids of buffers
     writes: set[int]
 
-    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
+    def pack(self, address: AddressOf, store: StoreBytes) -> PackedCall:
         packed = bytearray(self.packed)
         for offset, ref in self.refs.items():
             struct.pack_into("Q", packed, offset, address(ref))
@@ -32,14 +33,15 @@ class Kernel:
 
 @dataclass(eq=False)
 class Linear:
-    """`y = x W^T + b` for several weights (pieces) with the same `x`."""
+    """`y = x W^T + b` for several weights with the same `x` `(rows, depth)`."""
 
     x: TensorRef
+    # whether weights are stored as `(depth, width)`, else `(width, depth)`
     is_transposed: bool
     pieces: list[tuple[TensorRef, TensorRef | None, TensorRef]]  # weight, bias, output
 
     @property
-    def kind(self) -> tuple[TensorRef, bool, bool]:
+    def merge_key(self) -> tuple[TensorRef, bool, bool]:
         """Equal for products that one call can compute without changing their results."""
         _, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
@@ -54,37 +56,39 @@ class Linear:
     def writes(self) -> set[int]:
         return buffer_ids_of(out for *_, out in self.pieces)
 
-    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
+    def pack(self, address: AddressOf, store: StoreBytes) -> PackedCall:
         x = self.x
         num_rows, depth = x.sizes
         head = address(x), x.dtype, num_rows, depth, x.strides[0]
         pieces = []
         for weight, bias, out in self.pieces:
-            bias_at = 0 if bias is None else address(bias)
+            bias_address = 0 if bias is None else address(bias)
             strides = weight.strides[0], out.strides[0]
-            pieces.append((address(weight), bias_at, address(out), out.sizes[1], *strides))
+            pieces.append((address(weight), bias_address, address(out), out.sizes[1], *strides))
         return "linear", linear.pack(head, self.is_transposed, pieces, best_path())
 
 
 @dataclass(eq=False)
 class TorchOp:
-    """A PyTorch operation, with [`TensorRef`]s as tensors."""
+    """A PyTorch operation, with [`TensorRef`]s in place of tensors."""
 
     function: Any  # torch._ops.OpOverload
     arguments: Any  # positional and keyword arguments
-    results: list[Any]  # the targets of its results; `None` for results that are no tensors
+    # the `TensorRef`s to copy its results to, and its results that are no tensors; empty if the
+    # operation works in place
+    results: list[Any]
     reads: set[int]  # ids of buffers
     writes: set[int]
 
 
-Entry = Rows | Kernel | Linear | TorchOp
+Entry = RowOps | Kernel | Linear | TorchOp
 
 
 def lifetimes(entries: list[Entry]) -> dict[int, tuple[int, int]]:
-    """Returns the indices of the first and the last entry that use each buffer, by its id."""
-    by_buffer: dict[int, tuple[int, int]] = {}
+    """Returns, by buffer id, the indices of the first and the last entry that use the buffer."""
+    lifetime_by_id: dict[int, tuple[int, int]] = {}
     for index, entry in enumerate(entries):
         for buffer_id in entry.reads | entry.writes:
-            first, _ = by_buffer.get(buffer_id, (index, index))
-            by_buffer[buffer_id] = first, index
-    return by_buffer
+            first, _ = lifetime_by_id.get(buffer_id, (index, index))
+            lifetime_by_id[buffer_id] = first, index
+    return lifetime_by_id

@@ -1,12 +1,12 @@
-"""Which of PyTorch's own operations are batch-invariant. Leaves those that have kernels of ours to
-`lower.py`."""
+"""Which of PyTorch's operations are batch-invariant. Leaves the operations that our kernels compute
+to `lower.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _VIEWS_IN_PLACE = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split())
-# Operations that move, select or compare numbers, or that sum each row separately, in order.
+# operations that move, select or compare numbers, or that sum each row separately and in order
 _EXACT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
     " ones ones_like new_ones full full_like new_full fill_ fill scalar_tensor arange linspace"
@@ -17,23 +17,23 @@ _EXACT = frozenset(
     " abs neg sign floor ceil round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax"
     " cumsum histc index_add_ nan_to_num _local_scalar_dense _unsafe_view _reshape_alias".split()
 )
-# operations in `_EXACT` that are exact only along the last axis
+# operations in `_EXACT` that are batch-invariant for floats only along the last axis
 _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
 
 
 def _name(function: Any) -> str:
-    """An operation's name without its overload."""
+    """An operation's name without namespace and overload."""
     name: str = function._schema.name
     return name.removeprefix("aten::")
 
 
 def is_view_in_place(function: Any) -> bool:
-    """Whether an operation changes a tensor's shape in place, not its numbers."""
+    """Whether an operation changes a tensor's sizes or strides in place, but not its content."""
     return _name(function) in _VIEWS_IN_PLACE
 
 
 def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation reduces the last axis alone, not another axis, several or all."""
+    """Whether an operation works along the last axis only; `args[0]` is its input."""
     axis = None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dim":
@@ -48,11 +48,11 @@ def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
 
 
 def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether PyTorch's operation is batch-invariant: a row's bits do not depend on the other
-    rows."""
+    """Whether PyTorch's operation is batch-invariant: the bits of a row of its result do not depend
+    on the other rows."""
     name = _name(function)
     if name in _ALONG_AN_AXIS and args[0].is_floating_point():
         return is_along_last_axis(function, args, kwargs)
     if name in ("mm", "bmm"):
-        return args[0].shape[-1] == 1  # nothing is summed
+        return args[0].shape[-1] == 1  # sums of one product each
     return name in _EXACT or name in _VIEWS_IN_PLACE

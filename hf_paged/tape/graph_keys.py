@@ -1,5 +1,5 @@
-"""The keys of recorded steps, which say which recorded step serves which step: sizes, rounded up to
-few values, and options that must be equal. Leaves when a step is recorded to `graphs.py`."""
+"""The keys of recorded steps, by which a step finds a graph to replay: sizes, rounded up to few
+values, and options that must be equal. Leaves when a step is recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from ..batching.execution.inputs import PackedTokens
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 
-# least capacity of block tables, so that short sequences need no new graph when they grow
+# minimum tokens per row for which block tables have columns, so that short sequences can grow
+# without a new graph
 MIN_TABLE_TOKENS = 1024
-# the same where a forward computes with as many keys as the tables have room for
-MIN_READ_TOKENS = 64
-# Most tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
+# the same for a forward with `reads_keys`, which computes with a key for each of these tokens
+MIN_TABLE_TOKENS_IF_READ = 64
+# Maximum tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
 # needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
 MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
-"""The prefixes that a step's decodes share, by layer group; empty if the step shares nothing."""
+"""The prefixes that a step's decodes share, by layer group; empty if they share none."""
 
 
-class Key(NamedTuple):
-    """Identifies a recorded graph: the capacity of its steps, and the options that they share."""
+class GraphKey(NamedTuple):
+    """Identifies a recorded graph by the capacity of its steps and the options that they share."""
 
     num_decodes: int  # leading rows, of one token each
     widths: tuple[int, ...]  # columns of each layer group's block tables
     num_chunks: int = 0  # rows after the decodes, of any number of tokens
     num_chunk_tokens: int = 0  # in all chunks together
-    # by group: prefixes shared by decodes, columns of their tables
+    # by layer group: number of prefixes that decodes share, columns of the prefixes' tables
     prefixes: tuple[tuple[int, int], ...] = ()
-    num_ranges: int = 0  # token ranges with an adapter
-    num_axes: int = 0  # of positions that the host gives; 0: positions count tokens
+    num_ranges: int = 0  # token ranges of the context, in each of which an adapter applies
+    num_axes: int = 0  # axes of the model's `position_ids`; 0: positions count tokens
     variant: Hashable = None  # of the context
-    # autocast dtype, training mode, batch invariance, whether hidden states are stored, torch's
-    # options
+    # autocast dtype, training mode, batch invariance, kind of step, torch's options
     options: Hashable = None
 
     @property
     def num_rows(self) -> int:
-        """All rows, including, with chunks, one for padding tokens."""
+        """All rows. With chunks, one more holds the padding tokens."""
         if not self.num_chunks:
             return self.num_decodes
         return self.num_decodes + self.num_chunks + 1
@@ -54,34 +54,34 @@ class Key(NamedTuple):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The sizes that a step may use in part."""
+        """The sizes that a step need not use up."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
-    def serves(self, other: Key) -> bool:
-        """Whether this graph can run steps of key `other`: padded, but to at most twice their chunk
-        tokens, and perhaps without their cascade over shared prefixes."""
-        if self.options != other.options or not _covers(self.variant, other.variant):
+    def serves(self, step: GraphKey) -> bool:
+        """Whether this graph can run steps of key `step`: padded to at most twice their chunk
+        tokens, and possibly without a cascade over their shared prefixes."""
+        if self.options != step.options or not _covers(self.variant, step.variant):
             return False
-        if self.num_axes != other.num_axes or bool(self.num_chunks) != bool(other.num_chunks):
+        if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
             return False
-        if self.num_chunk_tokens > 2 * other.num_chunk_tokens:
+        if self.num_chunk_tokens > 2 * step.num_chunk_tokens:
             return False
-        if any(map(operator.lt, self.capacities, other.capacities)):
+        if any(map(operator.lt, self.capacities, step.capacities)):
             return False
         if not self.prefixes:
             return True
-        if not other.prefixes:
+        if not step.prefixes:
             return False
-        return all(map(_fits, self.prefixes, other.prefixes))
+        return all(map(_has_capacity, self.prefixes, step.prefixes))
 
-    def padding(self) -> tuple[Any, ...]:
-        """Sorts the graphs that serve a step, the best first."""
+    def waste(self) -> tuple[Any, ...]:
+        """Sort key of the graphs that serve a step: the smallest wastes least."""
         return not self.prefixes, self.num_tokens, self.widths
 
     @property
     def without_widths(self) -> Hashable:
-        """The key without table widths. Its uses are counted as well, so that when tables outgrow
-        a graph the next is recorded at once."""
+        """The key without table widths. Uses are also counted by it, so that a step whose tables
+        outgrow a graph is recorded at once."""
         return (
             self.num_decodes,
             self.num_chunks,
@@ -94,17 +94,17 @@ class Key(NamedTuple):
 
 
 def _covers(variant: Any, requested: Any) -> bool:
-    """Whether a graph's variant equals a step's, or has adapters besides those of the step."""
+    """Whether a graph's variant equals that of a step or, as a set of adapters, contains it."""
     if isinstance(variant, frozenset) and isinstance(requested, frozenset):
         return variant >= requested
     return bool(variant == requested)
 
 
-def _fits(capacity: tuple[int, int], needed: tuple[int, int]) -> bool:
-    """Whether a graph has capacity for a group's shared prefixes. A graph with a cascade does not
-    fit a group without prefixes: its launches would do nothing."""
+def _has_capacity(capacity: tuple[int, int], required: tuple[int, int]) -> bool:
+    """Whether a graph has capacity for a layer group's shared prefixes. A graph with a cascade does
+    not serve a group without prefixes, for which its cascade launches would be wasted."""
     max_prefixes, max_width = capacity
-    num_prefixes, width = needed
+    num_prefixes, width = required
     if bool(max_prefixes) != bool(num_prefixes):
         return False
     return max_prefixes >= num_prefixes and max_width >= width
@@ -118,46 +118,47 @@ def key_of(
     variant: Hashable,
     options: Hashable,
     reads_keys: bool = False,
-) -> Key:
-    """The key of a step. Sizes are rounded up to few values, such as powers of two, so that few
-    graphs serve many steps. `reads_keys`: whether the forward computes with as many keys as the
-    tables have room for."""
-    min_table_tokens = MIN_READ_TOKENS if reads_keys else MIN_TABLE_TOKENS
+) -> GraphKey:
+    """Returns the key of the smallest graph that serves a step. Sizes are rounded up to few values,
+    such as powers of two, so that few graphs serve many steps. `memories`: by layer group.
+    `num_ranges` and `variant`: of the context. `reads_keys`: whether the forward computes with as
+    many keys as the tables can hold tokens."""
+    min_table_tokens = MIN_TABLE_TOKENS_IF_READ if reads_keys else MIN_TABLE_TOKENS
     widths = []
-    shared = []
-    for number, memory in enumerate(memories):
+    prefix_capacities = []
+    for group, memory in enumerate(memories):
         min_width = -(-min_table_tokens // memory.block_size)
-        longest = max(map(len, tokens.groups[number].tables))
-        widths.append(power_of_two(min_width, longest))
+        max_blocks = max(map(len, tokens.groups[group].tables))
+        widths.append(power_of_two(min_width, max_blocks))
         if not prefixes:
             continue
         capacity = (0, 0)
-        group_prefixes = prefixes[number]
+        group_prefixes = prefixes[group]
         if group_prefixes:
-            most_blocks = max(prefix.num_blocks for prefix in group_prefixes)
-            num_prefixes = power_of_two(MIN_PREFIXES, len(group_prefixes))
-            capacity = (num_prefixes, power_of_two(min_width, most_blocks))
-        shared.append(capacity)
-    decodes = tokens.num_decodes
-    num_chunk_tokens = len(tokens.token_ids) - decodes
-    num_chunks = len(tokens.query_start) - 1 - decodes
-    chunks = 0
-    chunk_tokens = 0
+            max_prefix_blocks = max(prefix.num_blocks for prefix in group_prefixes)
+            max_prefixes = power_of_two(MIN_PREFIXES, len(group_prefixes))
+            capacity = (max_prefixes, power_of_two(min_width, max_prefix_blocks))
+        prefix_capacities.append(capacity)
+    num_decodes = tokens.num_decodes
+    num_chunk_tokens = len(tokens.token_ids) - num_decodes
+    num_chunks = len(tokens.query_start) - 1 - num_decodes
+    max_chunks = 0
+    max_chunk_tokens = 0
     if num_chunk_tokens:
-        chunks = power_of_two(MIN_CHUNKS, num_chunks)
+        max_chunks = power_of_two(MIN_CHUNKS, num_chunks)
         # more tokens than rows, so that the number of logits shows whether a forward ignores
         # `logits_to_keep`
-        chunk_tokens = chunk_bucket(max(num_chunk_tokens, chunks + 1))
-        num_ranges *= 2
-        rows = power_of_two(1, decodes) if decodes else 0
+        max_chunk_tokens = chunk_bucket(max(num_chunk_tokens, max_chunks + 1))
+        num_ranges *= 2  # one of the decodes and one of the chunks
+        max_decodes = power_of_two(1, num_decodes) if num_decodes else 0
     else:
-        rows = draft_bucket(decodes) if tokens.has_drafts else bucket(decodes)
-    return Key(
-        rows,
+        max_decodes = draft_bucket(num_decodes) if tokens.has_drafts else bucket(num_decodes)
+    return GraphKey(
+        max_decodes,
         tuple(widths),
-        chunks,
-        chunk_tokens,
-        tuple(shared),
+        max_chunks,
+        max_chunk_tokens,
+        tuple(prefix_capacities),
         num_ranges,
         len(tokens.axes or ()),
         variant,

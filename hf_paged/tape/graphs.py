@@ -1,4 +1,4 @@
-"""Steps as graphs: recorded once per number of rows and tokens, then replayed with other inputs. A
+"""Records steps as graphs, one per number of rows and tokens, and replays them with other inputs. A
 graph reads and writes the addresses it was recorded with, so each step's inputs are copied to
 buffers at fixed addresses. Leaves the forward itself to the runner."""
 
@@ -41,17 +41,17 @@ from ..switches import NOTHING
 from ..timing import timed
 from ..topics import Topic
 from .checks import Checks
-from .graph_keys import MAX_CHUNK_TOKENS, Key, Prefixes, key_of
+from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
 from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
 from .recorders import (
     Graph,
     GraphBackend,
     check_replay,
+    exclusive_recording,
     graph_backend,
     log_unrecorded,
     reason_of,
-    recording_alone,
 )
 from .rectangles import RectangleReplays
 from .run_ahead import GraphRunAhead
@@ -61,40 +61,41 @@ from .torch_options import active_mode, torch_options
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]
-"""Takes token ids and positions `(1, n)`, each group's step, the indices of the tokens that get
-logits (`None`: all), the context and further arguments of the model; returns logits `(indices,
-vocab_size)`."""
+"""Takes token ids and positions `(1, n)`, the step of each layer group, the indices of the tokens
+that get logits (`None`: all), the context and further arguments of the model; returns logits
+`(indices, vocab_size)`."""
 
-# steps of a size before it is recorded; a recording takes about as long as three steps (an
+# eager steps of a size before it is recorded: a recording takes about as long as three steps (an
 # estimate, not measured)
 MIN_USES = 3
-# the same for a step whose context `is_fixed`, which may soon change: about as many replays as a
-# recording costs
+# the same if the context `is_fixed`, since a context with other ranges may soon replace it: about
+# as many replays as pay for a recording
 MIN_FIXED_USES = 64
-# stored graphs: 27 sizes up to 256 decodes; the rest is for chunks, wider tables and adapters
+# stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider tables and
+# adapters
 MAX_GRAPHS = 64
 
 
 @dataclass
 class RecordedStep:
-    """A graph and the buffers that it reads and writes; `logits` is `(num_rows, vocab_size)`."""
+    """A graph and the buffers that it reads and writes."""
 
     inputs: StaticInputs
-    logits: Tensor
+    logits: Tensor  # (number of logit rows, vocab_size)
     graph: Graph
     context: RecordedContext | None
 
 
-def recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """Returns the graphs of `model`, which the memory of `cache` stores; `None` if steps cannot be
-    recorded."""
+def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
+    """Returns the graphs of `model`, which the memory of `cache` keeps between calls; `None` if the
+    model's steps cannot be recorded. `cache`: the model's empty cache."""
     memory = cache.memory
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
-        return None  # a recording covers one device
+        return None  # a graph runs on one device
     caches = [cache] if cache.cross is None else [cache, cache.cross]
-    specs = tuple(spec for part in caches for spec in part.groups)
-    groups = [group.blocks for part in caches for group in part.groups.values()]
+    specs = tuple(spec for sub_cache in caches for spec in sub_cache.groups)
+    groups = [group.blocks for sub_cache in caches for group in sub_cache.groups.values()]
     graphs: Any = memory.recorders.get(specs)
     identity = (weakref.ref(model), model.device, groups)
     if not isinstance(graphs, StepGraphs) or graphs.identity != identity:
@@ -115,15 +116,15 @@ class StepGraphs:
         lock: threading.RLock,
         backend: GraphBackend,
     ) -> None:
-        """`lock`: of the memory of `groups`, which are empty if the model has states only."""
-        # why recording has stopped, until the model changes
+        """`lock`: that of the memory of `groups`. `groups` is empty if the model has states
+        only."""
+        # why no more steps are recorded or replayed, until the model changes
         self.unsupported_reason: str | None = None
-        self.reads_keys = (
-            False  # whether forwards compute with as many keys as tables have room for
-        )
-        self.lengths = LengthRange()  # of the cache, for which recorded rectangles hold
+        # whether forwards compute with as many keys as tables can hold tokens
+        self.reads_keys = False
+        self.lengths = LengthRange()  # cache lengths for which recorded rectangle steps are valid
         self.checks = Checks()
-        # why changes of the model cannot be tracked, so that graphs are not used
+        # why changes of the model cannot be detected, so that no graph is used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
         self._model, self._device, self._groups = self.identity
@@ -132,24 +133,26 @@ class StepGraphs:
         self.in_order = backend.in_order
         # addresses of the storages of the model's tensors
         self._persistent_storages: set[int] = set()
-        self._signature: Hashable = None  # the recorded model's state, and torch's options
-        self._graphs: dict[Key, RecordedStep] = {}  # in LRU order, the last used at the end
+        self._signature: Hashable = None  # the state of model and torch that graphs fit
+        self._graphs: dict[GraphKey, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
-        self._shared = SharedPrefixes(self._model, groups)
-        # steps by key and by `Key.without_widths`; negative after memory ran out
+        self._shared_prefixes = SharedPrefixes(self._model, groups)
+        # eager steps by key and by `GraphKey.without_widths`; negative to delay a recording after
+        # memory ran out
         self._uses: Counter[Hashable] = Counter()
-        # the largest sizes that are recorded: "decodes", "chunks" (in tokens) and "prefixes"
+        # the largest sizes to record after a failure: "decodes", "chunks" (in tokens), "prefixes"
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         self._outputs = StaticOutputs()  # shared by graphs
-        self._forward: Forward | None = None  # of the runner whose step is running
-        self._context: ForwardContext | None = None  # of that step
-        self._states: Items[Any] = ()  # of that step
+        # of the running step:
+        self._forward: Forward | None = None
+        self._context: ForwardContext | None = None
+        self._states: Items[Any] = ()
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs if they were recorded with the model in another state; in-place changes
-        of weights do not matter. `reads_keys` as in `Recorder.begin`; a forward may show it later,
-        too."""
+        of weights do not matter. `reads_keys` as in `Recorder.begin`; it also becomes true if a
+        recording raises `KeysReadError`."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -162,15 +165,15 @@ class StepGraphs:
         self._untracked_reason = state.undetectable
         if signature != self._signature:
             self.clear()
-            self._uses.clear()  # so that a model that changes often is not recorded each time
-            self._persistent_storages = _storages(state.tensors)
+            self._uses.clear()  # so that a model that changes often is not recorded every time
+            self._persistent_storages = _storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
             self.reads_keys = reads_keys
             self.lengths = LengthRange()
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
-        """Launches steps ahead; `None` if the host computes replays itself."""
+        """As `Recorder.run_ahead`."""
         return GraphRunAhead(memory, scheduler) if self._backend.on_device else None
 
     def clear(self) -> None:
@@ -189,18 +192,16 @@ class StepGraphs:
         states: Items[Any] = (),
         checked_as: Hashable = None,
     ) -> Tensor | None:
-        """Runs a step as a replay. Returns logits `(len(tokens.last), vocab_size)`, which the
-        caller owns, or `None` if no graph serves the step. `token_ids` `(n,)`, int64, on the
-        device, replace those of a step that has only decodes, which is then not recorded.
-        `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of other
-        kinds need a recording of their own. `states`: the layers of the rows' states, whose
-        tensors are then in the recording's memory, or copied if the replay is to be checked.
-        `checked_as` as in `Recorder.run`."""
+        """As `Recorder.run`: replays a step, after recording it if it is due. Returns logits
+        `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves the
+        step. `token_ids` `(n,)`, int64, on the device, replace those of a step that has only
+        decodes; such a step is replayed, but not recorded. The tensors of `states` then belong to
+        the recording, except if the replay is to be checked, which changes copies."""
         if not self.checks.begin_step(checked_as) or self.unsupported_reason is not None:
             return None
-        if not self._is_recorded(tokens, context):
+        if not self._is_recordable(tokens, context):
             return None
-        if self._is_observed():
+        if self._must_run_eagerly():
             return None
         # the lock keeps other threads from moving blocks between this check and the launch
         with self._lock:
@@ -213,10 +214,10 @@ class StepGraphs:
             try:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
-                    prefixes = self._shared.of(tokens)
-                forms = tuple((x.shape[1:], x.dtype) for x in state_tensors(states))
-                requested = self._key(tokens, prefixes, (keeps_hidden, kind, forms))
-                key: Key | None = requested
+                    prefixes = self._shared_prefixes.find(tokens)
+                state_specs = tuple((x.shape[1:], x.dtype) for x in state_tensors(states))
+                requested = self._key_of(tokens, prefixes, (keeps_hidden, kind, state_specs))
+                key: GraphKey | None = requested
                 if requested not in self._graphs:
                     if token_ids is not None:
                         return None
@@ -247,9 +248,9 @@ class StepGraphs:
         """As `Recorder.rectangles`."""
         return RectangleReplays(model, cache, self)
 
-    def _is_observed(self) -> bool:
-        """Whether a replay might bypass a mode, or miss untracked changes of the model; reports
-        the reason."""
+    def _must_run_eagerly(self) -> bool:
+        """Whether a replay would bypass an active mode, or might miss changes of the model; adds
+        the reason to the call's `unsupported_reasons`."""
         mode = active_mode()
         reason = self._untracked_reason
         if mode is not None:
@@ -261,8 +262,8 @@ class StepGraphs:
             reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
         return True
 
-    def _is_recorded(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether such steps are recorded: decodes that all get logits, and on devices also steps
+    def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
+        """Whether such steps are recorded: decodes that all get logits, and on a GPU also steps
         with few chunk tokens."""
         if tokens.rope_factors:
             return False
@@ -277,13 +278,13 @@ class StepGraphs:
             return False
         return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
 
-    def _key(
+    def _key_of(
         self,
         tokens: PackedTokens,
         prefixes: Prefixes,
         kind: Hashable,
-    ) -> Key:
-        """Returns the key of the smallest graph that serves a step."""
+    ) -> GraphKey:
+        """Returns the key of the smallest graph that serves a step of the running context."""
         is_training = getattr(self._model(), "training", False)
         variant = None
         num_ranges = 0
@@ -303,38 +304,39 @@ class StepGraphs:
 
     def _find_graph(
         self,
-        requested: Key,
+        requested: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
-        """Records the graph `requested` once steps have asked for it often enough; until then
-        returns the key of a larger graph that serves the step, or `None`."""
+    ) -> GraphKey | None:
+        """Records the graph `requested` once enough steps have needed it; until then returns the
+        key of a larger graph that serves the step, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
-        serving = min(candidates, key=Key.padding, default=None)
+        best = min(candidates, key=GraphKey.waste, default=None)
         min_uses = MIN_USES
         if self._context is not None and self._context.is_fixed:
             min_uses = MIN_FIXED_USES
         is_due = self._uses[requested] >= min_uses
-        if not is_due and serving is None:
+        if not is_due and best is None:
             is_due = self._uses[requested.without_widths] >= min_uses
         if is_due:
             return self._capture(requested, tokens, prefixes)
         self._uses.update((requested, requested.without_widths))
-        return serving
+        return best
 
     def _replay(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
         token_ids: Tensor | None,
     ) -> Tensor:
-        step = self._graphs[key] = self._graphs.pop(key)
+        """Replays the graph of `key` for a step; returns the step's logits."""
+        step = self._graphs[key] = self._graphs.pop(key)  # now the last used
         with self.in_order():
             step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
-                replaced = step.inputs.token_ids[0, : len(token_ids)]
-                replaced.copy_(token_ids)
+                target = step.inputs.token_ids[0, : len(token_ids)]
+                target.copy_(token_ids)
             step.inputs.move_in(self._states)
             step.graph.replay()
             logits = step.logits[: len(tokens.last)]
@@ -342,15 +344,15 @@ class StepGraphs:
 
     def _capture(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
-    ) -> Key | None:
-        """Records a graph; returns `None` if that fails, or while another thread records. Logs a
-        failure, and limits which such graphs are recorded from then on. An interrupt may leave a
-        mode of torch active, which the call ends (`interrupts.guarded`)."""
-        with timed("record"), recording_alone(self._device) as is_alone:
-            if not is_alone:
+    ) -> GraphKey | None:
+        """Records a graph and returns its key; returns `None` if that fails, or while another
+        thread records. Logs a failure, and limits which graphs are recorded from then on. An
+        interrupt may leave a mode of torch active, which the call ends (`interrupts.guarded`)."""
+        with timed("record"), exclusive_recording(self._device) as is_exclusive:
+            if not is_exclusive:
                 return None
             try:
                 step = self._record(key, tokens, prefixes)
@@ -359,16 +361,16 @@ class StepGraphs:
                     raise
                 if isinstance(error, KeysReadError) and not self.reads_keys:
                     self.reads_keys = True
-                    self.clear()  # the next steps are recorded for about as many keys as they have
+                    self.clear()  # graphs are recorded again, with smaller block tables
                     return None
                 logger.debug("capturing %s failed", key, exc_info=True)
-                self._refuse(key, error)
+                self._handle_failure(key, error)
                 return None
             self._num_out_of_memory = 0
             while len(self._graphs) >= MAX_GRAPHS:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest]
-                # so that evicted graphs are not recorded again at once
+                # so that an evicted graph is not recorded again at once
                 self._uses[oldest] = self._uses[oldest.without_widths] = 0
             self._graphs[key] = step
             logger.debug("captured %s", key)
@@ -376,23 +378,25 @@ class StepGraphs:
 
     def _record(
         self,
-        key: Key,
+        key: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> RecordedStep:
+        """Records a graph for steps of `key`. Raises the errors of the forward, and
+        `NotCapturable`."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
-        recorded = None
+        recorded_context = None
         storages = self._persistent_storages
         if context is not None:
-            recorded = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
-            storages = storages | _storages(context.tensors)
-        storages = storages | _storages(inputs.state_buffers)
+            recorded_context = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
+            storages = storages | _storage_addresses(context.tensors)
+        storages = storages | _storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
-        run = functools.partial(_run, weakref.ref(self), inputs, outputs, recorded)
-        # without autocast's cache, so that each replay converts the weights: autocast frees cached
-        # copies when it ends
+        run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
+        # without autocast's cache, so that replays convert the weights: a graph must not read
+        # cached copies, which autocast frees when it ends
         dtype = autocast_dtype(self._device)
         uncached = torch.autocast(
             self._device.type,
@@ -402,21 +406,20 @@ class StepGraphs:
         )
         model = self._model()
         with self.in_order():
-            inputs.fill(tokens, prefixes, self._ranges(recorded, tokens))
+            inputs.fill(tokens, prefixes, self._ranges(recorded_context, tokens))
             with uncached, undoing_writes(model):
                 graph = self._backend.capture(run, storages, prepare)
                 if not self._backend.on_device:
-                    # a tape uses other kernels than the modules
+                    # a tape runs other kernels than the modules do
                     num_rows = max(1, len(tokens.last))
                     results = [outputs[0], *inputs.state_buffers]
                     dtypes = {dtype, getattr(model, "dtype", None)}
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
-        return RecordedStep(inputs, outputs[0], graph, recorded)
+        return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
-    def _refuse(self, key: Key, error: Exception) -> None:
-        """Handles a failed recording: stops recording such steps of this size or larger, or all
-        steps of this model if no decodes are recorded. If memory ran out, only delays the next
-        attempt."""
+    def _handle_failure(self, key: GraphKey, error: Exception) -> None:
+        """Stops recording steps like this of this size or larger, or all steps of the model if no
+        decodes are recorded so far. If memory ran out, only delays the next attempt."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
@@ -427,62 +430,67 @@ class StepGraphs:
             self._uses[key] = self._uses[key.without_widths] = -num_delayed
             log_unrecorded(f"memory is too short for more of them at present ({reason})", log_level)
             return
-        kind, size = "decodes", key.num_decodes
-        if key.prefixes:  # the next attempt runs the step without them
-            kind, size = "prefixes", 1
+        limited, size = "decodes", key.num_decodes
+        if key.prefixes:  # the next attempt records the step without them
+            limited, size = "prefixes", 1
             self._graphs = {
-                other: step for other, step in self._graphs.items() if not other.prefixes
+                graph_key: step
+                for graph_key, step in self._graphs.items()
+                if not graph_key.prefixes
             }
         elif key.num_chunks:
-            kind, size = "chunks", key.num_chunk_tokens
-        has_decodes = any(not other.num_chunks for other in self._graphs)
-        if kind == "decodes" and not has_decodes:
+            limited, size = "chunks", key.num_chunk_tokens
+        has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
+        if limited == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
             log_unrecorded(reason, log_level)
             return
-        size_for = chunk_bucket if kind == "chunks" else bucket
-        smaller = (number for number in range(1, size) if size_for(number) < size)
-        limit = max(smaller, default=0)
-        self._limits[kind] = limit
-        logger.info("steps with %s are not recorded above %d: %s", kind, limit, reason)
+        bucket_of = chunk_bucket if limited == "chunks" else bucket
+        smaller_sizes = (count for count in range(1, size) if bucket_of(count) < size)
+        limit = max(smaller_sizes, default=0)
+        self._limits[limited] = limit
+        logger.info("steps with %s are not recorded above %d: %s", limited, limit, reason)
 
     def _ranges(
-        self, recorded: RecordedContext | None, tokens: PackedTokens
+        self, recorded_context: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns the token ranges of the running step's context, for a recorded step."""
-        if recorded is None or self._context is None:
+        """Returns the token ranges of the running step's context, in the order in which a recorded
+        step reads them."""
+        if recorded_context is None or self._context is None:
             return []
-        return self._context.ranges(recorded.keys, tokens.num_decodes, len(tokens.token_ids))
+        keys = recorded_context.keys
+        return self._context.ranges(keys, tokens.num_decodes, len(tokens.token_ids))
 
     def _drop_stale_graphs(self) -> None:
-        """Drops all graphs if a layer's blocks were replaced: the pool grew or was rebuilt."""
+        """Drops all graphs if the blocks of a layer were replaced, since the pool grew or was
+        rebuilt."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
             blocks += map(weakref.ref, group.storage.layers.values())
         if blocks != self._blocks:
             self._graphs.clear()
             self._blocks = blocks
-            self._shared = SharedPrefixes(self._model, self._groups)
+            self._shared_prefixes = SharedPrefixes(self._model, self._groups)
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
+def _storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _run(
+def _run_forward(
     owner: weakref.ref[StepGraphs],
     inputs: StaticInputs,
     outputs: list[Tensor],
-    recorded: RecordedContext | None,
+    recorded_context: RecordedContext | None,
 ) -> None:
-    """Runs the forward that is recorded, from `inputs` to `outputs`; its first run appends the
-    output tensor. `owner` is weak, so that a recording does not keep it alive."""
+    """Runs the forward that is recorded, from `inputs` to `outputs`; the first run appends the
+    output buffer. `owner` is weak, so that a recording does not keep it alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
-    # the model's autocast may hold weights that were converted before the recording
+    # an autocast context of the caller may have cached converted weights before the recording
     torch.clear_autocast_cache()
-    reading = NOTHING if recorded is None else recorded.reading()
+    reading = NOTHING if recorded_context is None else recorded_context.reading()
     with reading:
         logits = graphs._forward(
             inputs.token_ids,

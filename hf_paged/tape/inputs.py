@@ -1,5 +1,5 @@
-"""The buffers at fixed addresses from which a recorded step reads its tokens and block tables,
-filled with one copy per step. Runs no forward."""
+"""Buffers at fixed addresses from which a recorded step reads its tokens and block tables, filled
+with one copy per step. Runs no forward."""
 
 from __future__ import annotations
 
@@ -17,65 +17,67 @@ from ..batching.execution.inputs import Bounds, PackedTokens, write_changed_rows
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
-from .graph_keys import Key
+from .graph_keys import GraphKey
 from .static_states import StaticStates
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
-_WORD = torch.int64  # of the buffers
+_WORD = torch.int64  # the dtype of the buffers, to which arrays are aligned
 
 
-class _Part:
-    """One array of a step's inputs, of kind "q" (int64) or "i" (int32), in the buffers of host and
-    device."""
+class _InputArray:
+    """One array of a step's inputs, with typecode "q" (int64) or "i" (int32), in the buffers on
+    host and device."""
 
     host: Any  # a NumPy array
     device: Tensor
 
-    def __init__(self, kind: str, count: int) -> None:
-        self.kind = kind
+    def __init__(self, typecode: str, count: int) -> None:
+        self.typecode = typecode
         self.count = count
-        self._dtype = _DTYPES[kind]
+        self._dtype = _DTYPES[typecode]
         self.num_words = -(-count * self._dtype.itemsize // _WORD.itemsize)
 
-    def allocate(self, host: Tensor, device: Tensor) -> None:
-        """Places the part in its words of the two buffers."""
+    def bind(self, host: Tensor, device: Tensor) -> None:
+        """Uses these `num_words` words of the two buffers."""
         self.host = host.view(self._dtype)[: self.count].numpy()
         self.device = device.view(self._dtype)[: self.count]
 
     def write(self, numbers: list[int]) -> None:
-        self.host[: len(numbers)] = array(self.kind, numbers)
+        """Writes the first numbers of the array."""
+        self.host[: len(numbers)] = array(self.typecode, numbers)
 
-    def spread(
+    def write_padded(
         self,
         numbers: list[int],
         num_decodes: int,
         shift: int,
         fill: int = 0,
     ) -> None:
-        """Writes the whole part, as `padded` returns it."""
-        self.host[:] = array(self.kind, padded(numbers, self.count, num_decodes, shift, fill))
+        """Writes the whole array, with the arguments of `padded`."""
+        self.host[:] = array(self.typecode, padded(numbers, self.count, num_decodes, shift, fill))
 
 
 def padded(
     numbers: list[int], count: int, num_decodes: int, shift: int, fill: int = 0
 ) -> list[int]:
-    """Returns `count` numbers: those of decodes, `shift` unused entries, the numbers of chunks, and
-    unused entries to the end. Unused entries get `fill`."""
-    rest = count - len(numbers) - shift
-    return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * rest]
+    """Returns `count` numbers: those of the decodes, `shift` times `fill`, those of the chunks, and
+    `fill` to the end."""
+    num_at_end = count - len(numbers) - shift
+    return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * num_at_end]
 
 
-NewPart = Callable[[str, int], _Part]
+NewArray = Callable[[str, int], _InputArray]
+"""Adds an array with a typecode and a count to the buffers."""
 
 
 class _Tables:
-    """Block tables, their lengths and first visible positions."""
+    """Block tables of rows, with the rows' lengths and first visible positions, in tokens."""
 
-    def __init__(self, num_rows: int, width: int, new_part: NewPart) -> None:
+    def __init__(self, num_rows: int, width: int, new_array: NewArray) -> None:
         self.width = width
-        self.seq_lens = new_part("i", num_rows)
-        self.starts = new_part("i", num_rows)
-        self._block_ids = new_part("i", num_rows * width)
+        self.seq_lens = new_array("i", num_rows)
+        self.starts = new_array("i", num_rows)
+        self._block_ids = new_array("i", num_rows * width)
         self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
@@ -84,80 +86,83 @@ class _Tables:
 
     @property
     def tensor(self) -> Tensor:
+        """`(num_rows, width)` int32, on the device."""
         return self._block_ids.device.view(-1, self.width)
 
 
 class _GroupInputs(_Tables):
-    """The parts of a layer group's [`StepMetadata`]."""
+    """The arrays of a layer group's [`StepMetadata`]."""
 
-    def __init__(self, key: Key, number: int, memory: GroupMemory, new_part: NewPart) -> None:
-        super().__init__(key.num_rows, key.widths[number], new_part)
+    def __init__(self, key: GraphKey, group: int, memory: GroupMemory, new_array: NewArray) -> None:
+        super().__init__(key.num_rows, key.widths[group], new_array)
         self.window = memory.spec.window
         self.block_size = memory.block_size
-        self.slots = new_part("q", key.num_tokens)
-        self.origins = new_part("i", key.num_rows)
-        self.prefixes: _Prefixes | None = None
-        if key.prefixes and key.prefixes[number][0]:
-            num_prefixes, width = key.prefixes[number]
-            self.prefixes = _Prefixes(key.num_decodes, num_prefixes, width, new_part)
+        self.slots = new_array("q", key.num_tokens)
+        self.origins = new_array("i", key.num_rows)
+        self.cascade_inputs: _CascadeInputs | None = None
+        if key.prefixes and key.prefixes[group][0]:
+            num_prefixes, width = key.prefixes[group]
+            self.cascade_inputs = _CascadeInputs(key.num_decodes, num_prefixes, width, new_array)
 
 
-class _Prefixes(_Tables):
-    """The parts of a [`Cascade`] of decodes. Decodes that share no prefix form a last group, whose
-    prefix is empty."""
+class _CascadeInputs(_Tables):
+    """The arrays of a [`Cascade`] of decodes: the tables are those of the shared prefixes. Decodes
+    that share none form one more group, the last, whose prefix is empty."""
 
     def __init__(
         self,
-        num_rows: int,
-        num_groups: int,
+        num_decodes: int,
+        max_prefixes: int,
         width: int,
-        new_part: NewPart,
+        new_array: NewArray,
     ) -> None:
-        super().__init__(num_groups + 1, width, new_part)
-        self.num_rows = num_rows
-        self.num_groups = num_groups
-        self.tail_starts = new_part("i", num_rows)
-        self.members = new_part("i", num_rows)
-        self.bounds = new_part("i", num_groups + 2)
+        super().__init__(max_prefixes + 1, width, new_array)
+        self.num_decodes = num_decodes
+        self.max_prefixes = max_prefixes
+        self.tail_starts = new_array("i", num_decodes)
+        self.query_index = new_array("i", num_decodes)
+        self.query_start = new_array("i", max_prefixes + 2)
 
     def fill(
         self,
-        groups: Sequence[SharedPrefix],
+        prefixes: Sequence[SharedPrefix],
         tables: list[list[int]],
         block_size: int,
     ) -> None:
-        starts = [0] * self.num_rows
-        bounds = [0]
-        members = list[int]()
-        for rows, num_blocks in groups:
-            members += rows
-            bounds.append(len(members))
+        """Writes the prefixes of a step with these block tables."""
+        tail_starts = [0] * self.num_decodes
+        query_start = [0]
+        grouped_rows = list[int]()
+        for rows, num_blocks in prefixes:
+            grouped_rows += rows
+            query_start.append(len(grouped_rows))
             for row in rows:
-                starts[row] = num_blocks * block_size
-        num_empty = self.num_groups - len(groups)
-        alone = set(range(self.num_rows)).difference(members)
-        seq_lens = [num_blocks * block_size for _, num_blocks in groups]
-        seq_lens += [0] * (num_empty + 1)
-        tail_bounds = [*[bounds[-1]] * num_empty, self.num_rows]
-        self.tail_starts.write(starts)
-        self.members.write([*members, *alone])
-        self.bounds.write([*bounds, *tail_bounds])
+                tail_starts[row] = num_blocks * block_size
+        num_unused = self.max_prefixes - len(prefixes)
+        ungrouped_rows = set(range(self.num_decodes)).difference(grouped_rows)
+        seq_lens = [num_blocks * block_size for _, num_blocks in prefixes]
+        seq_lens += [0] * (num_unused + 1)
+        query_start += [*[query_start[-1]] * num_unused, self.num_decodes]
+        self.tail_starts.write(tail_starts)
+        self.query_index.write([*grouped_rows, *ungrouped_rows])
+        self.query_start.write(query_start)
         self.seq_lens.write(seq_lens)
-        shared = []
-        for rows, num_blocks in groups:
+        shared_tables = []
+        for rows, num_blocks in prefixes:
             first_table = tables[rows[0]]
-            shared.append(first_table[:num_blocks])
-        self.write(shared)
+            shared_tables.append(first_table[:num_blocks])
+        self.write(shared_tables)
 
     def cascade(self, decodes: StepMetadata) -> Cascade:
+        """Returns the cascade of a recorded step's decodes."""
         assert decodes.lengths is not None
         lengths = Lengths(
             self.seq_lens.device,
             self.starts.device,
-            self.bounds.device,
+            self.query_start.device,
         )
-        ends = [self.num_rows] * (self.num_groups + 1)
-        query_start = (0, *ends)  # all rows may share one prefix
+        ends = [self.num_decodes] * (self.max_prefixes + 1)
+        query_start = (0, *ends)  # any prefix may be shared by all rows
         prefixes = StepMetadata(
             self.tensor,
             query_start,
@@ -169,50 +174,52 @@ class _Prefixes(_Tables):
         )
         tail_lengths = decodes.lengths._replace(starts=self.tail_starts.device)
         tails = dataclasses.replace(decodes, lengths=tail_lengths)
-        return Cascade(tails, prefixes, self.members.device)
+        return Cascade(tails, prefixes, self.query_index.device)
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step.
-    Unused rows hold token 0 at position 0, which is not stored (slot -1) and attends to no key
-    (length 0). `token_ids` and `positions` are `(1, tokens)` int64. Where the host gives positions
-    on axes, `arguments` have them as the model's `position_ids`: `(axes, 1, tokens)`, or `(1,
-    tokens)` on one axis; where rows have states, `arguments` have those. `logit_indices`, only with
-    chunks, is `(decodes + chunks,)` int64: the tokens that get logits. `ranges` is
-    `(key.num_ranges, 2)` int64: each adapter's range of decode tokens, and, with chunks, its range
-    of chunk tokens."""
+    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step. Unused
+    rows contain token 0 at position 0, which is not stored (slot -1) and attends to no key (length
+    0).
+
+    `token_ids` and `positions` are `(1, tokens)` int64. `logit_indices` is `(decodes + chunks,)`
+    int64, the tokens that get logits; `None` without chunks. `ranges` is `(key.num_ranges, 2)`
+    int64: the range of decodes of each key of the context and, with chunks, its range of chunk
+    tokens. `arguments` contains further arguments of the forward: the model's `position_ids`,
+    `(axes, 1, tokens)` or for one axis `(1, tokens)`, if positions do not count tokens, and
+    `states`, if rows have states."""
 
     def __init__(
         self,
-        key: Key,
+        key: GraphKey,
         memories: list[GroupMemory],
         device: torch.device,
         layers: Sequence[Any] = (),
     ) -> None:
-        """`layers` hold the rows' states."""
+        """`memories`: by layer group. `layers`: those with the rows' states."""
         self.key = key
         num_logit_indices = 0
         num_starts = 0
         if key.num_chunks:
             num_logit_indices = key.num_decodes + key.num_chunks
             num_starts = key.num_rows + 1
-        parts: list[_Part] = []
+        arrays: list[_InputArray] = []
 
-        def new_part(kind: str, count: int) -> _Part:
-            part = _Part(kind, count)
-            parts.append(part)
-            return part
+        def new_array(typecode: str, count: int) -> _InputArray:
+            created = _InputArray(typecode, count)
+            arrays.append(created)
+            return created
 
-        self._token_ids = new_part("q", key.num_tokens)
-        self._positions = new_part("q", key.num_tokens)
-        self._axes = new_part("q", key.num_axes * key.num_tokens)
+        self._token_ids = new_array("q", key.num_tokens)
+        self._positions = new_array("q", key.num_tokens)
+        self._axes = new_array("q", key.num_axes * key.num_tokens)
         self._groups = []
-        for number, memory in enumerate(memories):
-            self._groups.append(_GroupInputs(key, number, memory, new_part))
-        self._logit_indices = new_part("q", num_logit_indices)
-        self._query_start = new_part("i", num_starts)
-        self._ranges = new_part("q", 2 * key.num_ranges)
-        num_words = [part.num_words for part in parts]
+        for group, memory in enumerate(memories):
+            self._groups.append(_GroupInputs(key, group, memory, new_array))
+        self._logit_indices = new_array("q", num_logit_indices)
+        self._query_start = new_array("i", num_starts)
+        self._ranges = new_array("q", 2 * key.num_ranges)
+        num_words = [input_array.num_words for input_array in arrays]
         with torch.inference_mode(False):  # the buffers outlive the call
             self._host = torch.zeros(
                 sum(num_words),
@@ -222,8 +229,8 @@ class StaticInputs:
             )
             self._buffer = torch.zeros_like(self._host, device=device)
             words = zip(self._host.split(num_words), self._buffer.split(num_words))
-            for part, (host, on_device) in zip(parts, words):
-                part.allocate(host, on_device)
+            for input_array, (host, on_device) in zip(arrays, words):
+                input_array.bind(host, on_device)
             self.ranges = self._ranges.device.view(-1, 2)
             self.token_ids = self._token_ids.device[None]
             self.positions = self._positions.device[None]
@@ -236,9 +243,9 @@ class StaticInputs:
                 self.states = StaticStates(layers, key.num_decodes)
                 self.arguments["states"] = self.states.buffers
             self.logit_indices = self._logit_indices.device if key.num_chunks else None
-        self._copied: torch.cuda.Event | None = None
+        self._copy_done: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self._copy_done = torch.cuda.Event()
 
     @property
     def state_buffers(self) -> list[Tensor]:
@@ -260,29 +267,31 @@ class StaticInputs:
         prefixes: Sequence[Sequence[SharedPrefix]],
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
-        """Copies a step to the buffers, with the prefixes that its decodes share in each layer
-        group and each adapter's token ranges. Waits first for the previous copy from pinned host
-        memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        """Copies a step to the buffers, after the previous copy from pinned memory is done.
+        `prefixes`: those that decodes share, by layer group. `ranges`: of decodes and of chunk
+        tokens, by key of the context."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
         key = self.key
         num_decodes = tokens.num_decodes
-        shift = key.num_decodes - num_decodes
-        self._token_ids.spread(tokens.token_ids, num_decodes, shift)
-        self._positions.spread(tokens.positions, num_decodes, shift)
+        shift = key.num_decodes - num_decodes  # of chunks, by the unused decode rows before them
+        self._token_ids.write_padded(tokens.token_ids, num_decodes, shift)
+        self._positions.write_padded(tokens.positions, num_decodes, shift)
         axes = list[int]()
         for positions in tokens.axes or ():
             axes += padded(positions, key.num_tokens, num_decodes, shift)
         self._axes.write(axes)
-        for group, inputs, shared in itertools.zip_longest(tokens.groups, self._groups, prefixes):
-            inputs.slots.spread(group.slots, num_decodes, shift, -1)
-            inputs.seq_lens.spread(group.seq_lens, num_decodes, shift)
-            inputs.origins.spread(group.origins, num_decodes, shift)
+        for group, inputs, group_prefixes in itertools.zip_longest(
+            tokens.groups, self._groups, prefixes
+        ):
+            inputs.slots.write_padded(group.slots, num_decodes, shift, -1)
+            inputs.seq_lens.write_padded(group.seq_lens, num_decodes, shift)
+            inputs.origins.write_padded(group.origins, num_decodes, shift)
             inputs.write(group.tables[:num_decodes])
             if key.num_chunks:
                 inputs.write(group.tables[num_decodes:], key.num_decodes)
-            if inputs.prefixes is not None:
-                inputs.prefixes.fill(shared, group.tables, inputs.block_size)
+            if inputs.cascade_inputs is not None:
+                inputs.cascade_inputs.fill(group_prefixes, group.tables, inputs.block_size)
         if key.num_chunks:
             starts = [shift + start for start in tokens.query_start[num_decodes:]]
             num_unused = key.num_rows - key.num_decodes - len(starts)
@@ -294,32 +303,32 @@ class StaticInputs:
             ]
             self._query_start.write(query_start)
             indices = [index if index < num_decodes else index + shift for index in tokens.last]
-            self._logit_indices.spread(indices, 0, 0)
-        bounds = list[int]()
-        for (start, end), (first, last) in ranges:
-            bounds += (start, end)
+            self._logit_indices.write_padded(indices, 0, 0)
+        flat_ranges = list[int]()
+        for decode_range, (chunk_start, chunk_end) in ranges:
+            flat_ranges += decode_range
             if key.num_chunks:
-                bounds += (first + shift, last + shift)
-        if bounds:
-            self._ranges.write(bounds)
+                flat_ranges += (chunk_start + shift, chunk_end + shift)
+        if flat_ranges:
+            self._ranges.write(flat_ranges)
         self._buffer.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        if self._copy_done is not None:
+            self._copy_done.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Returns one step per layer group. Any chunk may have up to all chunk tokens:
-        `query_start` on the host gives them to the first chunk."""
+        """Returns the recorded step of each layer group. A replay may give all chunk tokens to any
+        chunk; `query_start` on the host gives them to the first."""
         key = self.key
         num_decodes = key.num_decodes
         ends = [key.num_tokens] * (key.num_rows - num_decodes)
         query_start = (*range(num_decodes + 1), *ends)
-        begins = self._query_start.device if key.num_chunks else None
+        device_query_start = self._query_start.device if key.num_chunks else None
         steps = []
         for inputs in self._groups:
             lengths = Lengths(
                 inputs.seq_lens.device,
                 inputs.starts.device,
-                begins,
+                device_query_start,
                 inputs.origins.device,
             )
             step = StepMetadata(
@@ -332,9 +341,9 @@ class StaticInputs:
                 slots=inputs.slots.device[None],
                 lengths=lengths,
             )
-            if inputs.prefixes is not None:
+            if inputs.cascade_inputs is not None:
                 decodes = step.rows(0, num_decodes)
-                cascade = inputs.prefixes.cascade(decodes)
+                cascade = inputs.cascade_inputs.cascade(decodes)
                 step = dataclasses.replace(step, cascade=cascade)
             steps.append(step)
         return steps
@@ -350,14 +359,14 @@ class StaticOutputs:
         self._buffers.clear()
 
     def like(self, logits: Tensor) -> Tensor:
-        """Returns the buffer for logits `(n, vocab_size)` of this shape, dtype and device."""
+        """Returns a buffer with the shape `(n, vocab_size)`, dtype and device of `logits`."""
         num_rows, vocab_size = logits.shape
-        kind = (vocab_size, logits.dtype)
-        buffer = self._buffers.get(kind)
+        buffer_key = (vocab_size, logits.dtype)
+        buffer = self._buffers.get(buffer_key)
         if buffer is None or len(buffer) < num_rows:
-            # smaller graphs still write to the buffers they were recorded with
+            # graphs recorded so far still write to the smaller buffer
             sizes = power_of_two(1, num_rows), vocab_size
             with torch.inference_mode(False):
                 buffer = torch.empty(sizes, dtype=logits.dtype, device=logits.device)
-            self._buffers[kind] = buffer
+            self._buffers[buffer_key] = buffer
         return buffer[:num_rows]

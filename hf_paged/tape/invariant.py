@@ -1,10 +1,10 @@
-"""Batch-invariant forwards: each operation runs the kernels of tapes, so that a row's bits do not
-depend on the other rows. Leaves which operations have kernels to `lower.py`.
+"""Batch-invariant forwards: each operation runs at once with the kernels of tapes, so that a row's
+bits do not depend on the other rows. Leaves which operations have kernels to `lower.py`.
 
-PyTorch's products, means and elementwise functions round differently for different numbers of rows:
-their blocking, thread splits and code for vector tails change. Computing every batch in one order
-follows Thinking Machines' `batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM
-Inference").
+PyTorch's products, means and elementwise functions round differently for different numbers of rows,
+since their blocking, thread splits and code for vector tails change. Our kernels compute every row
+in the same order for any batch, like Thinking Machines' `batch_invariant_ops` (He et al. 2025,
+"Defeating Nondeterminism in LLM Inference").
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .buffers import TensorRef
 from .entries import Kernel, Linear, TorchOp
 from .exact import is_exact
 from .lower import Lowering
-from .products import ProductsOfRows
+from .products import RowProducts
 from .record import Operation, ReadGuard, decompose, tensors_in
-from .rows import Rows
-from .tape import keep
+from .rows import RowOps
+from .tape import store_bytes
 
 aten = torch.ops.aten
 
-_MAX_PROGRAMS = 8192
+_MAX_PROGRAMS = 8192  # beyond which all are dropped
 
 
 class NotInvariant(NotPackable):
@@ -43,47 +43,49 @@ class NotInvariant(NotPackable):
 class _Program(NamedTuple):
     """The kernels that compute an operation on tensors of certain shapes."""
 
-    entries: list[Rows | Kernel | Linear]
+    entries: list[RowOps | Kernel | Linear]
     # a tensor's index among the inputs, by its address when the program was created
     inputs: dict[int, int]
     # sizes, strides, dtype; empty if the operation changes its first input
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-    is_single: bool
+    returns_one: bool  # whether the operation returns a tensor, not a tuple
 
     def __call__(self, tensors: list[Tensor]) -> Any:
+        """Runs the kernels on `tensors`, the operation's inputs; returns its result."""
         outputs = [
             torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
             for sizes, strides, dtype in self.outputs
         ]
-        starts = [tensor.data_ptr() for tensor in tensors]
-        output_starts = [tensor.data_ptr() for tensor in outputs if tensor.numel()]
-        keep_all = functools.partial(keep, [])
+        input_addresses = [tensor.data_ptr() for tensor in tensors]
+        output_addresses = [tensor.data_ptr() for tensor in outputs if tensor.numel()]
+        store = functools.partial(store_bytes, [])
 
         def address(ref: TensorRef) -> int:
             if ref.buffer_id is None:
-                number = self.inputs[ref.offset]
-                return starts[number]
-            return output_starts[ref.buffer_id] + ref.offset
+                index = self.inputs[ref.offset]
+                return input_addresses[index]
+            return output_addresses[ref.buffer_id] + ref.offset
 
         for entry in self.entries:
-            name, packed = entry.pack(address, keep_all)
+            name, packed = entry.pack(address, store)
             error = kernel(name)(packed)
             if error:
                 raise RuntimeError(f"the kernel {name!r} failed with error {error}")
         if not outputs:
             return tensors[0]
-        if self.is_single:
+        if self.returns_one:
             return outputs[0]
         return tuple(outputs)
 
 
 _MISSING: Any = object()
-
-
+# `None` for operations of PyTorch that are batch-invariant themselves
 _programs: dict[Hashable, _Program | None] = {}
 
 
-class _Invariant(TorchDispatchMode):
+class _BatchInvariantMode(TorchDispatchMode):
+    """Runs each operation on floats by its program, or by PyTorch where that is batch-invariant."""
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -94,8 +96,8 @@ class _Invariant(TorchDispatchMode):
         kwargs = kwargs or {}
         with self:
             result = decompose(func, args, kwargs)
-            if result is NotImplemented and func in _PARTS:
-                result = _PARTS[func](*args, **kwargs)
+            if result is NotImplemented and func in _DECOMPOSITIONS:
+                result = _DECOMPOSITIONS[func](*args, **kwargs)
         if result is not NotImplemented:
             return result
         leaves = tree_leaves((args, kwargs))
@@ -105,16 +107,16 @@ class _Invariant(TorchDispatchMode):
         has_floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
         if not has_floats:
             return func(*args, **kwargs)
-        # a program may read tensors at one address once, so the key says which tensors share one
-        backwards = reversed(list(enumerate(tensors)))
-        first = {tensor.data_ptr(): number for number, tensor in backwards}
-        kinds = (_kind(leaf, first) for leaf in leaves)
-        key = func, *kwargs, *kinds
+        # a program knows its inputs by address, so the key says which of them share one
+        last_first = reversed(list(enumerate(tensors)))
+        index_by_address = {tensor.data_ptr(): index for index, tensor in last_first}
+        leaf_keys = (_leaf_key(leaf, index_by_address) for leaf in leaves)
+        key = func, *kwargs, *leaf_keys
         program = _programs.get(key, _MISSING)
         if program is _MISSING:
             if len(_programs) >= _MAX_PROGRAMS:
                 _programs.clear()
-            program = _program(func, args, kwargs, first)
+            program = _create_program(func, args, kwargs, index_by_address)
             _programs[key] = program
         if program is None:
             return func(*args, **kwargs)
@@ -127,16 +129,17 @@ def _sum(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Sums one dimension other than the last in order: of the outputs of a token's experts, say."""
+    """Computes `aten::sum` of floats over one dimension other than the last, in order, such as that
+    of a token's experts; returns `NotImplemented` for other calls."""
     if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
     (dim,) = dims
     last_dim = x.dim() - 1
     if dim % x.dim() == last_dim:
         return NotImplemented
-    parts = x.unbind(dim)
-    first, *others = (part.float() for part in parts)
-    total = functools.reduce(torch.add, others, first)
+    slices = x.unbind(dim)
+    first, *following = (part.float() for part in slices)
+    total = functools.reduce(torch.add, following, first)
     total = total.to(dtype or x.dtype)
     if keepdim:
         return total.unsqueeze(dim)
@@ -147,11 +150,13 @@ def _grouped_mm(
     x: Tensor,
     weights: Tensor,
     offs: Tensor | None = None,
-    *others: Any,
-    **options: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Multiplies the rows of `x` by their group's weights; `offs` holds the ends of the groups."""
-    if offs is None or x.dim() != 2 or weights.dim() != 3 or others or any(options.values()):
+    """Computes `aten::_grouped_mm`: multiplies the rows of `x` `(n, depth)` by the weights of their
+    group, `(groups, depth, width)`; `offs` holds the ends of the groups. Returns `NotImplemented`
+    for other calls."""
+    if offs is None or x.dim() != 2 or weights.dim() != 3 or args or any(kwargs.values()):
         return NotImplemented
     ends = offs.tolist()
     starts = [0, *ends]
@@ -164,14 +169,16 @@ def _grouped_mm(
     return out
 
 
-# operations that are computed by several others, which have kernels
-_PARTS: dict[Any, Callable[..., Any]] = {
+# operations that are computed by others, which have kernels
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten._grouped_mm.default: _grouped_mm,
 }
 
 
-def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
+def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
+    """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for tensors
+    that no kernel takes."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
@@ -182,18 +189,19 @@ def _kind(leaf: Any, first: dict[int, int]) -> Hashable:
         raise NotInvariant(
             f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU"
         )
-    number = first[leaf.data_ptr()]
-    return leaf.dtype, leaf.shape, leaf.stride(), number
+    index = index_by_address[leaf.data_ptr()]
+    return leaf.dtype, leaf.shape, leaf.stride(), index
 
 
-def _program(
+def _create_program(
     func: Any,
     args: Any,
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Creates an operation's program; `None` if PyTorch's operation is batch-invariant itself.
-    Raises [`NotInvariant`] if no kernel computes it."""
+    """Creates an operation's program, with these `_Program.inputs`; returns `None` if PyTorch's
+    operation is batch-invariant or returns no floats. Raises [`NotInvariant`] if no kernel computes
+    it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_exact(func, args, kwargs) or not returns_tensors:
         return None
@@ -207,21 +215,21 @@ def _program(
         return None
     lowering = Lowering(lambda tensor: True)
     for tensor in outputs:
-        lowering.buffers.add_fixed(tensor)  # so that stores to it are not dropped as unused
+        lowering.buffers.add_fixed(tensor)  # stores to fixed buffers are not dropped
     operation = Operation(func, args, kwargs, result)
     try:
         entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    packable = [entry for entry in entries if not isinstance(entry, TorchOp)]
-    # in a fixed order, the lowering refuses operations that are neither exact nor kernels
-    assert entries and len(packable) == len(entries)
+    kernels = [entry for entry in entries if not isinstance(entry, TorchOp)]
+    # `batch_invariant` is set, so the lowering refuses operations that are neither exact nor ours
+    assert entries and len(kernels) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
-    return _Program(packable, inputs, layouts, isinstance(result, Tensor))
+    return _Program(kernels, inputs, layouts, isinstance(result, Tensor))
 
 
 def _empty_like(x: Any, device: str) -> Any:
-    """Replaces the tensors in `x` by empty ones of the same sizes and strides."""
+    """Replaces the tensors in `x` by uninitialized ones with the same sizes and strides."""
 
     def empty(y: Tensor) -> Tensor:
         return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=device)
@@ -231,8 +239,8 @@ def _empty_like(x: Any, device: str) -> Any:
 
 @restoring
 def in_fixed_order() -> Iterator[None]:
-    """Within the context, kernels that this thread calls, and tapes that it records, sum in an
-    order that depends only on the row."""
+    """A context in which kernels that this thread calls, and tapes that it records, sum in an order
+    that depends only on the row."""
     token = batch_invariant.set(True)
     try:
         yield
@@ -241,12 +249,13 @@ def in_fixed_order() -> Iterator[None]:
 
 
 @restoring
-def by_kernels() -> Iterator[None]:
-    """For use in `in_fixed_order`: makes this thread's operations batch-invariant. Raises
-    [`NotInvariant`] before an operation without a kernel, and `NotCapturable` before Python or
-    NumPy reads a tensor. While a tape is recorded, the recording does this."""
-    with ProductsOfRows(), contextlib.ExitStack() as stack:
+def batch_invariant_operations() -> Iterator[None]:
+    """A context, inside `in_fixed_order`, that makes this thread's operations batch-invariant.
+    Raises [`NotInvariant`] before an operation without a kernel, and `NotCapturable` before Python
+    or NumPy reads a tensor. While a tape is recorded, only reshapes products: the recording does
+    the rest."""
+    with RowProducts(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(ReadGuard())
-            stack.enter_context(_Invariant())
+            stack.enter_context(_BatchInvariantMode())
         yield

@@ -1,5 +1,5 @@
-"""The number of stored positions in the forward of a recorded rectangle step: a tensor, from which
-model code can compute position ids, and which it can compare with Python numbers."""
+"""The cache length in the forward of a recorded rectangle step: a tensor, from which model code can
+compute position ids, and which it can compare with Python numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 Compare = Callable[[int, int], bool]
 
-# the functions that the operators of tensors call; `+=` makes a new length, as with an int
-_SUMS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
+# By the function that an operator calls: the sign of the number that it adds. `+=` creates a new
+# length, as with an int
+_SIGNS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
 _COMPARISONS: dict[Callable[..., Any], Compare] = {
     Tensor.gt: operator.gt,
     Tensor.ge: operator.ge,
@@ -26,103 +27,107 @@ _COMPARISONS: dict[Callable[..., Any], Compare] = {
 
 
 class LengthRange:
-    """The lengths, `least` to `most` inclusive, for which every comparison gives its recorded
-    result."""
+    """The cache lengths, `minimum` to `maximum` inclusive, for which every comparison gives its
+    recorded result."""
 
     def __init__(self) -> None:
-        self.least = 0
-        self.most: float = float("inf")
+        self.minimum = 0
+        self.maximum: float = float("inf")
 
-    def narrow(self, least: int | None, most: int | None) -> None:
-        if least is not None:
-            self.least = max(self.least, least)
-        if most is not None:
-            self.most = min(self.most, most)
+    def narrow(self, minimum: int | None, maximum: int | None) -> None:
+        if minimum is not None:
+            self.minimum = max(self.minimum, minimum)
+        if maximum is not None:
+            self.maximum = min(self.maximum, maximum)
 
     def __contains__(self, length: int) -> bool:
-        return self.least <= length <= self.most
+        return self.minimum <= length <= self.maximum
 
 
 class Length(Tensor):
-    """The length of the cache plus `offset`, `()` int64. A comparison with a Python number returns
-    a constant, which replays reuse, and narrows the `bounds` of lengths that may be replayed."""
+    """The length of the cache plus `offset`, `()` int64. A comparison with an int returns a bool,
+    which may decide the recorded operations, and so narrows the `valid_lengths`."""
 
     tensor: Tensor  # this length as an ordinary tensor
-    recorded_value: int
+    recorded_value: int  # this length in the recorded step
     offset: int
-    bounds: LengthRange
+    valid_lengths: LengthRange  # cache lengths for which replays are valid
 
     @staticmethod
     def __new__(
-        cls, tensor: Tensor, recorded_value: int, bounds: LengthRange, offset: int = 0
+        cls, tensor: Tensor, recorded_value: int, valid_lengths: LengthRange, offset: int = 0
     ) -> Length:
         length = Tensor._make_subclass(cls, tensor)
         length.tensor = tensor
         length.recorded_value = recorded_value
-        length.bounds = bounds
+        length.valid_lengths = valid_lengths
         length.offset = offset
         return length
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(args) == 2 and isinstance(args[0], Length) and type(args[1]) is int:
-            length, other = args
+            length, number = args
             if func in _COMPARISONS:
-                return length._compare(_COMPARISONS[func], other)
-            if func in _SUMS:
-                return length._plus(_SUMS[func] * other)
+                return length._compare(_COMPARISONS[func], number)
+            if func in _SIGNS:
+                return length._add(_SIGNS[func] * number)
         args, kwargs = tree_map_only(Length, operator.attrgetter("tensor"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _plus(self, delta: int) -> Length:
+    def _add(self, delta: int) -> Length:
         value, offset = self.recorded_value + delta, self.offset + delta
-        return Length(self.tensor + delta, value, self.bounds, offset)
+        return Length(self.tensor + delta, value, self.valid_lengths, offset)
 
-    def _compare(self, operation: Compare, other: int) -> bool:
-        """Compares with a number, and narrows the bounds to lengths on the same side of it."""
-        split = other - self.offset  # the least length on the upper side
+    def _compare(self, operation: Compare, number: int) -> bool:
+        """Compares with a number, and narrows the valid cache lengths to those with the same
+        result."""
+        split = number - self.offset  # the smallest cache length above the change of the result
         if operation in (operator.gt, operator.le):
             split += 1
-        length = self.recorded_value - self.offset
+        cache_length = self.recorded_value - self.offset
         is_equality = operation in (operator.eq, operator.ne)
-        if is_equality and length == split:
-            self.bounds.narrow(split, split)
-        elif is_equality and length > split:
-            self.bounds.narrow(split + 1, None)
-        elif length >= split:
-            self.bounds.narrow(split, None)
+        if is_equality and cache_length == split:
+            self.valid_lengths.narrow(split, split)
+        elif is_equality and cache_length > split:
+            self.valid_lengths.narrow(split + 1, None)
+        elif cache_length >= split:
+            self.valid_lengths.narrow(split, None)
         else:
-            self.bounds.narrow(None, split - 1)
-        return operation(self.recorded_value, other)
+            self.valid_lengths.narrow(None, split - 1)
+        return operation(self.recorded_value, number)
 
 
 RANGE_FUNCTIONS = frozenset({torch.arange, Tensor.__getitem__})
 
 
 def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths, whose size is the same in every
-    replay; returns `NotImplemented` if there is no such range."""
+    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths: its size is the same in every
+    replay, so a tensor of positions replaces it. Returns `NotImplemented` for other arguments."""
     if func is torch.arange and len(args) == 2:
-        positions = _range(*args)
+        positions = _positions_between(*args)
         if positions is not None:
             return positions.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
     if func is Tensor.__getitem__:
         x, index = args
-        parts = index if isinstance(index, tuple) else (index,)
-        ranges = [_range(x.start, x.stop) if _is_range(x) else None for x in parts]
-        # with other kinds of parts, an index of tensors would select other elements
-        are_plain = all(isinstance(part, (slice, int, type(None))) for part in parts)
-        if are_plain and sum(positions is not None for positions in ranges) == 1:
-            pairs = zip(parts, ranges)
-            return x[tuple(part if positions is None else positions for part, positions in pairs)]
+        items = index if isinstance(index, tuple) else (index,)
+        ranges = [
+            _positions_between(item.start, item.stop) if _is_range(item) else None for item in items
+        ]
+        # beside other indices, an index tensor would select other elements than the range
+        are_basic = all(isinstance(item, (slice, int, type(None))) for item in items)
+        if are_basic and sum(positions is not None for positions in ranges) == 1:
+            pairs = zip(items, ranges)
+            return x[tuple(item if positions is None else positions for item, positions in pairs)]
     return NotImplemented
 
 
-def _is_range(part: Any) -> bool:
-    return isinstance(part, slice) and part.step is None
+def _is_range(item: Any) -> bool:
+    return isinstance(item, slice) and item.step is None
 
 
-def _range(start: Any, stop: Any) -> Tensor | None:
+def _positions_between(start: Any, stop: Any) -> Tensor | None:
+    """Returns the positions `[start, stop)`, int64; `None` unless both are lengths."""
     if not isinstance(start, Length) or not isinstance(stop, Length):
         return None
     offsets = torch.arange(stop.offset - start.offset, device=start.tensor.device)

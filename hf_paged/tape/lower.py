@@ -1,6 +1,6 @@
-"""Lowers a recording to a tape's entries: drops views and constants, fuses small operations into
-lists, turns products and lookups into our kernels, and calls the remaining operations as recorded.
-Leaves changes across entries to `passes.py`."""
+"""Lowers a recording to a tape's entries: drops views and constants, fuses elementwise operations
+and reductions of rows into lists (`rows.py`), replaces products and lookups by our kernels, and
+keeps the remaining operations as calls of PyTorch. Leaves changes across entries to `passes.py`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .entries import Entry, Kernel, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
-from .rows import Rows, TensorLayout, layout, shape_of
+from .rows import RowOps, TensorLayout, layout, shape_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
 
-# the operations of lists, by PyTorch's names
-_ONE_NAME = (
+# row operations, by PyTorch's names
+_UNARY_NAMES = (
     "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu"
     " softplus".split()
 )
-_UNARY = {f"aten::{name}": name for name in _ONE_NAME}
+_UNARY = {f"aten::{name}": name for name in _UNARY_NAMES}
 _UNARY |= dict.fromkeys(("aten::clone", "aten::_to_copy", "aten::copy_"), "copy")
 _OVERLOADS = (".Tensor", ".Scalar", "_.Tensor", "_.Scalar")
 _BINARY = {
@@ -52,29 +52,31 @@ _ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}
 
 @dataclass
 class Lowering:
-    """Lowers a recording. `is_persistent`: whether the owner of an outside tensor keeps it alive at
-    its address."""
+    """Lowers a recording. `is_persistent` returns whether a tensor that existed before the
+    recording stays alive at its address."""
 
     is_persistent: Callable[[Tensor], bool]
     buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
-    # addresses of the storages written before the last operation
-    _changed_outside: set[int] = field(default_factory=set)
-    _changed: set[int] = field(default_factory=set)  # addresses of all written storages
-    _constants: set[int] = field(default_factory=set)  # addresses of storages that no entry writes
+    # addresses of storages: those that any operation writes to, those that an operation before the
+    # last writes to, and those with constant content
+    _written: set[int] = field(default_factory=set)
+    _written_before_last: set[int] = field(default_factory=set)
+    _constants: set[int] = field(default_factory=set)
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
-        # the last operation writes results, which nothing reads again
-        self._changed_outside = set(_changed(operations[:-1]))
-        self._changed = self._changed_outside.union(_changed(operations[-1:]))
+        """Returns the entries that compute `operations`. Raises `NotCapturable`."""
+        # the last operation writes the results, which no operation reads
+        self._written_before_last = set(_written_storages(operations[:-1]))
+        self._written = self._written_before_last.union(_written_storages(operations[-1:]))
         for operation in operations:
             if isinstance(operation, KernelCall):
-                self._kernel(operation)
+                self._add_kernel(operation)
             else:
-                self._operation(operation)
+                self._add_operation(operation)
         return simplify(self.entries, self.buffers)
 
-    def _operation(self, operation: Operation) -> None:
+    def _add_operation(self, operation: Operation) -> None:
         function = operation.function
         inputs = tensors_in((operation.args, operation.kwargs))
         results = tensors_in(operation.result)
@@ -82,45 +84,48 @@ class Lowering:
         targets = {_storage(tensor) for tensor in results}
         is_mutable = function._schema.is_mutable and not is_view_in_place(function)
         if function.name() == "aten::lift_fresh":  # a new tensor of Python numbers
-            if targets & self._changed:
-                raise NotCapturable("its forward writes to a tensor that it makes of numbers")
+            if targets & self._written:
+                raise NotCapturable("its forward writes to a tensor made of Python numbers")
             self._constants |= targets
-            self.buffers.held_tensors += results
+            self.buffers.retained_tensors += results
             return
         if not is_mutable and targets <= sources:
             return  # views
         is_empty = "empty" in function.name()
-        is_fixed = not (is_mutable or is_empty or targets & self._changed)
-        if is_fixed and sources <= self._constants:
+        is_written_once = not (is_mutable or is_empty or targets & self._written)
+        if is_written_once and sources <= self._constants:
             self._constants |= targets
-            self.buffers.held_tensors += results
+            self.buffers.retained_tensors += results
             return
         for tensor in results:
             if _storage(tensor) not in sources:
                 self.buffers.add(tensor)
         if is_empty:
             return
-        self._hold(inputs)
+        self._retain(inputs)
         if not self._lower(operation):
-            self._call(operation)
+            self._add_torch_op(operation)
 
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
+    def _retain(self, tensors: Iterable[Tensor]) -> None:
+        """Keeps existing tensors alive for the tape, unless their owners do or they have a buffer;
+        adds buffers for those that operations write to."""
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue
             storage = _storage(tensor)
-            is_stable = storage not in self._changed and (
+            is_stable = storage not in self._written and (
                 storage in self._constants or self.is_persistent(tensor)
             )
             if not is_stable:
-                self.buffers.held_tensors.append(tensor)
-            if storage in self._changed_outside:
+                self.buffers.retained_tensors.append(tensor)
+            if storage in self._written_before_last:
                 self.buffers.add_fixed(tensor)
 
-    # -- lists ------------------------------------------------------------------------------------
+    # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation to a list or as a kernel; returns whether that was possible."""
+        """Adds the operation as row operations or as a kernel; returns whether that was
+        possible."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -141,16 +146,16 @@ class Lowering:
             op = None
         return op is not None and self._compute(op, operands, result, function._schema.is_mutable)
 
-    def _open(
+    def _prepare(
         self,
         sizes: tuple[int, ...],
         inputs: Sequence[Tensor | None],
         output: Tensor,
         dtypes: Iterable[torch.dtype] = FLOATS,
-    ) -> tuple[Rows, list[int], TensorLayout] | None:
-        """Begins an operation over rows of `sizes`. Returns its list, which is the last entry if
-        that fits, the registers of the inputs that are not `None`, and the layout of the output;
-        `None` if no list can hold the operation."""
+    ) -> tuple[RowOps, list[int], TensorLayout] | None:
+        """Prepares an operation over rows of `sizes`. Returns the list to append it to, the
+        registers of the inputs that are not `None`, and the layout of the output; `None` if row
+        operations cannot compute it. The list is the last entry if possible, else a new one."""
         tensors = [x for x in (*inputs, output) if x is not None]
         if output.dtype not in FLOATS or not output.numel():
             return None
@@ -158,38 +163,39 @@ class Lowering:
             return None
         shape = shape_of(sizes)
         layouts = [layout(x, self.buffers.ref(x), sizes) for x in tensors]
-        fitting = [x for x in layouts if x is not None]
-        if shape is None or len(fitting) < len(tensors):
+        valid_layouts = [x for x in layouts if x is not None]
+        if shape is None or len(valid_layouts) < len(tensors):
             return None
-        *sources, target = fitting
-        rows = self._last_rows()
-        if rows is None or rows.shape != shape or not rows.takes(sources):
-            rows = Rows(shape)
+        *sources, target = valid_layouts
+        rows = self._last_row_ops()
+        if rows is None or rows.shape != shape or not rows.can_read(sources):
+            rows = RowOps(shape)
             self.entries.append(rows)
         return rows, [rows.read(source) for source in sources], target
 
-    def _last_rows(self) -> Rows | None:
-        """The last entry, if it is a list."""
+    def _last_row_ops(self) -> RowOps | None:
+        """The last entry, if it is a list of row operations."""
         if self.entries:
             last = self.entries[-1]
-            if isinstance(last, Rows):
+            if isinstance(last, RowOps):
                 return last
         return None
 
-    def _end_rows(self) -> None:
-        """Makes the next operation read memory instead of registers."""
+    def _end_row_ops(self) -> None:
+        """Makes the next operation read memory instead of registers: it cannot join the empty list
+        that this adds."""
         no_rows = (0, 0, 0, 0)
-        self.entries.append(Rows(no_rows))
+        self.entries.append(RowOps(no_rows))
 
     def _sizes(self, output: Tensor) -> tuple[int, ...]:
-        """Returns the sizes of an output's list: those of the output, or of the last list if the
-        output has one number for each of its rows."""
+        """Returns the sizes of the rows for an operation with this output: those of the output or,
+        if the output has one number for each row of the last list, those of that list."""
         sizes = tuple(output.shape)
-        last = self._last_rows()
+        last = self._last_row_ops()
         if last is not None and sizes and sizes[-1] == 1:
-            whole = *sizes[:-1], last.shape[-1]
-            if shape_of(whole) == last.shape:
-                return whole
+            wide_sizes = *sizes[:-1], last.shape[-1]
+            if shape_of(wide_sizes) == last.shape:
+                return wide_sizes
         return sizes
 
     def _compute(
@@ -199,18 +205,20 @@ class Lowering:
         output: Tensor,
         is_in_place: bool = False,
     ) -> bool:
+        """Adds an elementwise operation on one or two `args`, tensors or numbers; returns whether
+        that was possible."""
         tensors = tensors_in(args)
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
-            # before the sizes are chosen: otherwise each part of a row would change the row's
-            # single number again
-            self._end_rows()
+            # before `_sizes`: with the sizes of the last list, every part of a row would update the
+            # row's single number again
+            self._end_row_ops()
         dtypes = DTYPES if op == "copy" else FLOATS
-        opened = self._open(self._sizes(output), tensors, output, dtypes)
-        if opened is None:
+        prepared = self._prepare(self._sizes(output), tensors, output, dtypes)
+        if prepared is None:
             return False
-        rows, registers, target = opened
+        rows, registers, target = prepared
         dtype = output.dtype
         number = 0.0
         if len(tensors) < len(args):
@@ -230,11 +238,11 @@ class Lowering:
         result = rows.compute(op, *registers, dtype=dtype, number=number)
         rows.write(target, result)
         if is_in_place:
-            self._end_rows()
+            self._end_row_ops()
         return True
 
     def _can_reduce(self, x: Tensor) -> bool:
-        """Whether lists reduce the last axis of `x`."""
+        """Whether row operations can reduce the last axis of `x`."""
         return x.dim() > 0 and x.shape[-1] > 1
 
     def _reduce(self, operation: Operation) -> bool:
@@ -244,10 +252,10 @@ class Lowering:
             return False
         if result.dim() != x.dim():
             result = result.unsqueeze(-1)
-        opened = self._open(x.shape, [x], result)
-        if opened is None:
+        prepared = self._prepare(x.shape, [x], result)
+        if prepared is None:
             return False
-        rows, registers, target = opened
+        rows, registers, target = prepared
         op = _REDUCTIONS[function.name()]
         reduced = rows.compute(op, *registers, dtype=result.dtype)
         rows.write(target, reduced)
@@ -258,24 +266,23 @@ class Lowering:
         out = operation.result[0]
         if len(shape) != 1 or not self._can_reduce(x):
             return False
-        opened = self._open(x.shape, [x, weight, bias], out)
-        if opened is None:
+        prepared = self._prepare(x.shape, [x, weight, bias], out)
+        if prepared is None:
             return False
-        rows, (a, *scales), target = opened
-        single = torch.float32
-        mean = rows.compute("mean", a)
-        centred = rows.compute("sub", a, mean)
+        rows, (x_register, *parameters), target = prepared
+        mean = rows.compute("mean", x_register)
+        centred = rows.compute("sub", x_register, mean)
         square = rows.compute("square", centred)
         variance = rows.compute("mean", square)
         shifted = rows.compute("add", variance, number=eps)
         factor = rows.compute("rsqrt", shifted)
-        dtype = single if scales else out.dtype
+        dtype = torch.float32 if parameters else out.dtype
         result = rows.compute("mul", centred, factor, dtype=dtype)
         if weight is not None:
-            dtype = out.dtype if bias is None else single
-            result = rows.compute("mul", result, scales[0], dtype=dtype)
+            dtype = out.dtype if bias is None else torch.float32
+            result = rows.compute("mul", result, parameters[0], dtype=dtype)
         if bias is not None:
-            result = rows.compute("add", result, scales[-1], dtype=out.dtype)
+            result = rows.compute("add", result, parameters[-1], dtype=out.dtype)
         rows.write(target, result)
         return True
 
@@ -291,36 +298,36 @@ class Lowering:
             if part.numel():
                 target = result.narrow(axis, start, length)
                 if not self._compute("copy", (part,), target):
-                    return False  # the call that replaces the list writes all parts again
+                    return False  # then a PyTorch call writes all parts, also those copied so far
             start += length
         return True
 
-    # -- kernels and calls ------------------------------------------------------------------------
+    # -- kernels and PyTorch's operations ---------------------------------------------------------
 
-    def _pick(self, operation: Operation) -> bool:
-        table, numbers, *_ = operation.args
+    def _lookup(self, operation: Operation) -> bool:
+        table, indices, *_ = operation.args
         result: Tensor = operation.result
-        fits = (
-            numbers.dtype is torch.int64
-            and numbers.is_contiguous()
+        is_supported = (
+            indices.dtype is torch.int64
+            and indices.is_contiguous()
             and table.dim() == 2
             and table.stride(1) == 1
             and result.is_contiguous()
             and result.numel()
         )
-        if not fits or self.buffers.id_of(table) is not None:
+        if not is_supported or self.buffers.id_of(table) is not None:
             return False
-        size = table.element_size()
+        itemsize = table.element_size()
         num_rows, width = table.shape
-        row_bytes = width * size
-        stride_bytes = table.stride(0) * size
-        sizes = numbers.numel(), num_rows, row_bytes, stride_bytes, row_bytes
+        row_bytes = width * itemsize
+        stride_bytes = table.stride(0) * itemsize
+        sizes = indices.numel(), num_rows, row_bytes, stride_bytes, row_bytes
         packed = _PICK.pack(0, 0, 0, *sizes)
-        self._kernel(KernelCall("pick", packed, {0: table, 8: numbers}, {16: result}))
+        self._add_kernel(KernelCall("pick", packed, {0: table, 8: indices}, {16: result}))
         return True
 
     def _linear(self, operation: Operation) -> bool:
-        """Lowers a product, whose first argument may be a bias; `weight` is `(depth, width)`."""
+        """Lowers `mm(x, weight)` or `addmm(bias, x, weight)`; `weight` is `(depth, width)`."""
         *biases, x, weight = operation.args
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
@@ -346,8 +353,8 @@ class Lowering:
         self.entries.append(Linear(self.buffers.ref(x), is_transposed, [piece]))
         return True
 
-    def _kernel(self, call: KernelCall) -> None:
-        self._hold(tensors_in((call.reads, call.writes)))
+    def _add_kernel(self, call: KernelCall) -> None:
+        self._retain(tensors_in((call.reads, call.writes)))
         inputs = self._refs(call.reads)
         outputs = self._refs(call.writes)
         reads = buffer_ids_of(inputs.values())
@@ -355,15 +362,16 @@ class Lowering:
         self.entries.append(Kernel(call.name, call.packed, inputs | outputs, reads, writes))
 
     def _refs(self, x: Any) -> Any:
+        """Replaces the tensors in `x` by `TensorRef`s."""
         return tree_map_only(Tensor, self.buffers.ref, x)
 
-    def _call(self, operation: Operation) -> None:
+    def _add_torch_op(self, operation: Operation) -> None:
         function = operation.function
         results = tensors_in(operation.result)
-        computes = any(tensor.is_floating_point() for tensor in results)
+        has_floats = any(tensor.is_floating_point() for tensor in results)
         if (
             batch_invariant.get()
-            and computes
+            and has_floats
             and not is_exact(function, operation.args, operation.kwargs)
         ):
             raise NotCapturable(
@@ -384,7 +392,7 @@ _METHODS: dict[str, _Method] = {
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),
-    "aten::embedding": Lowering._pick,
+    "aten::embedding": Lowering._lookup,
     "aten::mm": Lowering._linear,
     "aten::addmm": Lowering._linear,
 }
@@ -396,8 +404,8 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _changed(operations: list[Recorded]) -> Iterator[int]:
-    """Yields the addresses of existing storages that operations write to."""
+def _written_storages(operations: list[Recorded]) -> Iterator[int]:
+    """Yields the addresses of the storages that operations write to, except their new results."""
     for operation in operations:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):

@@ -1,5 +1,6 @@
-"""Passes over the entries of a whole tape: they join products and lists, drop stores that nothing
-reads, and compute results at their targets. They do not change single operations."""
+"""Passes over the entries of a whole tape: they merge products and lists of row operations, drop
+stores that nothing reads, and elide the copy of the result. They do not change what a single
+operation computes."""
 
 from __future__ import annotations
 
@@ -9,105 +10,110 @@ from collections.abc import Callable
 from ..kernels.cpp.linear import MAX_PIECES
 from .buffers import Buffers
 from .entries import Entry, Linear, TorchOp
-from .rows import Rows
+from .rows import RowOps
 
-_MAX_DISTANCE = 5  # entries between two lists that are joined, at most
+_MAX_DISTANCE = 5  # positions between two lists of row operations that may be merged
 
 
 def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
-    entries = _join(_without_empty(entries), _joins_linear)
-    entries = _join(entries, _joins_rows)
+    """Runs all passes; returns the entries that remain. May give buffers fixed addresses."""
+    entries = _merge(_without_empty(entries), _merge_linear)
+    entries = _merge(entries, _merge_row_ops)
     _drop_stores(entries, buffers)
     entries = _without_empty(entries)
-    _place_result(entries, buffers)
+    _elide_last_copy(entries, buffers)
     return entries
 
 
 def _without_empty(entries: list[Entry]) -> list[Entry]:
-    return [entry for entry in entries if not isinstance(entry, Rows) or entry.instructions]
+    return [entry for entry in entries if not isinstance(entry, RowOps) or entry.instructions]
 
 
-def _join(
+def _merge(
     entries: list[Entry],
-    joins: Callable[[Entry, list[Entry]], bool],
+    merge: Callable[[Entry, list[Entry]], bool],
 ) -> list[Entry]:
-    """Returns the entries without those that `joins` joins to an earlier one."""
+    """Returns the entries without those that `merge` merged into an earlier one. `merge` gets an
+    entry and the earlier ones, and returns whether it merged them."""
     remaining: list[Entry] = []
     for entry in entries:
-        if not joins(entry, remaining):
+        if not merge(entry, remaining):
             remaining.append(entry)
     return remaining
 
 
-def _joins_linear(entry: Entry, before: list[Entry]) -> bool:
-    """Moves a product up to the first one with the same `x`, unless an entry between them writes
-    its inputs."""
+def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
+    """Merges a product into the last earlier one with the same `merge_key`, unless that is full or
+    an entry between them writes to an input of this one."""
     if not isinstance(entry, Linear):
         return False
-    for other in reversed(before):
-        if isinstance(other, Linear) and other.kind == entry.kind:
-            has_space = len(other.pieces) < MAX_PIECES
+    for candidate in reversed(earlier):
+        if isinstance(candidate, Linear) and candidate.merge_key == entry.merge_key:
+            has_space = len(candidate.pieces) < MAX_PIECES
             if has_space:
-                other.pieces += entry.pieces
+                candidate.pieces += entry.pieces
             return has_space
-        if other.writes & entry.reads:
+        if candidate.writes & entry.reads:
             return False
     return False
 
 
-def _joins_rows(entry: Entry, before: list[Entry]) -> bool:
-    """Joins lists over rows of one shape if the entries between them allow one of them to move."""
-    if not isinstance(entry, Rows):
+def _merge_row_ops(entry: Entry, earlier: list[Entry]) -> bool:
+    """Merges row operations into an earlier list of the same shape, if one of the two can move to
+    the other past the entries between them."""
+    if not isinstance(entry, RowOps):
         return False
     between: list[Entry] = []
-    for other in reversed(before[-_MAX_DISTANCE:]):
-        if isinstance(other, Rows) and other.can_absorb(entry):
-            entry_waits = any(_depend(entry, x) for x in between)
-            other_waits = any(_depend(other, x) for x in between)
-            if not (entry_waits and other_waits):
-                other.absorb(entry)
-                if entry_waits:
-                    before.remove(other)
-                    before.append(other)
+    for candidate in reversed(earlier[-_MAX_DISTANCE:]):
+        if isinstance(candidate, RowOps) and candidate.can_absorb(entry):
+            is_entry_fixed = any(_has_hazard(entry, x) for x in between)
+            is_candidate_fixed = any(_has_hazard(candidate, x) for x in between)
+            if not (is_entry_fixed and is_candidate_fixed):
+                candidate.absorb(entry)
+                if is_entry_fixed:
+                    earlier.remove(candidate)
+                    earlier.append(candidate)
                 return True
-        between.append(other)
+        between.append(candidate)
     return False
 
 
-def _depend(entry: Entry, other: Entry) -> bool:
-    """Whether the order of two entries matters."""
-    touched = other.reads | other.writes
-    return bool(entry.writes & touched or entry.reads & other.writes)
+def _has_hazard(a: Entry, b: Entry) -> bool:
+    """Whether the order of two entries matters, since one writes to a buffer that the other
+    uses."""
+    used = b.reads | b.writes
+    return bool(a.writes & used or a.reads & b.writes)
 
 
 def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
     needed = set(buffers.fixed_addresses).union(*(entry.reads for entry in entries))
     for entry in entries:
-        if isinstance(entry, Rows):
+        if isinstance(entry, RowOps):
             entry.drop_stores(needed)
 
 
-def _place_result(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops a last entry that only copies a buffer to memory outside: the buffer gets that address
-    instead."""
+def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
+    """Drops the last entry if it only copies a buffer to memory outside all buffers: the buffer
+    gets that address instead."""
     if not entries:
         return
-    *others, last = entries
-    if not isinstance(last, Rows):
+    *earlier, last = entries
+    if not isinstance(last, RowOps):
         return
     ops = [instruction.op for instruction in last.instructions]
     if ops != ["load", "copy", "store"]:
         return
     source, target = last.accesses()
-    read = source.ref
-    buffer_id = read.buffer_id
+    copied = source.ref
+    buffer_id = copied.buffer_id
     if buffer_id is None or target.ref.buffer_id is not None:
         return
-    are_alike = source.strides == target.strides and read.dtype is target.ref.dtype
-    content_bytes = math.prod(read.sizes) * read.dtype.itemsize
-    is_whole = read.offset == 0 and read.span_bytes == content_bytes == buffers.num_bytes[buffer_id]
-    users = [entry for entry in others if buffer_id in entry.reads | entry.writes]
-    if not are_alike or source.is_narrow or not is_whole or len(users) != 1:
+    has_same_layout = source.strides == target.strides and copied.dtype is target.ref.dtype
+    content_bytes = math.prod(copied.sizes) * copied.dtype.itemsize
+    buffer_bytes = buffers.num_bytes[buffer_id]
+    is_whole = copied.offset == 0 and copied.span_bytes == content_bytes == buffer_bytes
+    users = [entry for entry in earlier if buffer_id in entry.reads | entry.writes]
+    if not has_same_layout or source.is_narrow or not is_whole or len(users) != 1:
         return
     (producer,) = users
     if buffer_id not in producer.reads and not isinstance(producer, TorchOp):

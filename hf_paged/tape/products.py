@@ -1,5 +1,5 @@
-"""Linear products in forwards without a tape, each as one product of rows: few half-precision rows
-use `linear.cpp`, and many use float32 if PyTorch has no native products of the dtype. Leaves
+"""Linear layers' products in forwards without a tape: `linear.cpp` multiplies few half-precision
+rows, and many rows are multiplied in float32 if PyTorch has no native kernels for the dtype. Leaves
 products in tapes to `lower.py`."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..kernels.cpp.linear import (
 UNLIMITED_ROWS = 1 << 60
 
 
-class ProductsOfRows(TorchFunctionMode):
-    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as one product of rows. PyTorch's
-    own adds the bias at a point that depends on the input's strides."""
+class RowProducts(TorchFunctionMode):
+    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as a product of two matrices.
+    PyTorch adds the bias before or after rounding, depending on the input's strides."""
 
     def __torch_function__(
         self,
@@ -61,13 +61,14 @@ class ProductsOfRows(TorchFunctionMode):
 
     def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
         """Returns the function that multiplies the rows; `None`: PyTorch runs the original call."""
-        plain = (Tensor, nn.Parameter, type(None))
-        return _one_product if all(type(y) in plain for y in (x, weight, bias)) else None
+        plain_types = (Tensor, nn.Parameter, type(None))
+        return _torch_product if all(type(y) in plain_types for y in (x, weight, bias)) else None
 
 
-class KernelProducts(ProductsOfRows):
-    """Runs products of CPU tensors without gradients with our kernels where they are faster. Leaves
-    every product to PyTorch while other code traces, transforms or observes its operations."""
+class KernelProducts(RowProducts):
+    """Runs products of CPU tensors with our kernels where they are faster and no gradients are
+    needed. Leaves all products to PyTorch while other code traces, transforms or observes
+    operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +91,7 @@ class KernelProducts(ProductsOfRows):
         if not 0 < x.numel() <= row_limit * depth:
             return None
         if not 1 < depth == weight.shape[1] or width == 1:
-            # strides of size 1 are arbitrary
-            return None
+            return None  # the strides of axes of size 1 are arbitrary
         is_transposed = weight.stride(1) != 1
         if is_transposed and (weight.stride(0) != 1 or row_limit != UNLIMITED_ROWS):
             return None
@@ -99,11 +99,11 @@ class KernelProducts(ProductsOfRows):
             return None
         if not _is_plain_call():
             return None
-        are_many = x.numel() >= MIN_FLOAT32_ROWS * depth
-        return linear_float32 if are_many and row_limit == UNLIMITED_ROWS else linear
+        has_many_rows = x.numel() >= MIN_FLOAT32_ROWS * depth
+        return linear_float32 if has_many_rows and row_limit == UNLIMITED_ROWS else linear
 
 
-def _one_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _torch_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is None:
         return rows.mm(weight.t())
     return torch.addmm(bias, rows, weight.t())
@@ -111,7 +111,7 @@ def _one_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
     """Converts the arguments of the `torch.addmm` in transformers' `Conv1D` to those of `F.linear`;
-    empty if they do not fit."""
+    empty for tensors that are not plain matrices."""
     are_plain = all(type(y) in (Tensor, nn.Parameter) for y in (x, weight))
     if not are_plain or not x.dim() == weight.dim() == 2:
         return ()
@@ -119,8 +119,8 @@ def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 
 def _is_plain_call() -> bool:
-    """Whether operations run without gradients, autocast, modes, transforms of `torch.func`,
-    forward derivatives and traces, and outside a recording and batch-invariant kernels."""
+    """Whether operations run without gradients, autocast, dispatch modes, transforms of
+    `torch.func`, forward-mode derivatives, tracing, recording and batch invariance."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -133,16 +133,17 @@ def _is_plain_call() -> bool:
     )
 
 
-def own_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context for a model's forwards; a null context if the model is compiled or has no
-    half-precision weights on the CPU, or if the kernels are unavailable."""
+def kernel_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context that speeds up products in a model's forwards: a null context if the
+    model is compiled, if it has no half-precision weights on the CPU, or if the kernels are
+    unavailable. `modules`: all modules of the model."""
     all_modules = list(modules)
-    is_half = any(
+    has_half_weights = any(
         x.dtype in HALVES and x.is_cpu
         for module in all_modules
         for x in module._parameters.values()
         if x is not None
     )
-    if not is_half or any(map(is_compiled, all_modules)) or not cpp.is_available():
+    if not has_half_weights or any(map(is_compiled, all_modules)) or not cpp.is_available():
         return contextlib.nullcontext()
     return KernelProducts()

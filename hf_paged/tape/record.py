@@ -1,5 +1,5 @@
-"""Records the operations of a forward, PyTorch's and those of our kernels, with their tensors, and
-refuses operations that cannot be replayed. Leaves when a forward is recorded to `graphs.py`."""
+"""Records the operations of a forward, PyTorch's and calls of our kernels, with their tensors.
+Refuses operations that cannot be replayed. Leaves when a forward is recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from ..step import NotCapturable
 from .length import RANGE_FUNCTIONS, with_ranges
 
 aten = torch.ops.aten
-_LAZY = frozenset({"aten::_conj", "aten::_neg_view"})
-# return objects that share the tensor's memory, which may be written later
-_SHARES = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-_READS = frozenset({Tensor.tolist, Tensor.__repr__})
-_READS_AT = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
-_WRITES_AT = frozenset({"aten::index_put", "aten::index_put_"})
-# create tensors from Python numbers; no kernel writes to these unobserved, unlike to other new ones
+_LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
+# functions that read a tensor: into an object that shares its memory, which may be written later,
+# or by value
+_MEMORY_SHARING = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+_CONTENT_READING = frozenset({Tensor.tolist, Tensor.__repr__})
+_INDEXED_READS = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
+_INDEXED_WRITES = frozenset({"aten::index_put", "aten::index_put_"})
+# operations that create constants
 _CREATES_CONSTANTS = frozenset(
     "aten::lift_fresh aten::ones aten::ones_like aten::new_ones aten::full"
     " aten::arange aten::arange.start aten::arange.start_step".split()
 )
-_BLANK = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
+# operations whose results are not constants: our kernels may write to them unobserved
+_CREATES_OUTPUTS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
+# functions that create tensors from Python numbers
 _FROM_PYTHON = frozenset(
     {
         torch.tensor,
@@ -44,8 +47,8 @@ _FROM_PYTHON = frozenset(
 )
 
 HostResults = list[tuple[Any, Any, Any]]
-"""The operations that are not recorded, in order: the function, the host tensor that it copied, and
-its result."""
+"""The operations that wait for the device or copy to or from it, in order: the function, a copy of
+its source on the host (`None` if it has none), and the result."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -54,16 +57,16 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 class CaptureGuard(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
-    or draws random numbers; in this thread only, unlike torch's sync debug mode. Constants, tensors
-    created only from Python numbers, are the same in each run, so code may read and copy them;
-    `host_results` stores the results for [`HostResultReplay`]."""
+    or draws random numbers; in this thread only, unlike torch's sync debug mode. Allows waits and
+    copies for constants, tensors computed only from Python numbers, which are the same in each run.
+    `host_results` stores the results of these for [`HostResultReplay`]."""
 
     def __init__(self) -> None:
         super().__init__()
         self.host_results: HostResults = []
-        # storages by address, which the dict keeps alive
+        # storages of constants, by address: the dict keeps them alive, so no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
-        # constants whose memory other code shares
+        # those of them whose memory the model's code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -78,30 +81,32 @@ class CaptureGuard(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotCapturable(f"its forward draws random numbers ({func})")
-        of_constants = self._is_of_constants(func, args, kwargs)
+        has_constant_result = self._has_constant_result(func, args, kwargs)
         waits = _waits(func, args)
-        if waits and not of_constants:
+        if waits and not has_constant_result:
             raise NotCapturable(f"its forward waits for the device ({func})")
-        source = _copied_across(func, args, kwargs)
+        source = _source_of_transfer(func, args, kwargs)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         result = func(*args, **kwargs)
         if waits or source is not None:
-            stored = result
-            if func is aten.copy_.default:  # the written values, which may be part of a tensor
-                stored = args[1].to(args[0].device)
-            host = None
+            copied = result
+            if func is aten.copy_.default:  # only the written values, not their whole tensor
+                copied = args[1].to(args[0].device)
+            host_source = None
             if source is not None and source.is_cpu:
-                host = source.clone()
-            self.host_results.append((func, host, tree_map_only(Tensor, torch.clone, stored)))
-        if not of_constants:
-            self._end_constants(func, written_tensors(func, args, kwargs))
-        elif not func.name().startswith(_BLANK):
+                host_source = source.clone()
+            host_result = (func, host_source, tree_map_only(Tensor, torch.clone, copied))
+            self.host_results.append(host_result)
+        if not has_constant_result:
+            self._remove_constants(func, written_tensors(func, args, kwargs))
+        elif not func.name().startswith(_CREATES_OUTPUTS):
             for storage in _storages(tensors_in(result)):
                 self._constants[storage._cdata] = storage
         return result
 
-    def _is_of_constants(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _has_constant_result(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation creates a constant, or all of its inputs are constants."""
         name = func.name()
         if name in _CREATES_CONSTANTS:
             return True
@@ -110,8 +115,9 @@ class CaptureGuard(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
 
-    def _end_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
-        """Removes these tensors, which `func` wrote to, from the constants."""
+    def _remove_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
+        """Removes these tensors, which `func` wrote to, from the constants. Raises
+        [`NotCapturable`] if the model's code shares the memory of one."""
         for storage in _storages(tensors):
             self._constants.pop(storage._cdata, None)
             if storage._cdata in self._shared:
@@ -120,8 +126,8 @@ class CaptureGuard(TorchDispatchMode):
                 )
 
     def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
-        """Whether a tensor was created only from Python numbers. If it `is_shared`, refuses later
-        writes to it."""
+        """Whether a tensor is a constant. If `is_shared`, the caller shares its memory, so later
+        writes to it are refused."""
         storage = next(_storages([tensor]), None)
         if storage is None or storage._cdata not in self._constants:
             return False
@@ -131,9 +137,9 @@ class CaptureGuard(TorchDispatchMode):
 
 
 class HostResultReplay(TorchDispatchMode):
-    """Runs a forward again with the `host_results` of [`CaptureGuard`] in place of the operations
-    that wait or copy between host and device. Raises [`NotCapturable`] for such an operation that
-    is not among them."""
+    """Runs a forward again, and returns the `host_results` of [`CaptureGuard`] for operations that
+    wait or copy between host and device. Raises [`NotCapturable`] if these operations or the
+    sources of their copies are not the same again."""
 
     def __init__(self, host_results: HostResults) -> None:
         super().__init__()
@@ -149,21 +155,22 @@ class HostResultReplay(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        source = _copied_across(func, args, kwargs)
+        source = _source_of_transfer(func, args, kwargs)
         if source is None and not _waits(func, args):
             return func(*args, **kwargs)
-        expected_func, host, result = next(self._expected, (None, None, None))
-        is_same = expected_func is func and (host is None or _is_same(host, source))
-        if not is_same:
+        expected_func, host_source, result = next(self._expected, (None, None, None))
+        is_same_func = expected_func is func
+        if not is_same_func or (host_source is not None and not _are_equal(host_source, source)):
             raise NotCapturable(f"its forward differs when it runs again ({func})")
         if func is aten.copy_.default:
             return func(args[0], result)
-        return tree_map_only(Tensor, torch.clone, result)  # the result may be written to
+        # a copy, since the forward may write to it
+        return tree_map_only(Tensor, torch.clone, result)
 
 
-class HostFirst(TorchFunctionMode):
-    """Creates tensors of Python numbers on the host, then copies them to the device by an operation
-    that modes see."""
+class CreatesOnHost(TorchFunctionMode):
+    """Creates tensors of Python numbers on the host, then copies them to the device. Unlike the
+    creation on the device, the copy is an operation that dispatch modes see."""
 
     def __torch_function__(
         self,
@@ -186,10 +193,10 @@ class HostFirst(TorchFunctionMode):
 
 def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a tensor is created from Python numbers, not from a tensor. Raises [`NotCapturable`]
-    for a list with tensors, whose content is read without an operation that modes see."""
-    position = 1 if func is Tensor.new_tensor else 0
-    if len(args) > position:
-        data = args[position]
+    for a list with tensors: their content is read without an operation that dispatch modes see."""
+    index = 1 if func is Tensor.new_tensor else 0
+    if len(args) > index:
+        data = args[index]
     else:
         data = kwargs.get("data")
     if isinstance(data, Tensor):
@@ -200,23 +207,22 @@ def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation that may draw random numbers draws any: attention without dropout draws
-    none."""
-    for number, argument in enumerate(func._schema.arguments):
+    """Whether an operation that can draw random numbers does: attention draws only with dropout."""
+    for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             default = kwargs.get(argument.name, argument.default_value)
-            dropout = args[number] if number < len(args) else default
+            dropout = args[index] if index < len(args) else default
             return bool(dropout)
     return True
 
 
 def _waits(func: Any, args: Any) -> bool:
-    """Whether the host needs values that are on the device."""
+    """Whether an operation makes the host wait for values of the device."""
     name = func.name()
-    if name in _READS_AT:
+    if name in _INDEXED_READS:
         # only a mask makes the host wait, for the number of selected elements
         return _has_mask(args[1])
-    if name in _WRITES_AT:  # writing a single host number needs no wait
+    if name in _INDEXED_WRITES:  # a single number on the host is written without a wait
         if not _has_mask(args[1]):
             return False
         values = args[2]
@@ -226,8 +232,9 @@ def _waits(func: Any, args: Any) -> bool:
     )
 
 
-def _copied_across(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Returns the tensor that an operation copies between host and device, or `None`."""
+def _source_of_transfer(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """Returns the tensor that an operation copies between host and device; `None` if it copies
+    none."""
     if func is aten.copy_.default:
         target, source = args[:2]
         device = target.device
@@ -241,25 +248,25 @@ def _copied_across(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     return source
 
 
-def _is_same(host: Tensor, other: Any) -> bool:
-    return host.dtype == other.dtype and torch.equal(host, other)
+def _are_equal(a: Tensor, b: Any) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Yields the storages of tensors, except of subclasses that have none."""
+    """Yields the storages of tensors; skips tensor subclasses without a storage."""
     for tensor in tensors:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             yield tensor.untyped_storage()
 
 
 def _has_mask(indices: Any) -> bool:
-    dtypes = (torch.bool, torch.uint8)
-    return any(index is not None and index.dtype in dtypes for index in indices)
+    mask_dtypes = (torch.bool, torch.uint8)
+    return any(index is not None and index.dtype in mask_dtypes for index in indices)
 
 
 class ReadGuard(TorchFunctionMode):
-    """Raises [`NotCapturable`] before Python or NumPy reads the content of a CPU tensor, since a
-    replay would not run the code that uses it. Code may read the constants of `guard`."""
+    """Raises [`NotCapturable`] before Python or NumPy reads the content of a CPU tensor: a replay
+    would not run the Python code that uses it. Allows reads of the constants of `guard`."""
 
     def __init__(self, guard: CaptureGuard | None = None) -> None:
         super().__init__()
@@ -272,8 +279,8 @@ class ReadGuard(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        is_shared = func in _SHARES
-        if is_shared or func in _READS:
+        is_shared = func in _MEMORY_SHARING
+        if is_shared or func in _CONTENT_READING:
             is_constant = self._guard and self._guard.is_constant(args[0], is_shared)
             if not is_constant:
                 raise NotCapturable(
@@ -289,8 +296,8 @@ class ReadGuard(TorchFunctionMode):
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a composite operation as its parts, as autograd does; returns `NotImplemented` for other
-    operations."""
+    """Runs the operations that a composite one consists of, as autograd does; returns
+    `NotImplemented` for other operations."""
     name = func.name()
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return NotImplemented
@@ -307,8 +314,8 @@ class Operation(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """A call of one of our C++ kernels: the packed struct, and the tensors whose addresses it
-    holds, by offset."""
+    """A call of one of our C++ kernels: its packed argument struct, and the tensors whose addresses
+    that contains, by byte offset."""
 
     name: str
     packed: bytes
@@ -320,6 +327,8 @@ Recorded = Operation | KernelCall
 
 
 class _Recorder(CaptureGuard):
+    """Appends this thread's operations to `operations`."""
+
     def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()
         self._operations = operations
@@ -337,17 +346,17 @@ class _Recorder(CaptureGuard):
                 result = args[0].symbolic(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            with self:  # what it computes is recorded, too
+            with self:  # records the reads, too
                 args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         with self:
             result = decompose(func, args, kwargs)
         if result is not NotImplemented:
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.name() in _LAZY:
+        if func.name() in _LAZY_VIEWS:
             raise NotCapturable(f"its forward conjugates or negates lazily ({func})")
-        if tensors_in(result):  # otherwise a number that was read from constants
-            # aliases, since later operations may change the tensors' shapes in place
+        if tensors_in(result):  # else it is a number read from a constant
+            # aliases keep their shapes when later operations change the tensors' shapes in place
             aliases = tree_map_only(Tensor, aten.alias.default, (args, kwargs, result))
             self._operations.append(Operation(func, *aliases))
         return result
@@ -355,15 +364,15 @@ class _Recorder(CaptureGuard):
 
 @restoring
 def recording() -> Iterator[list[Recorded]]:
-    """Records this thread's operations. Raises [`NotCapturable`] for one that cannot be
-    replayed."""
+    """A context that records this thread's operations in the list that it returns. Raises
+    [`NotCapturable`] before an operation that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     modes = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
-        # so that this thread leaves out no mask because of its content; recordings are made one at
-        # a time
+        # while tracing, transformers creates a mask whatever its content; other threads are
+        # unaffected, and only one records at a time
         masking_utils.is_tracing = lambda x: observer.get() is not None or is_tracing(x)
         recorder = _Recorder(operations)
         with ReadGuard(recorder), recorder:
@@ -371,4 +380,4 @@ def recording() -> Iterator[list[Recorded]]:
     finally:
         masking_utils.is_tracing = is_tracing
         observer.reset(token)
-        end_modes(modes)  # modes that an interrupt left active would refuse later operations
+        end_modes(modes)  # a mode that an interrupt left active would refuse later operations

@@ -1,5 +1,5 @@
-"""The backends that record steps, tapes on the CPU and CUDA graphs, and the check of a recording.
-Leaves which steps are recorded to `graphs.py`."""
+"""The backends that record steps, as tapes on the CPU and as CUDA graphs on GPUs, and the check of
+recordings. Leaves which steps are recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Tapes:
     """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays use other kernels than the forward. Only decodes are recorded: a step with chunks
-    # computes for too long to gain, and reading shared prefixes once saves no time.
+    # Replays run on the host, with other kernels than the forward's. Only decodes are recorded: a
+    # step with chunks computes for too long to gain, and reading shared prefixes once saves no time
     on_device = False
 
     def capture(
@@ -41,11 +41,11 @@ class Tapes:
         persistent_storages: set[int],
         prepare: Callable[[], None],
     ) -> Tape:
-        """Runs `run` twice, each time after `prepare`, and records the second run.
-        `persistent_storages`: addresses of the storages that it reads and that outlive the tape.
-        Raises the errors of `run`, and `NotCapturable` if it cannot be recorded."""
+        """Calls `run` twice, each time after `prepare`, and records the second call.
+        `persistent_storages`: addresses of the storages that outlive the tape. Raises the errors of
+        `run`, and `NotCapturable` if it cannot be recorded."""
         prepare()
-        run()  # initializes lazily built objects, and allocates the result
+        run()  # builds objects that are built on first use, and allocates the result
         prepare()
 
         def is_persistent(tensor: Tensor) -> bool:
@@ -68,8 +68,8 @@ Graph = Tape | RecordedGraph
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """Returns the backend that records steps on `device`; `None` if none does, or if our kernels
-    are not used."""
+    """Returns the backend that records steps on `device`; `None` if there is none, or if our
+    kernels are not used."""
     if device.type == "cpu":
         if not cpp.is_available() or forced() not in (None, "cpp"):
             return None
@@ -87,8 +87,8 @@ def check_replay(
     dtypes: set[torch.dtype | None],
     prepare: Callable[[], None],
 ) -> None:
-    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the recorded run's
-    `results`, which were computed in `dtypes`: logits `(n, vocab_size)`, and states `(n, ...)`."""
+    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the `results` of the
+    recorded run, up to rounding in `dtypes`: logits `(n, vocab_size)`, then states `(n, ...)`."""
     expected = [result.clone() for result in results]
     results[0].zero_()
     prepare()
@@ -101,27 +101,28 @@ def check_replay(
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of the first error: ending a broken capture raises further errors."""
+    """Returns the first line of the error that came first: ending a broken capture raises further
+    errors."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
 
 
 @restoring
-def recording_alone(device: torch.device) -> Iterator[bool]:
-    """Yields whether no other thread records on `device`, which has one capture stream. Disables
-    garbage collection meanwhile: it may free objects that wait for the device (pytorch#161037), or
-    run a caller's code."""
-    is_alone = False
-    collects = gc.isenabled()
+def exclusive_recording(device: torch.device) -> Iterator[bool]:
+    """A context for a recording on `device`, which has one capture stream: returns whether no other
+    thread records there. Disables garbage collection meanwhile, which may free objects that wait
+    for the device (pytorch#161037), or run a caller's code."""
+    is_exclusive = False
+    was_gc_enabled = gc.isenabled()
     try:
-        is_alone = _capture_lock(device).acquire(blocking=False)
+        is_exclusive = _capture_lock(device).acquire(blocking=False)
         gc.disable()
-        yield is_alone
+        yield is_exclusive
     finally:
-        if collects:
+        if was_gc_enabled:
             gc.enable()
-        if is_alone:
+        if is_exclusive:
             _capture_lock(device).release()
 
 
@@ -132,6 +133,7 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def log_unrecorded(reason: str, level: int) -> None:
+    """Logs, once per reason, that steps are not recorded."""
     message = Topic.RECORDING(
         "steps are not recorded, and run operation by operation, which is slower: %s"
     )

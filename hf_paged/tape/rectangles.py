@@ -1,5 +1,5 @@
 """Replays decode steps of rectangles: chooses the steps, packs their tokens, and defines the
-forward that a `Recorder` records and replays."""
+forward that is recorded. Leaves when it is recorded to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .step_cache import step_cache, store_states
 if TYPE_CHECKING:
     from .graphs import StepGraphs
 
-_COUNTS = ("logits_to_keep", "num_logits_to_keep")
-_POSITIONS = ("position_ids", "decoder_position_ids", "cache_position")
+_LOGIT_COUNTS = ("logits_to_keep", "num_logits_to_keep")
+_POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
 class RectangleReplays:
     """Replays a model's decode steps in rectangles (`seams.RectangleRecorder`).
 
-    A replay does not run the code that prepares masks, so the recorded forward gets masks that hide
-    nothing (with `reads_keys`, only columns that are not stored), and the tokens that each row sees
-    come from its block tables. The model's own forward also computes the first step of each kind
-    and size of tables, and those of shorter rows (`checks.Checks`): if logits or states differ,
-    steps of this kind are not replayed."""
+    A replay does not run the code that prepares masks. So the recorded forward gets masks of ones,
+    or with `reads_keys` masks of the stored columns, and block tables determine the tokens that
+    each row attends to. The model's own forward also computes the first step of each kind and size
+    of tables, and steps of shorter rows (`checks.Checks`): if logits or states differ, steps of
+    this kind are not replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -51,20 +51,20 @@ class RectangleReplays:
         self._cache = cache
         self._recorder = recorder
         self._groups = list(cache.groups.values())
-        self._cross = [] if cache.cross is None else list(cache.cross.groups.values())
+        self._cross_groups = [] if cache.cross is None else list(cache.cross.groups.values())
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-        # the argument that hides tokens of the decoder
+        # the argument with the mask of the decoder's tokens
         self._mask_name = "attention_mask"
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
-        # of the running step, for the forward
+        # of the running step, as arguments of the forward and for the check:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
         self._is_padded = False
         self._constants: Hashable = None
         self._zero_token_types: list[str] = []
-        self._masking: list[tuple[bool, bool]] = []
+        self._row_masking: list[tuple[bool, bool]] = []
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -79,8 +79,8 @@ class RectangleReplays:
         self._recorder.begin(state)
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`; returns logits `(rows, vocab_size)`, or
-        `None` if no recording serves the step."""
+        """As `RectangleRecorder.run`: replays a step with the model inputs `prepared`; returns
+        logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
         if self._state is None or not self._uses_stock_update:
             return None
         recorder = self._recorder
@@ -96,8 +96,8 @@ class RectangleReplays:
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
         self._constants = _constants(prepared), tuple(self._zero_token_types)
-        cross_lengths = tokens.groups[-1].seq_lens if self._cross else ()
-        self._masking = _row_masking(rectangle, cross_lengths)
+        visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
+        self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
         try:
             return recorder.run(
@@ -106,7 +106,7 @@ class RectangleReplays:
                 self._forward,
                 kind=(self._is_padded, self._constants),
                 states=rectangle.state_layers,
-                checked_as=(self._constants, self._num_axes, frozenset(self._masking)),
+                checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
             )
         finally:
             self._prepared = {}
@@ -117,26 +117,29 @@ class RectangleReplays:
         return self._recorder.is_checked
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
-        """Compares the logits `(rows, vocab_size)` and states of the last replay with those of the
-        model's own forward, separately for rows with and without hidden tokens; if any differ,
-        steps of this kind are no longer replayed."""
+        """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
+        last replay with those of the model's own forward, separately for rows of each masking. If
+        any differ, steps of this kind are no longer replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         results += zip(state_tensors(rectangle.state_layers), copied)
         pairs = []
-        for masking in {*self._masking}:
-            rows = [row for row, other in enumerate(self._masking) if other == masking]
-            pairs += [(own[rows], other[rows]) for own, other in results]
+        for masking in {*self._row_masking}:
+            rows = [row for row, value in enumerate(self._row_masking) if value == masking]
+            pairs += [
+                (expected_result[rows], replayed_result[rows])
+                for expected_result, replayed_result in results
+            ]
         self._recorder.check(pairs)
 
     def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
         """Returns the step as packed tokens; `None` if it cannot be recorded."""
         num_rows = len(rectangle.blocks)
-        position = rectangle.width - 1
-        if self._cross and any(rectangle.paddings):
-            return None  # a bias of positions would need each row's padding
-        encoded = self._encoder_lengths(rectangle, prepared)
-        if encoded is None or not self._are_supported(prepared, rectangle):
+        column = rectangle.width - 1  # of the new tokens
+        if self._cross_groups and any(rectangle.paddings):
+            return None  # a position bias would need each row's padding
+        visible_lengths = self._visible_encoder_lengths(rectangle, prepared)
+        if visible_lengths is None or not self._are_inputs_supported(prepared, rectangle):
             return None
         groups = []
         for number, group in enumerate(self._groups):
@@ -146,27 +149,29 @@ class RectangleReplays:
                 return None  # a mask would need each row's first column
             rows = zip(rectangle.paddings, tables)
             origins = [padding + table.num_dropped * size for padding, table in rows]
-            indices = [position - origin for origin in origins]
+            indices = [column - origin for origin in origins]
             block_ids = [table.block_ids for table in tables]
             slots = [
                 ids[index // size] * size + index % size for ids, index in zip(block_ids, indices)
             ]
             seq_lens = [index + 1 for index in indices]
             groups.append(GroupTokens(slots, block_ids, seq_lens, origins))
-        for number in range(len(self._cross)):
+        for number in range(len(self._cross_groups)):
             block_ids = [blocks.tables[number].block_ids for blocks in rectangle.encoded]
-            groups.append(GroupTokens([-1] * num_rows, block_ids, encoded, [0] * num_rows))
+            groups.append(GroupTokens([-1] * num_rows, block_ids, visible_lengths, [0] * num_rows))
         token_ids = rectangle.token_ids[:, -1].tolist()
         last = list(range(num_rows))
-        positions = [position] * num_rows
+        positions = [column] * num_rows
         query_start = [*last, num_rows]
-        axes = _axes(prepared, num_rows, position)
+        axes = _position_axes(prepared, num_rows, column)
         return PackedTokens(token_ids, positions, last, query_start, num_rows, groups, [], axes)
 
-    def _encoder_lengths(self, rectangle: Rectangle, prepared: dict[str, Any]) -> list[int] | None:
-        """Returns how many of its first encoder tokens each row sees; `None` if a row sees other
-        tokens."""
-        if not self._cross:
+    def _visible_encoder_lengths(
+        self, rectangle: Rectangle, prepared: dict[str, Any]
+    ) -> list[int] | None:
+        """Returns how many of its leading encoder tokens each row attends to; `None` if a row
+        attends to others. Empty without an encoder."""
+        if not self._cross_groups:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
         width = max(lengths)
@@ -175,43 +180,44 @@ class RectangleReplays:
             mask = prepared.get("attention_mask")
             if mask is None or bool((mask == 1).all()):
                 return lengths
-            # a mask of the encoder's inputs
+            # a mask of other columns than the encoder's outputs
             if mask.shape != (len(lengths), width):
                 return None
-            are_bits = bool(((mask == 0) | (mask == 1)).all())
-            visible = padding_columns(mask, len(lengths), width) if are_bits else None
-            if visible is None:
+            is_binary = bool(((mask == 0) | (mask == 1)).all())
+            bounds = padding_columns(mask, len(lengths), width) if is_binary else None
+            if bounds is None:
                 return None
-            columns = zip(*visible)
-        num_visible = []
+            columns = zip(*bounds)
+        visible_lengths = []
         for length, (first, end) in zip(lengths, columns):
             origin = width - length
             if first > origin or end <= origin:
                 return None
-            num_visible.append(end - origin)
-        return num_visible
+            visible_lengths.append(end - origin)
+        return visible_lengths
 
-    def _are_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward can take these inputs, or equivalent ones."""
+    def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
+        """Whether the recorded forward computes the same from the inputs that it gets in place of
+        these."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
-        handled = {self._ids_name, self._cache_name, "encoder_outputs"}
-        handled.update(self._zero_token_types)
-        if self._cross:
-            handled.add("attention_mask")  # `_encoder_lengths`
-        inputs = [(name, value) for name, value in prepared.items() if name not in handled]
-        return all(self._is_supported(name, value, rectangle) for name, value in inputs)
+        replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
+        replaced.update(self._zero_token_types)
+        if self._cross_groups:
+            replaced.add("attention_mask")  # checked by `_visible_encoder_lengths`
+        inputs = [(name, value) for name, value in prepared.items() if name not in replaced]
+        return all(self._is_input_supported(name, value, rectangle) for name, value in inputs)
 
-    def _is_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
+    def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
-        if not isinstance(value, Tensor):  # other numbers may change from step to step
-            return value is None or isinstance(value, (bool, str)) or name in _COUNTS
+        if not isinstance(value, Tensor):  # numbers other than counts may change between steps
+            return value is None or isinstance(value, (bool, str)) or name in _LOGIT_COUNTS
         if name == self._mask_name:
-            visible = tuple(rectangle.paddings), (width,) * num_rows
-            return value.dim() == 2 and padding_columns(value, num_rows, width) == visible
+            unpadded = tuple(rectangle.paddings), (width,) * num_rows
+            return value.dim() == 2 and padding_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
-            return torch.equal(value, value.round())  # `_axes` passes integers
-        if name not in _POSITIONS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
+            return torch.equal(value, value.round())  # `_position_axes` passes integers
+        if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
             return False
         return bool((value == width - 1).all())
 
@@ -220,30 +226,31 @@ class RectangleReplays:
         token_ids: Tensor,
         positions: Tensor,
         steps: list[StepMetadata],
-        kept: Tensor | None,
+        logit_indices: Tensor | None,
         context: ForwardContext | None,
         position_ids: Tensor | None = None,
         states: Items[Tensor] = (),
     ) -> Tensor:
-        """The recorded forward (`graphs.Forward`): `token_ids` and `positions` `(1, n)`, a step per
-        layer group, `position_ids` `(axes, 1, n)` or `(1, n)` (`None`: the columns), and `states`
-        `(n, ...)`; returns logits `(n, vocab_size)`. `kept` and `context` are `None`."""
+        """The recorded forward (`graphs.Forward`): takes `token_ids` and `positions` `(1, n)`, a
+        step per layer group, `position_ids` `(axes, 1, n)` or `(1, n)` (`None`: the columns), and
+        `states` `(n, ...)`; returns logits `(n, vocab_size)`. `logit_indices` and `context` are
+        `None`."""
         num_rows = token_ids.shape[1]
         column_steps = []
         for step in steps:
             assert step.slots is not None
             columns = range(step.block_tables.shape[1] * step.block_size)
             slots = step.slots.view(num_rows, 1)
-            # nonzero if any row is padded; replays read `lengths.origins`
+            # says only whether any row is padded: replays read the origins in `lengths`
             origins = (int(self._is_padded),) * num_rows
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             column_steps.append(step)
         assert self._state is not None
         self._state.mark_unverified()
         arguments = self._arguments(token_ids, positions, column_steps, position_ids)
-        running, *_ = cache_parts(self._prepared[self._cache_name])
+        running_cache, *_ = cache_parts(self._prepared[self._cache_name])
         reads_keys = self._recorder.reads_keys
-        layers = state_layers(running)
+        layers = state_layers(running_cache)
         length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
         cache = step_cache(self._cache, column_steps, length, layers, states, reads_keys)
         arguments[self._cache_name] = cache
@@ -261,7 +268,7 @@ class RectangleReplays:
         column_steps: list[StepMetadata],
         position_ids: Tensor | None,
     ) -> dict[str, Any]:
-        """The arguments of the forward, except its cache."""
+        """Returns the model's arguments, except its cache and the masks of `_masks`."""
         num_rows = token_ids.shape[1]
         arguments = dict(self._prepared)
         for name in self._zero_token_types:
@@ -273,18 +280,18 @@ class RectangleReplays:
             first = column_steps[0]
             capacity = first.block_tables.shape[1] * first.block_size
             arguments[self._mask_name] = token_ids.new_ones(num_rows, capacity)
-        for name in _POSITIONS:
-            like = arguments.get(name)
-            if not isinstance(like, Tensor):
+        for name in _POSITION_INPUTS:
+            prepared = arguments.get(name)
+            if not isinstance(prepared, Tensor):
                 continue
             if name == "position_ids" and position_ids is not None:
-                rows = position_ids.view(*like.shape[:-2], num_rows, 1)
-                arguments[name] = rows.to(like.dtype)
-            elif like.dim() == 1:
+                by_row = position_ids.view(*prepared.shape[:-2], num_rows, 1)
+                arguments[name] = by_row.to(prepared.dtype)
+            elif prepared.dim() == 1:
                 arguments[name] = positions[0, :1]
             else:
                 arguments[name] = positions.view(num_rows, 1)
-        if self._cross:
+        if self._cross_groups:
             arguments["attention_mask"] = None
             arguments["encoder_outputs"] = self._placeholder_encoder_outputs(
                 num_rows, column_steps[-1]
@@ -292,30 +299,32 @@ class RectangleReplays:
         return arguments
 
     def _masks(self, column_steps: list[StepMetadata]) -> dict[str, Tensor]:
-        """Masks `(n, capacity)` of the tokens that rows have stored, for code that computes with
-        all columns."""
-        num_self = len(column_steps) - len(self._cross)
+        """Returns masks `(n, capacity)` of the columns that rows have stored, for code that
+        computes with all columns."""
+        num_self_groups = len(column_steps) - len(self._cross_groups)
         masks = {}
         if self._mask_name in self._forward_parameters:
-            self_steps = column_steps[:num_self]
+            self_steps = column_steps[:num_self_groups]
             unwindowed = [step for step in self_steps if step.window is None]
-            masks[self._mask_name] = _stored((unwindowed or self_steps)[0])
-        if self._cross:
-            masks["attention_mask"] = _stored(column_steps[-1])
+            masks[self._mask_name] = _stored_columns((unwindowed or self_steps)[0])
+        if self._cross_groups:
+            masks["attention_mask"] = _stored_columns(column_steps[-1])
         return masks
 
     def _placeholder_encoder_outputs(self, num_rows: int, step: StepMetadata) -> ModelOutput:
-        """Placeholder encoder outputs of the step's size, which no recorded operation may read."""
+        """Returns encoder outputs of the step's size without content, which no recorded operation
+        reads: the encoder's keys and values are stored."""
         outputs = self._prepared["encoder_outputs"]
         assert step.columns is not None
         hidden = outputs[0]
-        blank = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
-        kind = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-        return kind(last_hidden_state=blank)
+        placeholder = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
+        output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+        return output_class(last_hidden_state=placeholder)
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters of the model's forward, and of those that it passes `**kwargs` to."""
+    """Returns the names of the parameters of the model's forward, and of the forwards to which it
+    passes `**kwargs`."""
     names = set[str]()
     forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
     for forward in (model.forward, *forwards):
@@ -326,8 +335,9 @@ def _parameters(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
-    """The rows' position ids on each axis; `None` if they count columns, or there are none."""
+def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
+    """Returns the rows' position ids on each axis; `None` if they count columns, or there are
+    none."""
     position_ids = prepared.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
         return None
@@ -338,8 +348,8 @@ def _axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int
     return axes
 
 
-def _stored(step: StepMetadata) -> Tensor:
-    """Returns 1 for each column that a row has stored, else 0: `(n, columns)` int64."""
+def _stored_columns(step: StepMetadata) -> Tensor:
+    """Returns a mask `(n, columns)` int64: 1 for columns that a row has stored, else 0."""
     assert step.columns is not None and step.lengths is not None
     lengths = step.lengths
     assert lengths.origins is not None
@@ -349,26 +359,26 @@ def _stored(step: StepMetadata) -> Tensor:
 
 
 def _zero_token_types(prepared: dict[str, Any]) -> list[str]:
-    """Names of token-type inputs that are 0 for the new token of every row."""
+    """Returns the names of token-type inputs that are 0 for the new token of every row."""
     names = []
     for name, value in prepared.items():
         if name.endswith("token_type_ids") and isinstance(value, Tensor):
-            is_of_tokens = value.dim() == 2 and value.shape[1] == 1
-            if is_of_tokens and value.dtype is torch.int64 and not bool(value.any()):
+            is_column = value.dim() == 2 and value.shape[1] == 1
+            if is_column and value.dtype is torch.int64 and not bool(value.any()):
                 names.append(name)
     return names
 
 
 def _constants(prepared: dict[str, Any]) -> Hashable:
-    """The inputs that are recorded as constants."""
+    """Returns the inputs that a recording treats as constants."""
     items = prepared.items()
     return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
 
 
-def _row_masking(rectangle: Rectangle, encoded: Items[int]) -> list[tuple[bool, bool]]:
-    """Whether each row has padding, and whether it sees fewer tokens of its encoder, `encoded`,
-    than its encoder has."""
-    hides = [False] * len(rectangle.paddings)
-    for row, num_visible in enumerate(encoded):
-        hides[row] = num_visible < rectangle.encoded[row].tables[0].num_tokens
-    return [(padding > 0, is_hiding) for padding, is_hiding in zip(rectangle.paddings, hides)]
+def _masking_of_rows(rectangle: Rectangle, visible_lengths: Items[int]) -> list[tuple[bool, bool]]:
+    """Returns for each row whether it has padding, and whether some of its encoder tokens are
+    hidden. `visible_lengths`: numbers of encoder tokens that are not; empty without an encoder."""
+    hides_tokens = [False] * len(rectangle.paddings)
+    for row, visible_length in enumerate(visible_lengths):
+        hides_tokens[row] = visible_length < rectangle.encoded[row].tables[0].num_tokens
+    return [(padding > 0, hides) for padding, hides in zip(rectangle.paddings, hides_tokens)]

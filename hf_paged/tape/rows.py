@@ -1,5 +1,5 @@
-"""Lists of small operations on rows of numbers, each of which runs as one call of `rows.cpp`.
-Leaves which operations join a list to `lower.py` and `passes.py`."""
+"""Lists of elementwise operations and reductions of rows, fused: one call of `rows.cpp` runs a
+list. Leaves which operations are fused to `lower.py` and `passes.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .buffers import DTYPES, AddressOf, KeepBytes, PackedCall, TensorRef, buffer_ids_of
+from .buffers import DTYPES, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
@@ -25,8 +25,8 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class TensorLayout(NamedTuple):
-    """The strides by which a list reads or writes a tensor, in the dimensions of its `Shape`.
-    Narrow tensors have one number per row."""
+    """How a list accesses a tensor: by strides in elements, one for each dimension of the list's
+    `Shape`. A narrow tensor has one number per row."""
 
     ref: TensorRef
     strides: tuple[int, ...]
@@ -34,14 +34,14 @@ class TensorLayout(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for tensors with the same numbers, whatever their sizes."""
+        """Equal for layouts that access the same numbers, whatever sizes their tensors have."""
         ref = self.ref
         return ref.buffer_id, ref.offset, ref.dtype, self.strides, self.is_narrow
 
 
 class Instruction(NamedTuple):
-    """A load or store between a register and memory, or an operation on registers and a number,
-    whose result goes to the register `out`."""
+    """A load or store between memory and the register `out`, or an operation on registers and a
+    number, whose result is rounded to `dtype` and goes to `out`."""
 
     op: str
     out: int
@@ -52,27 +52,26 @@ class Instruction(NamedTuple):
 
 
 Shape = tuple[int, ...]
-"""The sizes of three dimensions of rows, and the numbers per row."""
+"""Four sizes: of three dimensions that count rows, and of a row."""
 
 
-def _of_rows(numbers: Sequence[int], sizes: Sequence[int], missing: int) -> tuple[int, ...] | None:
-    """Selects the numbers of the dimensions of rows, all but the last that are not of size 1, and
-    pads them to three with `missing` in front; `None` if there are more than three."""
-    selected = [number for number, size in zip(numbers, sizes[:-1]) if size != 1]
-    num_missing = 3 - len(selected)
-    if num_missing < 0:
+def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tuple[int, ...] | None:
+    """Returns the values of the dimensions that count rows: all but the last, without those of size
+    1, padded in front to three with `padding`; `None` if there are more than three."""
+    selected = [value for value, size in zip(values, sizes[:-1]) if size != 1]
+    num_padding = 3 - len(selected)
+    if num_padding < 0:
         return None
-    return (missing,) * num_missing + tuple(selected)
+    return (padding,) * num_padding + tuple(selected)
 
 
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
-    """Returns the `Shape` for a tensor's sizes; `None` if the rows have more than three
-    dimensions."""
+    """Returns the `Shape` for a tensor's sizes; `None` if more than three dimensions count rows."""
     sizes = sizes or (1,)
-    rows = _of_rows(sizes, sizes, 1)
-    if rows is None:
+    row_sizes = _pad_dims(sizes, sizes, 1)
+    if row_sizes is None:
         return None
-    return (*rows, sizes[-1])
+    return (*row_sizes, sizes[-1])
 
 
 def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | None:
@@ -83,29 +82,30 @@ def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | 
         strides = x.expand(sizes).stride()
     except RuntimeError:
         return None
-    row_strides = _of_rows(strides, sizes, 0)
+    row_strides = _pad_dims(strides, sizes, 0)
     if row_strides is None:
         return None
     is_wide = sizes[-1] != 1
     is_narrow = is_wide and (not x.dim() or x.shape[-1] == 1)
-    step = 1
+    element_stride = 1
     if is_wide and not is_narrow:
-        step = strides[-1]
-    return TensorLayout(ref, (*row_strides, step), is_narrow)
+        element_stride = strides[-1]
+    return TensorLayout(ref, (*row_strides, element_stride), is_narrow)
 
 
-class Rows:
-    """Instructions over rows of one shape. A stored value also stays in a register, which later
-    instructions read."""
+class RowOps:
+    """A list of instructions over rows of one shape. A stored value also stays in its register, for
+    later instructions to read."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.instructions: list[Instruction] = []
-        self.are_narrow: list[bool] = []  # registers
-        self._registers: dict[Any, int] = {}  # by the layout key of their content
+        self.are_narrow: list[bool] = []  # by register: whether it has one number per row
+        self._registers: dict[Any, int] = {}  # by `TensorLayout.key` of their content
 
     def accesses(self, *ops: str) -> list[TensorLayout]:
-        """Returns the tensors of loads and stores, or only of `ops`, in order."""
+        """Returns the memory that loads and stores access, in order; only that of `ops` if any are
+        passed."""
         return [
             instruction.memory
             for instruction in self.instructions
@@ -122,20 +122,21 @@ class Rows:
 
     # -- building ---------------------------------------------------------------------------------
 
-    def takes(self, layouts: list[TensorLayout]) -> bool:
-        """Whether this list can read `layouts`: none may be in memory that the list writes, except
-        in the same layout."""
+    def can_read(self, layouts: list[TensorLayout]) -> bool:
+        """Whether this list can read `layouts`: each is in a register, or in a buffer that the list
+        does not write to."""
         written = self.writes
         return all(x.key in self._registers or x.ref.buffer_id not in written for x in layouts)
 
-    def _register(self, is_narrow: bool) -> int:
+    def _new_register(self, is_narrow: bool) -> int:
         self.are_narrow.append(is_narrow)
         return len(self.are_narrow) - 1
 
     def read(self, source: TensorLayout) -> int:
+        """Returns the register with the tensor's numbers, after a load if no register has them."""
         key = source.key
         if key not in self._registers:
-            register = self._register(source.is_narrow)
+            register = self._new_register(source.is_narrow)
             self._registers[key] = register
             self.instructions.append(Instruction("load", register, memory=source))
         return self._registers[key]
@@ -147,8 +148,9 @@ class Rows:
         dtype: torch.dtype = torch.float32,
         number: float = 0.0,
     ) -> int:
+        """Adds an operation on registers; returns the register of its result."""
         are_narrow = all(self.are_narrow[register] for register in inputs)
-        out = self._register(are_narrow or op in REDUCTIONS)
+        out = self._new_register(are_narrow or op in REDUCTIONS)
         self.instructions.append(Instruction(op, out, inputs, dtype=dtype, number=number))
         return out
 
@@ -156,21 +158,22 @@ class Rows:
         self.instructions.append(Instruction("store", register, (register,), target))
         self._registers[target.key] = register
 
-    def can_absorb(self, other: Rows) -> bool:
-        """Whether `other` has rows of the same shape, reads only registers or memory that this list
-        does not write, and writes no memory that this list reads or writes."""
-        stores = (*self.accesses("store"), *other.accesses("store"))
+    def can_absorb(self, later: RowOps) -> bool:
+        """Whether `later` has rows of the same shape, can read its inputs from this list's
+        registers or from buffers that this list does not write, and writes no buffer that this list
+        reads or writes."""
+        stores = (*self.accesses("store"), *later.accesses("store"))
         if any(target.ref.buffer_id is None for target in stores):
-            return False  # other tensors may share memory outside the tape
-        if self.shape != other.shape or not self.takes(other.accesses("load")):
+            return False  # memory outside the buffers may overlap with any tensor
+        if self.shape != later.shape or not self.can_read(later.accesses("load")):
             return False
-        touched = self.reads | self.writes
-        return not other.writes & touched
+        used = self.reads | self.writes
+        return not later.writes & used
 
-    def absorb(self, other: Rows) -> None:
-        """Appends the instructions of `other`."""
-        registers: dict[int, int] = {}
-        for op, out, inputs, memory, dtype, number in other.instructions:
+    def absorb(self, later: RowOps) -> None:
+        """Appends the instructions of `later`."""
+        registers: dict[int, int] = {}  # of this list, by those of `later`
+        for op, out, inputs, memory, dtype, number in later.instructions:
             if memory is None:
                 sources = (registers[register] for register in inputs)
                 registers[out] = self.compute(op, *sources, dtype=dtype, number=number)
@@ -179,25 +182,25 @@ class Rows:
             else:
                 self.write(memory, registers[out])
 
-    # -- of the tape ------------------------------------------------------------------------------
+    # -- for the tape -----------------------------------------------------------------------------
 
     def drop_stores(self, needed: set[int]) -> None:
-        """Drops stores to buffers that are not in `needed`, and then instructions whose results are
-        not used."""
-        used: set[int] = set()
-        backwards = []
+        """Drops stores to buffers whose ids are not in `needed`, then instructions whose results
+        are unused."""
+        used: set[int] = set()  # registers
+        used_instructions = []  # the last first
         for instruction in reversed(self.instructions):
             is_used = instruction.out in used
             if instruction.op == "store" and instruction.memory is not None:
                 buffer_id = instruction.memory.ref.buffer_id
                 is_used = buffer_id is None or buffer_id in needed
             if is_used:
-                backwards.append(instruction)
+                used_instructions.append(instruction)
                 used.update(instruction.inputs)
-        self.instructions = backwards[::-1]
+        self.instructions = used_instructions[::-1]
 
-    def pack(self, address: AddressOf, keep: KeepBytes) -> PackedCall:
-        registers, are_narrow = self._renumbered()
+    def pack(self, address: AddressOf, store: StoreBytes) -> PackedCall:
+        registers, are_narrow = self._allocate_registers()
         num_memories = 0
         memories = b""
         instructions = b""
@@ -210,10 +213,10 @@ class Rows:
                 b = num_memories
                 num_memories += 1
                 start = address(memory.ref)
-                kind = DTYPES[memory.ref.dtype]
-                memories += MEMORY.pack(start, kind, *memory.strides)
-            numbers = OPS[op], registers[out], a, b, DTYPES[dtype], 0
-            instructions += INSTRUCTION.pack(*numbers, number)
+                dtype_id = DTYPES[memory.ref.dtype]
+                memories += MEMORY.pack(start, dtype_id, *memory.strides)
+            fields = OPS[op], registers[out], a, b, DTYPES[dtype], 0
+            instructions += INSTRUCTION.pack(*fields, number)
         packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(
             *self.shape,
@@ -221,19 +224,20 @@ class Rows:
             num_memories,
             len(self.instructions),
             len(are_narrow),
-            keep(memories),
-            keep(instructions),
-            keep(packed_narrow),
+            store(memories),
+            store(instructions),
+            store(packed_narrow),
         )
         return "rows", call
 
-    def _renumbered(self) -> tuple[dict[int, int], list[bool]]:
-        """Renumbers the registers in use, and reuses those that are no longer needed."""
-        last: dict[int, int] = {}
+    def _allocate_registers(self) -> tuple[dict[int, int], list[bool]]:
+        """Maps registers to as few as possible by reusing those whose content is no longer needed.
+        Returns the new number of each register in use, and whether each new one is narrow."""
+        last: dict[int, int] = {}  # index of the last instruction that uses a register
         for index, instruction in enumerate(self.instructions):
             registers = (instruction.out, *instruction.inputs)
             last |= dict.fromkeys(registers, index)
-        free: dict[bool, list[int]] = {False: [], True: []}
+        free: dict[bool, list[int]] = {False: [], True: []}  # new registers, by `is_narrow`
         numbers: dict[int, int] = {}
         are_narrow: list[bool] = []
         for index, instruction in enumerate(self.instructions):

@@ -24,30 +24,33 @@ from ..step import numbers_on
 logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
-"""Takes sequences and their next tokens `(n,)` on the device; returns logits `(n, vocab)`, or
-`None` if the step needs the host."""
+"""Launches a decode step of sequences, from their next tokens `(n,)` on the device. Returns logits
+`(n, vocab)`, or `None` if the step needs the host."""
+
+AssumedState = tuple[int, int, list[int]]
+"""The state of a sequence in which a launched step is valid: its number of tokens, its last token,
+and the last block of each table."""
 
 
-class Launched(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step launched on the device, for `n` sequences."""
 
     logits: Tensor  # (n, vocab)
-    # row in `logits`, and the state that the launch assumed: number of tokens, last token, last
-    # block of each table
-    rows: dict[Sequence, tuple[int, tuple[int, int, list[int]]]]
+    rows: dict[Sequence, tuple[int, AssumedState]]  # the row in `logits`, and the assumed state
 
 
 class GraphRunAhead:
-    """Launches the next decode step while its input tokens are still being copied to the host. This
-    assumes that every row continues and none joins. If that turns out wrong, the step is computed
-    as usual: the launched one only wrote K/V past the sequences' ends."""
+    """Launches the next decode step while its input tokens are still being copied to the host,
+    assuming that every row continues and none joins. Where that is wrong, the step is computed as
+    usual: the launched step only wrote K/V past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
         self._scheduler = scheduler
-        self._launched: Launched | None = None
+        self._launched: LaunchedStep | None = None
 
     def clear(self) -> None:
+        """Drops the launched step."""
         self._launched = None
 
     def fetch(
@@ -55,9 +58,8 @@ class GraphRunAhead:
         ready: list[tuple[Generation, LogitRows]],
         launch: Launch,
     ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host
-        and meanwhile launches the next step; `None` if a row is not sampled (beams) or has
-        drafts."""
+        """As `RunAhead.fetch`: returns a function that copies tokens to the host and meanwhile
+        launches the next step; `None` if a row is not sampled (beams) or has drafts."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -66,30 +68,31 @@ class GraphRunAhead:
             for row in generation.decoding.open_rows:
                 request, index = generation.rows[row]
                 sequences.append(request.sequences[index])
-        return lambda tokens: self._fetch(sequences, tokens, launch)
+        return lambda tokens: self._fetch_and_launch(sequences, tokens, launch)
 
-    def _fetch(
+    def _fetch_and_launch(
         self,
         sequences: list[Sequence],
         tokens: Tensor,
         launch: Launch,
     ) -> list[int]:
+        """Returns the new tokens of `sequences`, `(n,)` on the device."""
         wait = _start_copy(tokens)
         # rows that reach their maximum length with these tokens do not continue
-        continuing = []
+        continuing_rows = []
         for row, sequence in enumerate(sequences):
             if sequence.num_tokens + 1 < sequence.request.max_num_tokens:
-                continuing.append(row)
-        remaining = [sequences[row] for row in continuing]
+                continuing_rows.append(row)
+        continuing = [sequences[row] for row in continuing_rows]
         logits = None
-        with self._memory.changing():  # after an error the sampler goes on without a launch
+        with self._memory.changing():
             num_leaving = len(sequences) - len(continuing)
-            is_next = False
+            can_launch = False
             if len(tokens) == len(sequences):
-                is_next = self._scheduler.reserve_next(remaining, num_leaving)
-        if continuing and is_next:
+                can_launch = self._scheduler.reserve_next(continuing, num_leaving)
+        if continuing and can_launch:
             try:
-                logits = launch(remaining, select_rows(tokens, continuing))
+                logits = launch(continuing, select_rows(tokens, continuing_rows))
             except Exception as error:  # the step is computed as usual, and raises it again
                 if is_interrupt(error):
                     raise
@@ -97,24 +100,24 @@ class GraphRunAhead:
         token_ids = wait()
         if logits is not None:
             rows = {}
-            for number, row in enumerate(continuing):
+            for logits_row, row in enumerate(continuing_rows):
                 sequence = sequences[row]
                 state = (sequence.num_tokens + 1, token_ids[row], _last_blocks(sequence))
-                rows[sequence] = (number, state)
-            self._launched = Launched(logits, rows)
+                rows[sequence] = (logits_row, state)
+            self._launched = LaunchedStep(logits, rows)
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab)` of the first `n` rows of a step, if they were launched
-        ahead, and `n`."""
+        """Returns the logits `(n, vocab)` of the first `n` rows of a step and `n`, as far as these
+        rows were launched ahead; `(None, 0)` if the first was not."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
         rows: list[int] = []
         for sequence, count, num_logits in zip(plan.sequences, plan.counts, plan.num_logits):
             row, assumed = launched.rows.get(sequence, (0, None))
-            # the caller's code may have chosen another token, and a preempted sequence may have
-            # other blocks
+            # the caller's code may have replaced the token, and a preempted sequence may have new
+            # blocks
             token_ids = sequence.token_ids
             state = (len(token_ids), token_ids[-1], _last_blocks(sequence))
             is_decode = count == 1 == num_logits
@@ -134,8 +137,8 @@ def _last_blocks(sequence: Sequence) -> list[int]:
 
 
 def _start_copy(tokens: Tensor) -> Callable[[], list[int]]:
-    """Starts the copy to the host. The returned function waits for the copy, not for later
-    launches, and returns the tokens."""
+    """Starts to copy tokens to the host. Returns a function that waits for the copy, but not for
+    later launches, and returns the tokens."""
     if tokens.device.type != "cuda":
         on_host: list[int] = tokens.tolist()
         return lambda: on_host

@@ -1,4 +1,4 @@
-"""Finds the prefixes that the decodes of a step share and that are worth reading once. Leaves the
+"""Finds prefixes that several decodes of a step share and that are worth reading once. Leaves the
 costs of a kernel to `kernels/triton/cascade.py`."""
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _NO_SAVINGS = CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1)
 
 @dataclass
 class SharedPrefixes:
-    """Plans the cascades of a model's steps over these layer groups, as long as their layers keep
-    the same blocks."""
+    """Plans the cascades of a model's steps over these layer groups. Valid until a layer's blocks
+    are replaced."""
 
     model: Callable[[], PreTrainedModel | None]
     groups: list[GroupMemory]
 
-    def of(self, tokens: PackedTokens) -> Prefixes:
+    def find(self, tokens: PackedTokens) -> Prefixes:
         """Returns the prefixes of each layer group that are worth reading once for several decodes;
         empty if there are none."""
         num_decodes = tokens.num_decodes
         shared = []
         tables = [group.tables[:num_decodes] for group in tokens.groups]
-        num_firsts = (len({table[0] for table in group_tables}) for group_tables in tables)
-        if all(number == num_decodes for number in num_firsts):
-            return ()  # as in most steps, no two begin with the same block
+        first_block_counts = (len({table[0] for table in group_tables}) for group_tables in tables)
+        if all(count == num_decodes for count in first_block_counts):
+            return ()  # as in most steps, no two decodes share their first block
         for group, group_tables, costs, memory in zip(
             tokens.groups, tables, self.costs, self.groups
         ):
@@ -47,7 +47,7 @@ class SharedPrefixes:
 
     @functools.cached_property
     def costs(self) -> list[CascadeCosts]:
-        """The costs of each group, over all its layers."""
+        """The costs of each layer group."""
         model: Any = self.model()
         text_config = model.config.get_text_config(decoder=True)
         configs = compat.layer_configs(text_config)
@@ -55,8 +55,8 @@ class SharedPrefixes:
 
 
 def _costs_of(layers: dict[int, KVBlocks], configs: Sequence[Any]) -> CascadeCosts:
-    """Returns the costs of a layer group, over all its layers; sharing saves nothing where the
-    kernels have no cascades."""
+    """Returns the costs of a layer group, summed over its layers; `_NO_SAVINGS` if the kernels have
+    no cascades for one of them."""
     layer_costs = []
     for index, blocks in layers.items():
         config = configs[index % len(configs)]

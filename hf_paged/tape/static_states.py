@@ -1,5 +1,5 @@
-"""Buffers at fixed addresses in which a recorded step reads and updates its rows' states. The
-caller chooses the rows."""
+"""Buffers at fixed addresses in which a recorded step reads and updates the states of its rows.
+Leaves the choice of rows to the caller."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..cache.states import set_state_tensors, state_tensors
 
 
 class StaticStates:
-    """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of those of
-    `layers`. The rows of a step keep their states here, so that their next step copies nothing,
-    until other rows use the buffers."""
+    """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
+    `layers`. A step's rows leave their states in the buffers until other rows use these, so that
+    their next step copies nothing."""
 
     def __init__(self, layers: Sequence[Any], num_rows: int) -> None:
         with torch.inference_mode(False):  # the buffers outlive the call
@@ -29,14 +29,14 @@ class StaticStates:
         self._resident_states: list[Tensor] = []
 
     def copy_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers, which must not be in
-        use."""
+        """Copies the states of these layers to the first rows of the buffers, which must not
+        contain the states of others."""
         states = state_tensors(layers)
         torch._foreach_copy_(self._views_like(states), states)
 
     def move_in(self, layers: Sequence[Any]) -> None:
-        """Moves the states of these layers to the first rows of the buffers: the layers then hold
-        views of them. Copies nothing if they already do."""
+        """Copies the states of these layers to the first rows of the buffers, and replaces them by
+        views of these rows. Does nothing if the layers already hold these views."""
         states = state_tensors(layers)
         if len(states) == len(self._resident_states) and all(
             map(operator.is_, states, self._resident_states)
@@ -53,12 +53,12 @@ class StaticStates:
         return [buffer[: len(state)] for buffer, state in zip(self.buffers, states, strict=True)]
 
     def _move_out(self) -> None:
-        """Gives the resident layers copies of their states."""
-        resident = {id(state) for state in self._resident_states}
+        """Replaces the views that resident layers hold by copies."""
+        resident_ids = {id(state) for state in self._resident_states}
         for ref in self._resident_layers:
             layer = ref()
             if layer is not None:
                 states = state_tensors([layer])
-                copies = [state.clone() if id(state) in resident else state for state in states]
+                copies = [state.clone() if id(state) in resident_ids else state for state in states]
                 set_state_tensors([layer], copies)
         self._resident_layers = []

@@ -1,6 +1,6 @@
-"""The cache that a model's forward gets while a decode step of a rectangle is recorded: every
-tensor has the size of the step's capacity, and lengths are device tensors. It owns neither blocks
-nor states."""
+"""The cache that a model's forward gets while a decode step of a rectangle is recorded: its tensors
+have the sizes of the step's capacity, and its lengths are device tensors. Owns neither blocks nor
+states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..step import NotCapturable, StepMetadata
 
 
 class StepLayer(CacheLayerMixin):
-    """One layer of a recorded step, whose rows `(n,)` each append a token."""
+    """One layer of a recorded step, in which each of `n` rows appends a token."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class StepLayer(CacheLayerMixin):
         is_sliding: bool,
         reads_keys: bool,
     ) -> None:
-        """`blocks`: `None` if nothing has been stored in the layer. `length`: `()` int64, the
-        positions that earlier steps have stored; an int for an encoder's keys and values, which no
-        step changes. `reads_keys`: whether the model's own code reads keys and values."""
+        """`blocks`: `None` if nothing has been stored in the layer. `length`: the number of
+        positions stored by earlier steps, `()` int64; an int for an encoder's keys and values,
+        which no step changes. `reads_keys`: whether the model's own code reads keys and values,
+        which are then gathered."""
         self._blocks = blocks
         self.step = step
         self.length = length
@@ -54,22 +55,22 @@ class StepLayer(CacheLayerMixin):
 
     @property
     def blocks(self) -> KVBlocks:
-        """The keys and values. Raises `NotCapturable` if there are none."""
+        """The layer's blocks. Raises `NotCapturable` if there are none yet."""
         if self._blocks is None:
             raise NotCapturable("a layer of the model's cache has no blocks yet")
         return self._blocks
 
     @property
     def keys(self) -> Tensor:
-        """`(n, heads, capacity, dim)`."""
-        return self._tensor(False)
+        """`(n, heads, capacity, dim)`: a handle or, with `reads_keys`, gathered."""
+        return self._stored(False)
 
     @property
     def values(self) -> Tensor:
-        """`(n, heads, capacity, dim)`."""
-        return self._tensor(True)
+        """`(n, heads, capacity, dim)`: as `keys`."""
+        return self._stored(True)
 
-    def _tensor(self, is_value: bool) -> Tensor:
+    def _stored(self, is_value: bool) -> Tensor:
         blocks = self.blocks
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
@@ -79,7 +80,8 @@ class StepLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores K/V `(n, heads, 1, dim)`, and returns `keys` and `values`."""
+        """Stores K/V `(n, heads, 1, dim)`; returns `keys` and `values`. Raises `NotCapturable` for
+        other numbers of tokens."""
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
             raise NotCapturable("its forward stores a different number of tokens than it receives")
@@ -91,11 +93,11 @@ class StepLayer(CacheLayerMixin):
         """Does nothing: the blocks exist already."""
 
     def get_seq_length(self) -> Any:
-        """Returns the positions that earlier steps have stored."""
+        """Returns the number of positions stored by earlier steps."""
         return 0 if self._blocks is None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length and first position of the keys."""
+        """Returns the number of keys and the position of the first."""
         assert self.step.columns is not None
         return len(self.step.columns), 0
 
@@ -107,7 +109,7 @@ class StepLayer(CacheLayerMixin):
 
 
 class HybridStepLayer(StepLayer, LinearAttentionLayer):
-    """A layer of a recorded step with both keys and values, and states of linear attention."""
+    """A layer of a recorded step with keys, values and states of linear attention."""
 
 
 def step_cache(
@@ -118,29 +120,31 @@ def step_cache(
     states: Sequence[Tensor],
     reads_keys: bool,
 ) -> Any:
-    """Makes the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
-    layer group of `cache`, then of its cross-attention cache. Layers of states copy the attributes
-    of `running_layers` and hold `states` `(n, ...)`, which the forward reads and changes. `length`
-    and `reads_keys` as in `StepLayer`."""
-    self_cache = _step_cache(cache, steps[: len(cache.groups)], length, reads_keys)
-    with_states = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
-    for layer, source in zip(with_states, running_layers, strict=True):
+    """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
+    layer group of `cache`, then of its cross-attention cache. `running_layers`: layers of the
+    running step, whose attributes layers with states copy. `states`: their tensors `(n, ...)`,
+    which the forward reads and changes. `length` and `reads_keys` as in `StepLayer`. Raises
+    `NotCapturable` for unsupported layers."""
+    self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)
+    layers = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
+    for layer, source in zip(layers, running_layers, strict=True):
         copy_state_attributes(layer, source)
-    set_state_tensors(with_states, states)
+    set_state_tensors(layers, states)
     if cache.cross is None:
         return self_cache
     cross_steps = steps[len(cache.groups) :]
     columns = cross_steps[0].columns
     assert columns is not None
-    cross = _step_cache(cache.cross, cross_steps, len(columns), reads_keys)
-    encoder_decoder_cache = EncoderDecoderCache(self_cache, cross)
-    encoder_decoder_cache.is_updated = dict.fromkeys(range(len(cross.layers)), True)
+    cross_cache = _cache_of_one_kind(cache.cross, cross_steps, len(columns), reads_keys)
+    encoder_decoder_cache = EncoderDecoderCache(self_cache, cross_cache)
+    encoder_decoder_cache.is_updated = dict.fromkeys(range(len(cross_cache.layers)), True)
     return encoder_decoder_cache
 
 
-def _step_cache(
+def _cache_of_one_kind(
     cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, reads_keys: bool
 ) -> Cache:
+    """As `step_cache`, only for self-attention or only for cross-attention, without states."""
     step_by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:
@@ -159,7 +163,7 @@ def _step_cache(
 
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
-    """Copies the states that the forward replaced with new tensors back into `states`."""
-    for state, new in zip(states, state_tensors(state_layers(cache)), strict=True):
-        if new is not state:
-            state.copy_(new)
+    """Copies states of `cache` that the forward replaced by new tensors into `states`."""
+    for state, current in zip(states, state_tensors(state_layers(cache)), strict=True):
+        if current is not state:
+            state.copy_(current)

@@ -1,5 +1,5 @@
-"""[`Tape`]: a recording that replays on the CPU, on fixed memory. Knows neither the model nor where
-its inputs come from."""
+"""[`Tape`]: a recorded forward that replays on the CPU, on fixed memory. Depends on neither the
+model nor the source of its inputs."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ _TAPE = struct.Struct("QqQ")  # struct TapeCall
 _WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # can write to an `out` tensor
 
 
-def keep(held: list[Any], data: bytes) -> int:
-    """Stores bytes in `held`; returns their address."""
+def store_bytes(retained: list[Any], data: bytes) -> int:
+    """Copies bytes to a buffer that `retained` keeps alive; returns its address."""
     buffer = ctypes.create_string_buffer(data, len(data))
-    held.append(buffer)
+    retained.append(buffer)
     return ctypes.addressof(buffer)
 
 
 class Tape:
-    """Recorded operations that run again, in order, on the same memory: one call runs consecutive
-    C++ entries, between calls of PyTorch. The tape owns memory for intermediate results; the model,
-    blocks and inputs must stay at their addresses."""
+    """Recorded operations that run again, in order, on the same memory. One call runs all
+    consecutive C++ entries; PyTorch's operations run between these calls. The tape owns memory for
+    intermediate results; the model, blocks and inputs must stay at their addresses."""
 
     def __init__(self, entries: list[Entry], buffers: Buffers) -> None:
         self._arena = Arena(buffers, lifetimes(entries))
-        self._held: list[Any] = [buffers.held_tensors]
-        self._keep = functools.partial(keep, self._held)
-        self._failed = ctypes.c_int64()
+        self._retained: list[Any] = [buffers.retained_tensors]
+        self._store = functools.partial(store_bytes, self._retained)
+        self._failed_index = ctypes.c_int64()  # of the kernel in its call that failed
         self.names: list[str] = []  # of the C++ kernels, in order
-        self._parts: list[Callable[[], None]] = []
+        self._runs: list[Callable[[], None]] = []
         batch: list[PackedCall] = []
         for entry in entries:
             if isinstance(entry, TorchOp):
-                self._close(batch)
+                self._add_kernels(batch)
                 batch = []
-                self._parts.append(self._call(entry))
+                self._runs.append(self._bind(entry))
             else:
-                batch.append(entry.pack(self._arena.address, self._keep))
-        self._close(batch)
+                batch.append(entry.pack(self._arena.address, self._store))
+        self._add_kernels(batch)
 
     @classmethod
     def record(
@@ -59,46 +59,44 @@ class Tape:
         is_persistent: Callable[[Tensor], bool],
     ) -> Tape:
         """Runs `run` once and records it. Raises the errors of `run`, and `NotCapturable` if it
-        cannot be replayed. `is_persistent`: whether a tensor that `run` reads or writes outlives
-        the tape without being held by it."""
+        cannot be replayed. `is_persistent` returns whether a tensor that `run` reads or writes
+        outlives the tape; the tape keeps the other tensors alive."""
         with recording() as operations:
             run()
         lowering = Lowering(is_persistent)
         return cls(lowering.run(operations), lowering.buffers)
 
     def replay(self) -> None:
-        for part in self._parts:
-            part()
+        for run in self._runs:
+            run()
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def _close(self, batch: list[PackedCall]) -> None:
-        """Turns these entries into one part of the replay."""
+    def _add_kernels(self, batch: list[PackedCall]) -> None:
+        """Appends one call that runs all kernels of `batch`."""
         if not batch:
             return
         first = len(self.names)
         self.names += [name for name, _ in batch]
         packed_entries = b""
         for name, packed in batch:
-            function_at = address_of(name)
-            packed_entries += _ENTRY.pack(function_at, self._keep(packed))
-        entries = self._keep(packed_entries)
-        failed_at = ctypes.addressof(self._failed)
-        call = _TAPE.pack(entries, len(batch), failed_at)
+            packed_entries += _ENTRY.pack(address_of(name), self._store(packed))
+        entries_address = self._store(packed_entries)
+        call = _TAPE.pack(entries_address, len(batch), ctypes.addressof(self._failed_index))
         function = kernel("tape")
 
         def run() -> None:
             error = function(call)
             if error:
-                number = first + self._failed.value
-                name = self.names[number]
+                name = self.names[first + self._failed_index.value]
                 raise RuntimeError(
                     f"the kernel {name!r} of a recorded step failed with error {error}"
                 )
 
-        self._parts.append(run)
+        self._runs.append(run)
 
-    def _call(self, entry: TorchOp) -> Callable[[], None]:
+    def _bind(self, entry: TorchOp) -> Callable[[], None]:
+        """Returns a function that runs a PyTorch operation on the tape's memory."""
         tensor_of = self._arena.tensor
         args, kwargs = tree_map_only(TensorRef, tensor_of, entry.arguments)
         targets = [tensor_of(x) if isinstance(x, TensorRef) else None for x in entry.results]

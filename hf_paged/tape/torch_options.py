@@ -1,5 +1,5 @@
-"""The global options and modes of torch, which a replay cannot follow. Leaves what happens after a
-change to `graphs.py`."""
+"""The global options and modes of torch that change a forward but not a replay. Leaves the response
+to a change to `graphs.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-# Global options of torch that decide which kernels a forward launches: attributes and functions
-# below `torch`. Settings per backend and operation reflect the options that they inherit, and the
-# legacy options (`set_float32_matmul_precision`, `allow_tf32`), which raise when read after a
-# setting per backend was used.
+# Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
+# functions that return an option. The settings per backend and operation reflect the options that
+# they inherit, and the legacy options (`set_float32_matmul_precision`, `allow_tf32`), which raise
+# when read after a setting per backend was used.
 _OPTIONS = (
     "backends.cuda.matmul.fp32_precision"
     " backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision"
@@ -34,7 +34,7 @@ _OPTIONS = (
 
 def torch_options() -> tuple[Any, ...]:
     """Returns the values of torch's global options on which a recorded step depends; `None` for
-    those that this torch lacks."""
+    options that this version of torch lacks."""
     return tuple(map(_option, _OPTIONS))
 
 
@@ -48,16 +48,16 @@ def _option(name: str) -> Any:
 
 
 def active_mode() -> str | None:
-    """Returns the class name of an active mode that sees this thread's operations but would not see
-    those of a replay; `None` if there is none. The mode of `torch.set_default_device` does not
-    count: it sees only new tensors."""
+    """Returns the class name of an active mode that intercepts this thread's operations, but would
+    not intercept those of a replay; `None` if there is none. Ignores the mode of
+    `torch.set_default_device`, which only changes where tensors are created."""
     stacks = (
         (torch._C._len_torch_function_stack(), torch._C._get_function_stack_at),
         (torch._C._len_torch_dispatch_stack(), torch._C._get_dispatch_stack_at),
     )
     for length, mode_at in stacks:
         for index in range(length):
-            kind = type(mode_at(index))
-            if kind is not DeviceContext:
-                return kind.__name__
+            mode_type = type(mode_at(index))
+            if mode_type is not DeviceContext:
+                return mode_type.__name__
     return None

@@ -1,5 +1,5 @@
-"""Maps the pages of a layer's block tensors at the blocks' addresses, and a second time in the
-address ranges of its rows. Leaves which row goes where to `row_slots.py`."""
+"""Maps the pages of a layer's block tensors at the blocks' addresses, and again in the slots of the
+rows that read them. Leaves the choice of slots to `row_slots.py`."""
 
 from __future__ import annotations
 
@@ -19,135 +19,140 @@ from .row_slots import Row
 
 
 @dataclass(frozen=True)
-class Planes:
-    """The layout of one block tensor in planes of pages, each with consecutive tokens of one head,
-    or of all heads."""
+class PlaneLayout:
+    """The layout of a block tensor in planes. A plane consists of pages with consecutive tokens of
+    one head, or of all heads."""
 
-    count: int
-    inner: int  # heads per token of a plane
-    width: int  # head dim
-    block_size: int
+    num_planes: int
+    heads_per_plane: int
+    head_dim: int
+    block_size: int  # tokens
     dtype: torch.dtype
-    parts: int  # 2 if one block tensor has both keys and values, which rows separate; else 1
+    num_parts: int  # views of each row: 2 if the tensor has both keys and values by head, else 1
 
     @property
-    def unit(self) -> int:
+    def token_elements(self) -> int:
         """Elements per token in a plane."""
-        return self.inner * self.width
+        return self.heads_per_plane * self.head_dim
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * self.unit * self.dtype.itemsize
+        """Bytes of a block in a plane."""
+        return self.block_size * self.token_elements * self.dtype.itemsize
 
     @classmethod
     def fit(
         cls,
         blocks: Tensor,
-        parts: int,
-        page: int,
-    ) -> Planes | None:
-        """Returns a layout in which every one of the blocks `(n, heads, block_size, width)` fills
-        whole pages in each plane, or `None`."""
-        _, heads, block_size, width = blocks.shape
-        of_one_head = cls(heads, 1, width, block_size, blocks.dtype, parts)
-        of_all_heads = cls(1, heads, width, block_size, blocks.dtype, 1)
-        for planes in (of_one_head, of_all_heads):
-            block_bytes = planes.block_bytes
-            if block_bytes and block_bytes % page == 0:
-                return planes
+        num_parts: int,
+        page_bytes: int,
+    ) -> PlaneLayout | None:
+        """Returns a layout of `blocks` `(n, heads, block_size, dim)` in which every block fills
+        whole pages of each plane; `None` if there is none. `num_parts`: as the field, for planes of
+        one head."""
+        _, num_heads, block_size, dim = blocks.shape
+        by_head = cls(num_heads, 1, dim, block_size, blocks.dtype, num_parts)
+        all_heads = cls(1, num_heads, dim, block_size, blocks.dtype, 1)
+        for layout in (by_head, all_heads):
+            block_bytes = layout.block_bytes
+            if block_bytes and block_bytes % page_bytes == 0:
+                return layout
         return None
 
 
 class Region:
-    """One block tensor of a layer, `(num_blocks, heads, block_size, width)`."""
+    """One block tensor of a layer, `blocks` `(num_blocks, heads, block_size, dim)`, over mapped
+    pages."""
 
     def __init__(
         self,
         pages: Pages,
-        planes: Planes,
+        layout: PlaneLayout,
         num_blocks: int,
-        num_backed: int,
+        num_mapped_blocks: int,
         backing: Backing | None = None,
     ) -> None:
-        """Uses the pages of `backing`, by default new ones, and maps those of `num_backed` blocks,
-        or of all blocks if that takes no memory. Raises `MemoryError` without free addresses."""
+        """Uses the pages of `backing`, by default new ones, and maps those of the first
+        `num_mapped_blocks` blocks, or of all blocks if that takes no memory. Raises `MemoryError`
+        if no addresses are free."""
         self.pages = pages
-        self.planes = planes
+        self.layout = layout
         self.num_blocks = num_blocks
         if backing is None:
-            size = planes.count * PLANE_BYTES
+            size = layout.num_planes * PLANE_BYTES
             offset = pages.extend(size)
             backing = Backing(pages, offset, size)
         self.backing = backing
         self.num_mapped = 0  # blocks
-        num_units = max(1, planes.count * num_blocks)
-        addresses = pages.reserve(num_units * planes.block_bytes)
+        num_plane_blocks = max(1, layout.num_planes * num_blocks)
+        addresses = pages.reserve(num_plane_blocks * layout.block_bytes)
         self._addresses = addresses
         addresses.backing = backing
         self.address = addresses.address
-        heads = planes.count * planes.inner
-        width = planes.width
-        size = planes.block_size
-        block_step = size * planes.unit
-        head_step = num_blocks * block_step if planes.inner == 1 else width
-        flat = addresses.tensor(planes.dtype)
+        num_heads = layout.num_planes * layout.heads_per_plane
+        dim = layout.head_dim
+        size = layout.block_size
+        block_stride = size * layout.token_elements
+        head_stride = num_blocks * block_stride if layout.heads_per_plane == 1 else dim
+        flat = addresses.tensor(layout.dtype)
         self.blocks = flat.as_strided(
-            (num_blocks, heads, size, width),
-            (block_step, head_step, planes.unit, 1),
+            (num_blocks, num_heads, size, dim),
+            (block_stride, head_stride, layout.token_elements, 1),
         )
-        self.back(num_blocks if pages.is_sparse else num_backed)
+        self.map_blocks(num_blocks if pages.is_sparse else num_mapped_blocks)
 
     def offset_of(self, plane: int, block_id: int) -> int:
+        """Returns the offset of a block's pages in one plane."""
         plane_offset = self.backing.offset + plane * PLANE_BYTES
-        return plane_offset + block_id * self.planes.block_bytes
+        return plane_offset + block_id * self.layout.block_bytes
 
-    def back(self, num_blocks: int) -> None:
+    def map_blocks(self, num_blocks: int) -> None:
         """Maps the pages of the first `num_blocks` blocks, so that these can be written. Raises
         `MemoryError`."""
-        size = self.planes.block_bytes
+        size = self.layout.block_bytes
         first = self.num_mapped
         num_new = num_blocks - first
         if num_new > 0:
-            for plane in range(self.planes.count):
-                first_row = plane * self.num_blocks + first
-                address = self.address + first_row * size
+            for plane in range(self.layout.num_planes):
+                plane_block = plane * self.num_blocks + first
+                address = self.address + plane_block * size
                 self.pages.map(address, self.offset_of(plane, first), num_new * size)
             self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
-        """Returns a region that has the same pages at new addresses, enough for `num_blocks`
-        blocks."""
-        return Region(self.pages, self.planes, num_blocks, self.num_mapped, self.backing)
+        """Returns a region for `num_blocks` blocks with the same pages, at new addresses."""
+        return Region(self.pages, self.layout, num_blocks, self.num_mapped, self.backing)
 
     def remap(self, pages: Pages) -> None:
-        """In a child process, maps other pages at the same addresses."""
+        """In a child process: maps these pages at the same addresses in place of the parent's."""
         num_mapped = self.num_mapped
         self.pages, self.num_mapped = pages, 0
         self._addresses.backing = self.backing = Backing(
             pages, self.backing.offset, self.backing.size
         )
-        self.back(num_mapped)
+        self.map_blocks(num_mapped)
 
     def close(self) -> None:
         """Returns the pages to the system. No table may hold a block."""
-        size = self.planes.block_bytes
-        if not self.pages.maps_over:
-            for plane in range(self.planes.count):
+        size = self.layout.block_bytes
+        if not self.pages.can_map_over:
+            for plane in range(self.layout.num_planes):
                 address = self.address + plane * self.num_blocks * size
                 self.pages.unmap(address, self.num_mapped * size)
         self.backing.release()
 
 
-class RowsOfPlane(NamedTuple):
-    """The addresses of the rows of one plane, one row per slot."""
+class PlaneRows(NamedTuple):
+    """The addresses of one plane's tokens in all slots."""
 
-    address: int  # of the first slot
-    slot_bytes: int
+    address: int  # in the first slot
+    slot_bytes: int  # from slot to slot
     block_bytes: int
-    offset: int  # of the page of block 0
-    part: int  # index of the view that the plane belongs to
+    offset: int  # of the pages of block 0
+    part: int  # index of the part that the plane belongs to
 
-    def at(self, slot: int, position: int) -> int:
+    def address_of(self, slot: int, position: int) -> int:
+        """`position`: in blocks."""
         return self.address + slot * self.slot_bytes + position * self.block_bytes
 
 
@@ -157,13 +162,13 @@ class BorrowedView(NamedTuple):
     addresses: weakref.ref[Addresses]  # dead once all tensors of the view are freed
     part: int
     slots: range
-    positions: range  # in blocks, in every slot
+    positions: range  # in each slot, in blocks
 
 
 class RowMappings:
-    """The rows of a layer. `pair`: keys and values `(num_slots, heads, max_len, width)`, as views
-    of one part each, or of one part with both. Slots and heads can be merged into one dimension if
-    planes have one head."""
+    """The slots of a layer, each with the mapped blocks of one row. A part is a tensor over all
+    slots, of keys, of values or of both. `pair`: keys and values `(num_slots, heads, max_len,
+    dim)`, as views of the parts. If each plane has one head, slots and heads can be flattened."""
 
     def __init__(
         self,
@@ -175,57 +180,66 @@ class RowMappings:
         """`form`: the `KVBlocks.form` of the layer's blocks."""
         self.shape = (num_slots, max_len)
         self.pages = regions[0].pages
-        self.block_size = regions[0].planes.block_size
-        # block ids of each slot, by position
+        self.block_size = regions[0].layout.block_size
+        # mapped block ids of each slot, by position in blocks
         self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
-        self.versions = [0] * num_slots
-        self.borrowed: list[BorrowedView] = []
-        self._num_ends = [0]  # extents per plane
-        self._must_move = False  # whether rows need new addresses
-        self.planes: list[RowsOfPlane] = []
-        self.ranges: list[Addresses] = []  # by part; parts of one region share a range
-        views: list[Tensor] = []
+        self.versions = [0] * num_slots  # `Row.version` of each slot when it was last updated
+        self.borrowed_views: list[BorrowedView] = []
+        self._num_boundaries = [0]  # between extents in each plane; a list, which finalizers share
+        self._needs_new_addresses = False  # since a view keeps some of the current ones
+        self.planes: list[PlaneRows] = []
+        self.part_addresses: list[Addresses] = []  # by part; parts of one region share a range
+        parts: list[Tensor] = []
         for region in regions:
-            views += self._reserve(region)
-        both = KVBlocks.view(tuple(views), *form)
-        self.pair = (both.keys, both.values)
+            parts += self._reserve(region)
+        kv_views = KVBlocks.view(tuple(parts), *form)
+        self.pair = (kv_views.keys, kv_views.values)
 
     def _reserve(self, region: Region) -> list[Tensor]:
-        """Reserves addresses for the planes of a region; returns the view of each part."""
-        # holds no reference to the region: a cycle would free pages at the next collection instead
-        # of with their last user
-        planes = region.planes
+        """Reserves addresses for the planes of a region; returns its parts."""
+        # keeps no reference to the region: in a cycle its pages would be freed at the next garbage
+        # collection instead of with their last user
+        layout = region.layout
         num_slots, max_len = self.shape
-        heads = planes.count // planes.parts  # planes per part
-        row = max_len * planes.unit
-        row_bytes = row * planes.dtype.itemsize  # per plane
-        addresses = self.pages.reserve(planes.count * num_slots * row_bytes)
+        planes_per_part = layout.num_planes // layout.num_parts
+        plane_elements = max_len * layout.token_elements  # of a plane in one slot
+        plane_bytes = plane_elements * layout.dtype.itemsize
+        addresses = self.pages.reserve(layout.num_planes * num_slots * plane_bytes)
         addresses.backing = region.backing
-        when_freed(addresses, _forget, self.pages.extents, self._num_ends, planes.count)
-        flat = addresses.tensor(planes.dtype)
-        head_step = row if planes.inner == 1 else planes.width
-        shape = (num_slots, heads * planes.inner, max_len, planes.width)
-        strides = (heads * row, head_step, planes.unit, 1)
-        views = []
-        for plane in range(planes.count):
-            part, head = divmod(plane, heads)
-            first_row = part * num_slots * heads + head
-            if not head:
-                views.append(flat.as_strided(shape, strides, first_row * row))
-                self.ranges.append(addresses)
-            address = addresses.address + first_row * row_bytes
+        when_freed(
+            addresses,
+            _subtract_extents,
+            self.pages.extents,
+            self._num_boundaries,
+            layout.num_planes,
+        )
+        flat = addresses.tensor(layout.dtype)
+        head_stride = plane_elements if layout.heads_per_plane == 1 else layout.head_dim
+        num_heads = planes_per_part * layout.heads_per_plane
+        shape = (num_slots, num_heads, max_len, layout.head_dim)
+        slot_stride = planes_per_part * plane_elements
+        strides = (slot_stride, head_stride, layout.token_elements, 1)
+        parts = []
+        for plane in range(layout.num_planes):
+            part, part_plane = divmod(plane, planes_per_part)
+            num_before = part * num_slots * planes_per_part + part_plane  # planes of slots
+            if not part_plane:
+                parts.append(flat.as_strided(shape, strides, num_before * plane_elements))
+                self.part_addresses.append(addresses)
+            address = addresses.address + num_before * plane_bytes
+            slot_bytes = planes_per_part * plane_bytes
             offset = region.offset_of(plane, 0)
-            number = len(self.ranges) - 1
-            rows = RowsOfPlane(address, heads * row_bytes, planes.block_bytes, offset, number)
+            part_index = len(self.part_addresses) - 1
+            rows = PlaneRows(address, slot_bytes, layout.block_bytes, offset, part_index)
             self.planes.append(rows)
-        return views
+        return parts
 
-    def follow(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps a row's blocks in a slot, and up to `blocks_ahead` blocks after them, as far as the
-        layer has them (`num_blocks`). Raises `MemoryError`."""
+    def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
+        """Maps the blocks of a row in its slot, and up to `blocks_ahead` blocks after them, of the
+        first `num_blocks` blocks of the layer. Raises `MemoryError`."""
         mapped = self.mapped[slot]
         end = row.first + len(row.block_ids)
-        if self.versions[slot] < row.first_version and not config.keep_mappings:
+        if self.versions[slot] < row.assigned_version and not config.keep_mappings:
             self._unmap(slot, 0, len(mapped))
         if row.has_padding:  # padding reads as zeros
             for position, block_id in enumerate(mapped[: row.first]):
@@ -233,16 +247,16 @@ class RowMappings:
                     self._unmap(slot, position, 1)
         mapped += [None] * (end - len(mapped))
 
-        def distance(block: tuple[int, int]) -> int | None:
-            """Equal for blocks that one call maps, since their ids are as consecutive as their
-            positions; `None` if a block is mapped already."""
+        def run_key(block: tuple[int, int]) -> int | None:
+            """The difference of id and position, equal for blocks that one call maps; `None` if a
+            block is mapped already."""
             position, block_id = block
             return None if mapped[position] == block_id else block_id - position
 
-        for shift, members in itertools.groupby(enumerate(row.block_ids, row.first), distance):
-            if shift is None:
+        for key, blocks in itertools.groupby(enumerate(row.block_ids, row.first), run_key):
+            if key is None:
                 continue
-            run = list(members)
+            run = list(blocks)
             position, first_id = run[0]
             last, last_id = run[-1]
             count = last + 1 - position
@@ -253,17 +267,16 @@ class RowMappings:
             self._map(slot, position, first_id, count)
         self.versions[slot] = row.version
 
-    def drop(self, slot: int) -> None:
-        """Unmaps a slot."""
+    def unmap_slot(self, slot: int) -> None:
         mapped = self.mapped[slot]
         self._unmap(slot, 0, len(mapped))
         mapped.clear()
         self.versions[slot] = -1
 
     def close(self) -> None:
-        """Unmaps all slots, if mapped pages cannot be released."""
-        if not self.pages.maps_over:
-            for addresses in self.ranges:
+        """Unmaps all slots if their pages must be unmapped before they are released."""
+        if not self.pages.can_map_over:
+            for addresses in self.part_addresses:
                 self.pages.unmap(addresses.address, addresses.size)
 
     def _map(
@@ -275,65 +288,68 @@ class RowMappings:
     ) -> None:
         pages = self.pages
         block_ids: list[int | None] = list(range(block_id, block_id + count))
-        if not pages.maps_over:
+        if not pages.can_map_over:
             self._unmap(slot, position, count)
         try:
             self._record(slot, position, block_ids)
             pages.extents.check()
             for plane in self.planes:
                 size = plane.block_bytes
-                pages.map(plane.at(slot, position), plane.offset + block_id * size, count * size)
+                pages.map(
+                    plane.address_of(slot, position), plane.offset + block_id * size, count * size
+                )
         except BaseException:
-            self._record(slot, position, [None] * count)  # some planes may be mapped
+            # as unmapped, although some planes may be mapped
+            self._record(slot, position, [None] * count)
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
         if count:
             for plane in self.planes:
-                self.pages.unmap(plane.at(slot, position), count * plane.block_bytes)
+                self.pages.unmap(plane.address_of(slot, position), count * plane.block_bytes)
         self._record(slot, position, [None] * count)
 
     def _record(self, slot: int, position: int, block_ids: list[int | None]) -> None:
-        """Records which blocks are mapped from `position` on, and counts extents."""
+        """Records that these blocks are mapped from `position` on, and counts extents."""
         mapped = self.mapped[slot]
         end = position + len(block_ids)
         mapped += [None] * (end - len(mapped))
-        before = _num_ends(mapped, position, end)
+        num_before = _num_boundaries(mapped, position, end)
         mapped[position:end] = block_ids
-        num_added = _num_ends(mapped, position, end) - before
-        self._num_ends[0] += num_added
+        num_added = _num_boundaries(mapped, position, end) - num_before
+        self._num_boundaries[0] += num_added
         self.pages.extents.add(num_added * len(self.planes))
 
-    def lend(
+    def borrow_view(
         self,
         is_value: bool,
         slots: range,
         first: int,
         end: int,
     ) -> Tensor:
-        """Returns a view of tokens `[first, end)` of consecutive slots, for the model's own
-        code."""
-        part = min(is_value, len(self.ranges) - 1)
+        """Returns a view of tokens `[first, end)` of consecutive slots, which the model's own code
+        may keep: `(len(slots), heads, end - first, dim)`."""
+        part = min(is_value, len(self.part_addresses) - 1)
         view = self.pair[is_value][slots.start : slots.stop, :, first:end]
-        # limited to the bytes that the view spans, since torch saves whole storages
+        # over the bytes of the view only, since `torch.save` writes a tensor's whole storage
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
-        last = sum((size - 1) * step for size, step in axes)
-        num_spanned = last + 1
+        last = sum((size - 1) * stride for size, stride in axes)
+        num_elements = last + 1
         itemsize = view.dtype.itemsize
-        addresses = self.ranges[part].subrange(start * itemsize, num_spanned * itemsize)
+        addresses = self.part_addresses[part].subrange(start * itemsize, num_elements * itemsize)
         size = self.block_size
         positions = range(first // size, -(-end // size))
-        self.borrowed.append(BorrowedView(weakref.ref(addresses), part, slots, positions))
+        self.borrowed_views.append(BorrowedView(weakref.ref(addresses), part, slots, positions))
         flat = addresses.tensor(view.dtype)
         return flat.as_strided(view.shape, view.stride())
 
     def preserve(self) -> bool:
-        """Copies the content of borrowed views that are still alive, at the same addresses
-        (`Pages.detach`). Returns whether rows must get new addresses."""
-        alive = [view for view in self.borrowed if view.addresses() is not None]
-        for part, addresses in enumerate(self.ranges):
-            blocks: set[tuple[int, int]] = set()  # the mapped ones, by slot and position
+        """Gives borrowed views that are still alive private copies of their pages, at the same
+        addresses (`MemoryFile.detach`). Returns whether rows need new addresses."""
+        alive = [view for view in self.borrowed_views if view.addresses() is not None]
+        for part, addresses in enumerate(self.part_addresses):
+            blocks: set[tuple[int, int]] = set()  # slots and positions of mapped blocks in views
             for view in alive:
                 if view.part == part:
                     for slot in view.slots:
@@ -342,28 +358,28 @@ class RowMappings:
                                 blocks.add((slot, position))
             planes = [plane for plane in self.planes if plane.part == part]
             if blocks:
-                # before `detach`, which may raise with some pages copied
-                self._must_move = True
-                starts = sorted(plane.at(*block) for plane in planes for block in blocks)
+                # set before `detach`, which may raise after it has replaced some pages
+                self._needs_new_addresses = True
+                starts = sorted(plane.address_of(*block) for plane in planes for block in blocks)
                 self.pages.detach(addresses, starts, planes[0].block_bytes)
-        if not self._must_move:
-            self.borrowed = []
-        return self._must_move
+        if not self._needs_new_addresses:
+            self.borrowed_views = []
+        return self._needs_new_addresses
 
 
-def _num_ends(mapped: list[int | None], first: int, end: int) -> int:
-    """Counts the ends of extents: positions whose block, or lack of one, does not continue that of
-    the position before."""
-    before_first = mapped[first - 1] if first else None
-    ids = [before_first, *mapped[first : end + 1]]
+def _num_boundaries(mapped: list[int | None], first: int, end: int) -> int:
+    """Counts the boundaries between extents at positions `first` through `end`: where the block id
+    is not the one after the id before, or only one of the two positions is mapped."""
+    id_before_first = mapped[first - 1] if first else None
+    ids = [id_before_first, *mapped[first : end + 1]]
     if end >= len(mapped):
         ids.append(None)
-    num_ends = 0
-    for before, block_id in itertools.pairwise(ids):
-        expected = None if before is None else before + 1
-        num_ends += block_id != expected
-    return num_ends
+    num_boundaries = 0
+    for id_before, block_id in itertools.pairwise(ids):
+        expected = None if id_before is None else id_before + 1
+        num_boundaries += block_id != expected
+    return num_boundaries
 
 
-def _forget(extents: Extents, num_ends: list[int], num_planes: int) -> None:
-    extents.add(-num_ends[0] * num_planes)
+def _subtract_extents(extents: Extents, num_boundaries: list[int], num_planes: int) -> None:
+    extents.add(-num_boundaries[0] * num_planes)

@@ -1,10 +1,10 @@
-"""Physical pages that can be mapped at reserved addresses, each any number of times: pages of a
-memory file on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section
-5). Leaves the record of mappings to its callers.
+"""Physical pages that can be mapped at several reserved addresses each: pages of an in-memory file
+on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5). Leaves
+the record of mappings to its callers.
 
-A page is identified by its offset in one offset space, which takes no memory. Callers follow the
-rules of the stricter driver: unless `maps_over` is set, they `map` only unmapped addresses, and
-`release` only offsets that are mapped nowhere.
+Pages are identified by their offset in an offset space, which takes no memory itself. Unless
+`can_map_over` is true, callers must `map` only at unmapped addresses, and `release` only pages that
+are mapped nowhere.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch import Tensor
 from ..cache.free_memory import NORESERVE, mapping_error, reserve_addresses
 
 PLANE_BYTES = 1 << 38
-"""Distance between planes in the offset space: more than the bytes of any plane, so that every
-plane can grow."""
+"""Distance between planes in the offset space: larger than any plane, so that each can grow."""
 
 
 class Addresses:
@@ -42,36 +41,38 @@ class Addresses:
         view: Callable[[Addresses], Tensor],
         memory: Any = None,
     ) -> None:
-        """`memory`: an object whose deletion frees the range."""
+        """`address` and `size`: in bytes. `view`: makes a uint8 tensor of the range. `memory`: an
+        object whose deletion frees the range."""
         self.address = address
         self.size = size
         self._view = view
         self._memory = memory
-        self.backing: Backing | None = None  # the mapped pages, which live at least as long
+        self.backing: Backing | None = None  # keeps the mapped pages as long as the range
 
     def subrange(self, start: int, size: int) -> Addresses:
-        """Returns `size` bytes of the range as a new object, which is freed with its last
-        tensor."""
+        """Returns the `size` bytes from byte `start` on as a separate object, which keeps this
+        range alive until its last tensor is freed."""
         return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Returns the range as a one-dimensional tensor of `dtype`, writable where pages are
-        mapped."""
+        """Returns the range as a one-dimensional tensor of `dtype`, which may be written to only
+        where pages are mapped."""
         with torch.inference_mode(False):  # the tensor outlives the call
             memory = self._view(self)
             return memory.view(dtype)
 
 
-def when_freed(owner: Any, call: Callable[..., None], *arguments: Any) -> Any:
-    """Calls `call(*arguments)` once `owner` is freed, but not at interpreter exit."""
-    finalizer = weakref.finalize(owner, call, *arguments)
+def when_freed(owner: Any, callback: Callable[..., None], *arguments: Any) -> Any:
+    """Calls `callback(*arguments)` once `owner` is freed, but not at interpreter exit. Returns a
+    function that calls it at once instead."""
+    finalizer = weakref.finalize(owner, callback, *arguments)
     finalizer.atexit = False
     return finalizer
 
 
 class Backing:
-    """The pages from `offset` on. They return to the system when the last addresses that hold this
-    object are freed, or by `release`."""
+    """Owns the pages `[offset, offset + size)`: returns them to the system when it is freed with
+    the last `Addresses` that refer to it, or by `release`."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
@@ -79,16 +80,16 @@ class Backing:
         self.release = when_freed(self, _release, os.getpid(), pages, offset, size)
 
 
-def _release(process: int, pages: Pages, offset: int, size: int) -> None:
-    """Returns pages to the system, only in the process that created them."""
-    if os.getpid() == process:
+def _release(pid: int, pages: Pages, offset: int, size: int) -> None:
+    """Returns pages to the system, but only in process `pid`, which created them."""
+    if os.getpid() == pid:
         pages.release(offset, size)
 
 
 class Extents:
-    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and
-    pages. Linux allows `vm.max_map_count` mappings per process, of which rows take at most half:
-    other allocations need mappings, too."""
+    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and in
+    pages, each of which takes a mapping. Linux allows `vm.max_map_count` mappings per process; rows
+    take at most half, since other allocations need mappings, too."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -107,9 +108,9 @@ class Extents:
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns the `Pages` of this device, in units of `page_bytes`. Raises `ValueError` if the
-    device is unsupported, `cuda.bindings` is missing, or `page_bytes` is not a multiple of the page
-    size."""
+    """Returns new `Pages` on this device, in units of `page_bytes`, by default the smallest. Raises
+    `ValueError` if the device is unsupported, files in memory are limited, `cuda.bindings` is
+    missing, or `page_bytes` is not a multiple of the device's page size."""
     has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
     pages: Pages
     if device.type == "cuda":
@@ -132,7 +133,8 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
 
 
 def _check_file_size() -> None:
-    import resource  # not on every system
+    """Raises `ValueError` if the size of files is limited: offsets are far larger than memory."""
+    import resource  # missing on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
@@ -172,8 +174,8 @@ def _map_over(
     fd: int = -1,
     offset: int = 0,
 ) -> None:
-    """Maps over existing mappings: threads that read there see the old or the new one. Raises
-    `MemoryError`."""
+    """Maps pages over existing mappings: another thread that reads there sees the old or the new
+    pages. Raises `MemoryError`."""
     if _libc().mmap(address, size, protection, flags | _FIXED, fd, offset) == _FAILED:
         raise mapping_error(size, ctypes.get_errno())
 
@@ -188,32 +190,32 @@ def _extents() -> Extents:
     return Extents(limit // 2)
 
 
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class MemoryFile:
     """The pages of a sparse in-memory file (`memfd_create`). Unmapped addresses read as zeros.
     Sizes, offsets and addresses are in bytes, and multiples of `granularity`."""
 
-    maps_over = True  # whether `map` may replace mappings, and `release` may take mapped pages
-    is_sparse = True  # whether mapped pages take no memory before they are written to
+    can_map_over = True  # whether `map` may replace mappings, and `release` accepts mapped pages
+    is_sparse = True  # whether mapped pages take no memory until they are written to
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
         self.granularity = granularity
-        self.extents = _extents()  # of the rows' mappings
-        self._size = 0
-        self._files: list[int] = []  # the descriptor
-        when_freed(self, _close, self._files)  # first, so that an error leaks no descriptor
-        self._files.append(os.memfd_create("hf_paged"))
+        self.extents = _extents()  # of the process
+        self._size = 0  # of the offset space
+        self._fds: list[int] = []  # one
+        when_freed(self, _close, self._fds)  # before the file exists, so that no error leaks it
+        self._fds.append(os.memfd_create("hf_paged"))
 
     @property
     def _fd(self) -> int:
-        return self._files[0]
+        return self._fds[0]
 
     def reserve(self, size: int) -> Addresses:
-        """Reserves addresses. Raises `MemoryError` if that fails."""
+        """Reserves a range of unmapped addresses. Raises `MemoryError`."""
         memory = reserve_addresses(size, _READ)
         address = np.frombuffer(memory, np.uint8).ctypes.data
         return Addresses(address, size, self._tensor, memory)
@@ -222,58 +224,60 @@ class MemoryFile:
     def _tensor(addresses: Addresses) -> Tensor:
         array_type: Any = ctypes.c_char * addresses.size
         buffer = array_type.from_address(addresses.address)
-        buffer.addresses = addresses  # the tensor holds the buffer
+        buffer.addresses = addresses  # so that the tensor, which owns the buffer, keeps the range
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def extend(self, size: int) -> int:
-        """Adds `size` offsets that may be mapped; returns the first."""
+        """Extends the offset space by `size` bytes, which may then be mapped; returns the first new
+        offset."""
         first = self._size
         os.ftruncate(self._fd, first + size)
         self._size += size
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Maps pages `[offset, offset + size)` at an address, and creates missing ones. Raises
-        `MemoryError`."""
+        """Maps pages `[offset, offset + size)` at an address, and creates those that do not exist.
+        Raises `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmaps addresses, some of which may be unmapped already."""
+        """Unmaps a range of addresses, parts of which may be unmapped already."""
         _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
-        """Returns existing pages to the system."""
+        """Returns pages `[offset, offset + size)` to the system, as far as they exist."""
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            error_number = ctypes.get_errno()
+            raise OSError(error_number, os.strerror(error_number))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        """Replaces the pages at `starts`, each `size` bytes in this range, by private copies, which
-        are freed with the range. Raises `MemoryError`."""
-        runs: list[list[int]] = []  # address and bytes
+        """Replaces the pages at `starts`, addresses of `size` bytes each in this range, by private
+        copies, which are freed with the range. Raises `MemoryError`."""
+        runs: list[list[int]] = []  # address and bytes of adjacent pages
         for start in starts:
             if runs and sum(runs[-1]) == start:
                 runs[-1][1] += size
             else:
                 runs.append([start, size])
         copies = MemoryFile(self.granularity)
-        offsets = [copies._append(address, count) for address, count in runs]
-        for (address, count), offset in zip(runs, offsets):
-            # private mappings give each process its own copy after a fork, and keep the file alive
+        offsets = [copies._append_copy(address, num_bytes) for address, num_bytes in runs]
+        for (address, num_bytes), offset in zip(runs, offsets):
+            # private mappings keep the file alive, and are not shared with a child process
             flags = _PRIVATE | NORESERVE
-            _map_over(address, count, _READ | _WRITE, flags, copies._fd, offset)
+            _map_over(address, num_bytes, _READ | _WRITE, flags, copies._fd, offset)
 
-    def _append(self, address: int, size: int) -> int:
-        """Copies memory to new pages; returns their offset. Raises `MemoryError`."""
+    def _append_copy(self, address: int, size: int) -> int:
+        """Copies `size` bytes of memory to new pages; returns their offset. Raises
+        `MemoryError`."""
         first = self.extend(size)
         content: Any = (ctypes.c_char * size).from_address(address)
-        rest = memoryview(content)
-        while rest:
+        remaining = memoryview(content)
+        while remaining:
             try:
-                count = os.pwrite(self._fd, rest, first + size - len(rest))
+                num_written = os.pwrite(self._fd, remaining, first + size - len(remaining))
             except OSError as error:
                 raise MemoryError(f"{size:,} bytes cannot be copied: {error}") from error
-            rest = rest[count:]
+            remaining = remaining[num_written:]
         return first
 
     def physical_bytes(self) -> int:
@@ -281,8 +285,8 @@ class MemoryFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def empty_copy(self) -> MemoryFile:
-        """Returns a file with the same offsets but no pages, which a child process maps in place of
-        its parent's."""
+        """Returns a file with the same offset space but no pages, which a child process maps in
+        place of its parent's."""
         empty = MemoryFile(self.granularity)
         empty.extend(self._size)
         return empty
@@ -292,11 +296,11 @@ class MemoryFile:
 
 
 class CudaPages:
-    """Pages of a CUDA device, from its driver's virtual memory management, with the methods of
-    `MemoryFile`. Any thread may call them: every driver call runs in the device's primary context,
-    which is torch's. `api`: the module `cuda.bindings.driver`."""
+    """Pages of a CUDA device, by the driver's virtual memory management, with the methods of
+    `MemoryFile` except `empty_copy`. Any thread may call these: driver calls run in the device's
+    primary context, which is torch's. `api`: the module `cuda.bindings.driver`."""
 
-    maps_over = False
+    can_map_over = False
     is_sparse = False
 
     def __init__(self, device: torch.device, api: Any = None) -> None:
@@ -304,29 +308,31 @@ class CudaPages:
         self._api = api or _cuda_driver()
         self.extents = Extents()
         cuda = self._api
-        number = device.index or 0
+        device_index = device.index or 0
         if device.type == "cuda" and device.index is None:
-            number = torch.cuda.current_device()
-        handle = self._checked("cuDeviceGet", number)
+            device_index = torch.cuda.current_device()
+        handle = self._checked("cuDeviceGet", device_index)
         self._context = self._checked("cuDevicePrimaryCtxRetain", handle)
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = number
+        properties.location.id = device_index
         self._properties = properties
         access = cuda.CUmemAccessDesc()
         access.location = properties.location
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._access = access
-        least = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = self._call("cuMemGetAllocationGranularity", properties, least)
+        minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = self._call("cuMemGetAllocationGranularity", properties, minimum)
         self.granularity = int(granularity)
-        self._handles: dict[int, Any] = {}  # by offset, of `granularity` bytes each
-        self._mapped: set[int] = set()  # addresses with a mapped page
+        # driver's handles of existing pages, of `granularity` bytes each, by offset
+        self._handles: dict[int, Any] = {}
+        self._mapped: set[int] = set()  # addresses of mapped pages
         self._size = 0  # of the offset space
 
     def _call(self, name: str, *args: Any) -> Any:
-        # other threads may have no context, or that of another device
+        """Calls the driver in the device's context, as `_checked`."""
+        # the thread may have no context, or that of another device
         self._checked("cuCtxPushCurrent", self._context)
         try:
             return self._checked(name, *args)
@@ -334,8 +340,8 @@ class CudaPages:
             self._checked("cuCtxPopCurrent")
 
     def _checked(self, name: str, *args: Any) -> Any:
-        """Calls the driver. Raises `MemoryError` if memory runs out, and `RuntimeError` for other
-        errors."""
+        """Calls a function of the driver; returns its first result. Raises `MemoryError` if memory
+        runs out, and `RuntimeError` for other errors."""
         function = getattr(self._api, name)
         codes = self._api.CUresult
         error, *results = function(*args)
@@ -349,7 +355,8 @@ class CudaPages:
 
     def reserve(self, size: int) -> Addresses:
         addresses = Addresses(0, size, self._tensor)
-        # the address; one statement reserves and appends it, so that no error leaks it
+        # the address, once reserved; one statement reserves and appends it, so that an error or an
+        # interrupt between the two cannot leak it
         reserved: list[int] = []
         when_freed(addresses, self._free, reserved, size)
         reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
@@ -389,7 +396,7 @@ class CudaPages:
         pages = range(address, address + size, self.granularity)
         mapped = [page for page in pages if page in self._mapped]
         if mapped:
-            self._call("cuCtxSynchronize")  # running kernels may read there
+            self._call("cuCtxSynchronize")  # running kernels may read the pages
         for page in mapped:
             self._call("cuMemUnmap", page, self.granularity)
             self._mapped.discard(page)
@@ -400,21 +407,21 @@ class CudaPages:
             self._call("cuMemRelease", self._handles.pop(start))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        total = len(starts) * size
-        offset = self.extend(total)
-        # first, so that an error leaks no pages
-        when_freed(addresses, self._drop, starts, size, offset)
-        copies = self.reserve(total)
-        self.map(copies.address, offset, total)
+        num_bytes = len(starts) * size
+        offset = self.extend(num_bytes)
+        # before pages are created, so that an error leaks none
+        when_freed(addresses, self._free_copies, starts, size, offset)
+        copies = self.reserve(num_bytes)
+        self.map(copies.address, offset, num_bytes)
         target = copies.tensor(torch.uint8).view(-1, size)
         source = addresses.tensor(torch.uint8)
-        for number, start in enumerate(starts):
+        for index, start in enumerate(starts):
             position = start - addresses.address
-            target[number] = source[position : position + size]
+            target[index] = source[position : position + size]
             self.unmap(start, size)
-            self.map(start, offset + number * size, size)
+            self.map(start, offset + index * size, size)
 
-    def _drop(self, starts: Sequence[int], size: int, offset: int) -> None:
+    def _free_copies(self, starts: Sequence[int], size: int, offset: int) -> None:
         for start in starts:
             self.unmap(start, size)
         self.release(offset, len(starts) * size)

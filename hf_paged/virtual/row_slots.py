@@ -1,4 +1,4 @@
-"""Assigns rows to slots of a layer's address range, the same in all layers, and plans the portable
+"""Assigns rows to slots, address ranges that are used alike in all layers, and plans the portable
 attention of rows in slots. Reads and writes no tensor, and leaves mapping to `mappings.py`."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..step import StepMetadata
 
 MIN_ROWS = 64
 MAX_ROWS = 1024
-BACKOFF_STEPS = 256  # steps that gather before rows are mapped again
-MANY_USERS = 8  # references to steps above which dead ones are dropped
-MIN_ROW_TOKENS = 4096  # least addresses of a slot, which take no memory
+BACKOFF_STEPS = 256  # steps that gather rows before rows are mapped again
+MAX_READING_STEPS = 8  # references in a row above which dead ones are dropped
+MIN_ROW_TOKENS = 4096  # minimum tokens in a slot: its addresses take no memory
 
 
 @dataclass(slots=True, eq=False)
@@ -30,20 +30,20 @@ class Row:
 
     first: int = 0  # position of the first block, in blocks
     block_ids: list[int] = field(default_factory=list)
-    end: int = 0  # position after the last token
-    has_padding: bool = False  # whether padding precedes it
+    end: int = 0  # position after the last token, in tokens
+    has_padding: bool = False  # whether padding precedes the first block
     version: int = 0  # counts changes
-    first_version: int = 0  # the version at which an unrelated row was replaced
-    # block ids by position, if mappings are kept: the row's, and after them those of earlier rows
+    assigned_version: int = 0  # the version at which the row replaced an unrelated one
+    # block ids by position, if mappings are kept: of this row, and after these of earlier rows
     mapped: list[int | None] = field(default_factory=list)
-    users: list[weakref.ref[StepMetadata]] = field(default_factory=list)  # steps that read it
-    last_used: int = 0  # clock of the last of them
+    reading_steps: list[weakref.ref[StepMetadata]] = field(default_factory=list)
+    last_used: int = 0  # `RowSlots._clock` at the last step
 
     @property
     def is_free(self) -> bool:
         """Whether no living step reads the row."""
-        for user in self.users:  # faster than `all`
-            if user() is not None:
+        for step in self.reading_steps:  # faster than `all`
+            if step() is not None:
                 return False
         return True
 
@@ -55,23 +55,24 @@ class Row:
 
 
 class BlockSpan(NamedTuple):
-    """A row of a step: its blocks, the position of the first, in blocks, and the position after its
-    last token."""
+    """The blocks of a step's row, in positions of its slot."""
 
-    first: int
+    first: int  # position of the first block, in blocks
     ids: list[int]
-    end: int
+    end: int  # position after the last token, in tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    slots: list[int]  # by row of a step
-    firsts: list[int]  # by row, the position in its slot, in tokens, of the step's position 0
+    """Where the rows of a step are mapped."""
+
+    slots: list[int]  # by row
+    offsets: list[int]  # by row: position in the slot of the row's first table entry, in tokens
 
 
 class RowViews(NamedTuple):
-    """The rows of a step as strided tensors. They stay readable while the step and these views
-    live, even if other rows are mapped meanwhile. Implements `seams.PlacedRows`."""
+    """The rows of a step as strided tensors. They stay readable while the step and these views are
+    alive, even if other rows are mapped meanwhile. Implements `seams.PlacedRows`."""
 
     placement: Placement
     keys: Tensor  # (slots, heads, max_len, dim); only rows of the placement may be read
@@ -88,8 +89,8 @@ class RowViews(NamedTuple):
 
 
 def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
-    """Returns the parts of rows that are contiguous in memory: each has rows of one geometry in
-    consecutive slots."""
+    """Returns the parts of a step whose rows are contiguous in memory. The rows of a part have the
+    same geometry and consecutive slots."""
     geometries, is_complete = geometries_of(step)
     heads = slice(0, kv_heads)
     parts = []
@@ -98,7 +99,7 @@ def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
         expected = None
         for row, first_visible in all_members:
             slot = placement.slots[row]
-            offset = placement.firsts[row] + first_visible
+            offset = placement.offsets[row] + first_visible
             if (row, slot, offset) != expected:
                 runs.append((slot, offset, []))
             runs[-1][2].append((row, first_visible))
@@ -113,28 +114,27 @@ def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
 
 
 class RowSlots:
-    """The rows in the slots of a storage, the same in all its layers. `keeps_mappings`: whether
-    slots keep the mappings of finished rows, so that a new row takes a slot in which most of its
-    blocks are mapped."""
+    """The slots of a storage, which have the same rows in all layers. `keeps_mappings`: whether
+    slots keep the mappings of finished rows, for new rows with most of the same blocks."""
 
     def __init__(self, keeps_mappings: bool = True) -> None:
         self.lock = forks.rlock()
         self._keeps_mappings = keeps_mappings
-        self.max_len = MIN_ROW_TOKENS
-        self.rows = [Row() for _ in range(MIN_ROWS)]
+        self.max_len = MIN_ROW_TOKENS  # of a slot, in tokens
+        self.rows = [Row() for _ in range(MIN_ROWS)]  # by slot
         self._num_gathering_steps = 0  # remaining steps that gather after mapping failed
-        self._tails: dict[int, int] = {}  # slot by the row's last block
-        # first slot of the last run of consecutive slots, by the run's length
-        self._runs: dict[int, int] = {}
-        self._clock = 0
+        self._slot_by_last_block: dict[int, int] = {}  # may be out of date
+        # by number of rows: the first slot of the consecutive slots that these got last
+        self._last_runs: dict[int, int] = {}
+        self._clock = 0  # counts steps
 
     @property
     def num_slots(self) -> int:
         return len(self.rows)
 
     def place(self, step: StepMetadata, are_consecutive: bool) -> Placement | None:
-        """Returns slots for the rows of a step, consecutive ones if `are_consecutive`; `None` if no
-        slots are available."""
+        """Assigns slots to the rows of a step, consecutive ones if `are_consecutive`; returns
+        `None` if too few are free, after `back_off`, or if the host does not know the lengths."""
         num_rows = step.num_rows
         if len(step.seq_lens) != num_rows or not num_rows:
             return None
@@ -147,82 +147,85 @@ class RowSlots:
         else:
             tables = step.block_tables.tolist()
         origins = step.origins or (0,) * num_rows
-        # a row begins at the block of its origin in the sequence or the columns
+        # a row begins in its slot at the block of its origin in the sequence or the columns
         rows = [
             BlockSpan(origin // size, ids[: -(-length // size)], origin + length)
             for origin, ids, length in zip(origins, tables, step.seq_lens)
         ]
         with self.lock:
-            slots = self._choose(rows, are_consecutive, step.has_padding)
+            slots = self._choose_slots(rows, are_consecutive, step.has_padding)
             if slots is None:
                 return None
             self._clock += 1
             num_tokens = max((row.first + len(row.ids)) * size for row in rows)
-            self._fit_length(num_tokens)
+            self._grow_length(num_tokens)
             for slot, row in zip(slots, rows):
-                self._write(step, slot, *row)
-        firsts = [row.first * size for row in rows]
-        return Placement(slots, firsts)
+                self._assign(step, slot, *row)
+        offsets = [row.first * size for row in rows]
+        return Placement(slots, offsets)
 
     def back_off(self) -> None:
-        """Makes the next `BACKOFF_STEPS` steps gather, after mapping failed."""
+        """Makes the next `BACKOFF_STEPS` steps gather their rows, since mapping failed."""
         self._num_gathering_steps = BACKOFF_STEPS
 
-    def _fit_length(self, num_tokens: int) -> None:
+    def _grow_length(self, num_tokens: int) -> None:
+        """Raises `max_len` to at least `num_tokens`; layers then map rows at new addresses."""
         max_len = self.max_len
         while max_len < num_tokens:
             max_len *= 2
         if max_len != self.max_len:
-            self.forget(self.rows)
+            self.clear_mapped(self.rows)
             self.max_len = max_len
 
-    def forget(self, rows: Iterable[Row]) -> None:
-        """Records that these rows have no mappings, or only at former addresses."""
+    def clear_mapped(self, rows: Iterable[Row]) -> None:
+        """Records that nothing is mapped in the slots of these rows."""
         for row in rows:
             row.mapped.clear()
 
-    def _choose(
+    def _choose_slots(
         self,
         rows: list[BlockSpan],
         are_consecutive: bool,
         has_padding: bool,
     ) -> list[int] | None:
+        """Returns the slots of the rows' last steps, and free slots for new rows; `None` if too few
+        are free."""
         assigned: set[int] = set()
-        previous: list[int | None] = []  # slots of the rows' last steps
+        last_slots: list[int | None] = []  # by row; `None` for new rows
         for row in rows:
-            slot = self._find(row, assigned, has_padding)
-            previous.append(slot)
+            slot = self._find_slot(row, assigned, has_padding)
+            last_slots.append(slot)
             if slot is not None:
                 assigned.add(slot)
-        begin = previous[0]
+        begin = last_slots[0]
         if begin is not None:
             run = list(range(begin, begin + len(rows)))
-            if previous == run:
+            if last_slots == run:
                 return run
-        num_new = previous.count(None)
+        num_new = last_slots.count(None)
         if are_consecutive:
             are_new = num_new == len(rows)
             return self._consecutive_slots(rows, are_new)
         free = (slot for slot, row in enumerate(self.rows) if slot not in assigned and row.is_free)
-        spare = sorted(free, key=lambda slot: self.rows[slot].last_used)
-        if num_new > len(spare):
+        free_slots = sorted(free, key=lambda slot: self.rows[slot].last_used)
+        if num_new > len(free_slots):
             first = len(self.rows)
             if not self._grow(first + num_new):
                 return None
-            spare += range(first, len(self.rows))
+            free_slots += range(first, len(self.rows))
         slots = []
-        for slot, row in zip(previous, rows):
+        for slot, row in zip(last_slots, rows):
             if slot is None:
-                slot = spare[0]
+                slot = free_slots[0]
                 if self._keeps_mappings:
-                    slot = max(spare, key=functools.partial(self._num_saved, row))
-                spare.remove(slot)
+                    slot = max(free_slots, key=functools.partial(self._num_reusable, row))
+                free_slots.remove(slot)
             slots.append(slot)
         return slots
 
-    def _num_saved(self, row: BlockSpan, slot: int) -> int:
-        """Returns how many blocks of a row are still mapped in a slot; 0 unless most of them are,
-        since another row may need the slot's mappings."""
+    def _num_reusable(self, row: BlockSpan, slot: int) -> int:
+        """Returns how many blocks of a row are still mapped in a slot; 0 unless most of them are:
+        the slot's mappings may fit another row better."""
         ids = row.ids
         mapped = self.rows[slot].mapped[row.first : row.first + len(ids)]
         num_mapped = sum(map(operator.eq, mapped, ids))
@@ -230,17 +233,18 @@ class RowSlots:
             return 0
         return num_mapped
 
-    def _find(
+    def _find_slot(
         self,
         span: BlockSpan,
         assigned: set[int],
         has_padding: bool,
     ) -> int | None:
-        """Returns the slot of the row's last step, found by one of its last two blocks."""
+        """Returns the slot of the row's last step, by one of the row's last two blocks; `None` if
+        there is none."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
-            slot = self._tails.get(block_id)
+            slot = self._slot_by_last_block.get(block_id)
             if slot is None or slot in assigned:
                 continue
             row = self.rows[slot]
@@ -256,64 +260,68 @@ class RowSlots:
         span: BlockSpan,
         has_padding: bool,
     ) -> bool:
-        """Whether `span` only adds blocks to the row, so that it may take the slot while other
-        steps read it: no block that they read is unmapped."""
-        shift = span.first - row.first
-        # a row with padding unmaps the blocks before it
-        keeps_first = shift == 0 or (shift > 0 and not has_padding)
-        if not keeps_first:
+        """Whether `span` only appends blocks to the row, so that other steps may go on reading the
+        slot: no block that they read is unmapped."""
+        num_skipped = span.first - row.first  # leading blocks of the row that `span` lacks
+        # with padding, the blocks before the row's first are unmapped
+        keeps_leading = num_skipped == 0 or (num_skipped > 0 and not has_padding)
+        if not keeps_leading:
             return False
-        num_shared = len(row.block_ids) - shift
-        return row.block_ids[shift:] == span.ids[:num_shared]
+        num_shared = len(row.block_ids) - num_skipped
+        return row.block_ids[num_skipped:] == span.ids[:num_shared]
 
     def _consecutive_slots(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
-        count = len(rows)
-        begin = self._runs.get(count)
+        """Returns a run of consecutive free slots, one per row: that of the last step with as many
+        rows or, if it is in use or mappings may be reused, the best; `None` if there is none."""
+        num_rows = len(rows)
+        begin = self._last_runs.get(num_rows)
         is_free = False
         if begin is not None:
-            run = self.rows[begin : begin + count]
+            run = self.rows[begin : begin + num_rows]
             is_free = all(row.is_free for row in run)
-        looks_for_mapped = are_new and self._keeps_mappings
-        if begin is None or not is_free or looks_for_mapped:
-            begin = self._free_run(rows)
+        can_reuse_mappings = are_new and self._keeps_mappings
+        if begin is None or not is_free or can_reuse_mappings:
+            begin = self._best_free_run(rows)
             if begin is None:
                 begin = len(self.rows)
-                if not self._grow(begin + count):
+                if not self._grow(begin + num_rows):
                     return None
-            self._runs[count] = begin
-        return list(range(begin, begin + count))
+            self._last_runs[num_rows] = begin
+        return list(range(begin, begin + num_rows))
 
-    def _free_run(self, rows: list[BlockSpan]) -> int | None:
-        """Returns the first slot of the run of free slots that saves most mappings of these rows;
-        among equals, of the least recently used run."""
+    def _best_free_run(self, rows: list[BlockSpan]) -> int | None:
+        """Returns the first slot of a run of consecutive free slots, one per row: the run in which
+        the most blocks of the rows are mapped and, among equals, the least recently used; `None` if
+        there is none."""
         best = None
         begin = 0
-        count = len(rows)
+        num_rows = len(rows)
         best_rank: tuple[int, float] = 0, -math.inf
         for slot, row in enumerate(self.rows):
             if not row.is_free:
                 begin = slot + 1
-            elif slot + 1 - begin >= count:
-                start = slot + 1 - count
-                num_saved = sum(map(self._num_saved, rows, range(start, slot + 1)))
+            elif slot + 1 - begin >= num_rows:
+                start = slot + 1 - num_rows
+                num_reusable = sum(map(self._num_reusable, rows, range(start, slot + 1)))
                 run = self.rows[start : slot + 1]
-                last_used = max(other.last_used for other in run)
-                rank = (num_saved, -last_used)
+                last_used = max(run_row.last_used for run_row in run)
+                rank = (num_reusable, -last_used)
                 if rank > best_rank:
                     best = start
                     best_rank = rank
         return best
 
     def _grow(self, num_slots: int) -> bool:
+        """Adds slots until there are at least `num_slots`; returns whether that is allowed."""
         if num_slots > MAX_ROWS:
             return False
         if len(self.rows) < num_slots:
-            self.forget(self.rows)
+            self.clear_mapped(self.rows)
         while len(self.rows) < num_slots:
             self.rows += [Row() for _ in self.rows]
         return True
 
-    def _write(
+    def _assign(
         self,
         step: StepMetadata,
         slot: int,
@@ -321,15 +329,16 @@ class RowSlots:
         ids: list[int],
         end: int,
     ) -> None:
+        """Makes a step's row the content of a slot. `first`, `ids` and `end`: as in `BlockSpan`."""
         row = self.rows[slot]
         has_padding = step.has_padding
         if row.is_free:
-            row.users.clear()
-        elif first > row.first:  # other layers may still have to map blocks that other steps read
+            row.reading_steps.clear()
+        elif first > row.first:  # some layers may not have mapped blocks yet that other steps read
             earlier_ids = row.block_ids[: first - row.first]
             ids = earlier_ids + ids
             first = row.first
-        is_shorter = end < row.end  # then it is another row with the same blocks
+        is_shorter = end < row.end  # rows only grow: this is another row with the same blocks
         is_another = is_shorter and not self._keeps_mappings
         content = (row.first, row.block_ids, row.has_padding)
         is_changed = content != (first, ids, has_padding)
@@ -337,16 +346,18 @@ class RowSlots:
         row.end = end
         if is_changed or is_another:
             overlaps = bool(ids) and row.holds(first, ids[0])
-            row.version += 1  # before the content, so that after an interrupt it is mapped again
+            row.version += (
+                1  # before the change, so that after an interrupt blocks are mapped again
+            )
             if is_shorter or not overlaps:
-                row.first_version = row.version
+                row.assigned_version = row.version
             row.first, row.block_ids, row.has_padding = first, ids, has_padding
             if self._keeps_mappings:
                 row.mapped += [None] * (num_positions - len(row.mapped))
                 row.mapped[first:num_positions] = ids
         if ids:
-            self._tails[ids[-1]] = slot
-        if len(row.users) > MANY_USERS:
-            row.users = [user for user in row.users if user() is not None]
-        row.users.append(weakref.ref(step))
+            self._slot_by_last_block[ids[-1]] = slot
+        if len(row.reading_steps) > MAX_READING_STEPS:
+            row.reading_steps = [ref for ref in row.reading_steps if ref() is not None]
+        row.reading_steps.append(weakref.ref(step))
         row.last_used = self._clock

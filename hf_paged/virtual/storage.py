@@ -2,9 +2,8 @@
 mapped at the block's address, which kernels, copies and files use, and again in the slot (address
 range) of every row that reads it.
 
-A slot belongs to the row whose blocks are mapped there: the row's next step finds the slot by its
-last block, maps new blocks, and reads plain strided tensors. So nobody tells this storage when rows
-begin, fork or end.
+A row's next step finds the row's slot by its last block, maps new blocks there, and reads plain
+strided tensors. So this storage need not be notified when rows begin, fork or end.
 """
 
 from __future__ import annotations
@@ -31,20 +30,22 @@ from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, Virtua
 from ..step import StepMetadata
 from ..threads import attempt
 from ..topics import Topic
-from .mappings import Planes, Region, RowMappings
+from .mappings import PlaneLayout, Region, RowMappings
 from .pages import MemoryFile, Pages, pages_for
 from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# most addresses that are reserved for the blocks of a layer: growth beyond them moves the blocks
+# maximum address space reserved for the blocks of a layer: growing beyond it moves the blocks
 MAX_RESERVED_BYTES = 64 << 30
-MANY_RUNS = 16  # runs of blocks that a pool adds at once, in which rows can begin
+# a pool grows by this many runs of `1 + blocks_ahead` blocks, so that rows can begin with free runs
+RUNS_PER_GROWTH = 16
 
 
 def make_storage(
     config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
 ) -> MappedStorage:
+    """Makes the storage of a layer group (`seams.StorageFactory`)."""
     options = config.storage
     assert isinstance(options, VirtualStorage)
     take = functools.partial(_take_runs, 1 + options.blocks_ahead)
@@ -52,27 +53,28 @@ def make_storage(
 
 
 def _take_runs(
-    run: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
+    run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes blocks (`block_pool.BlockSelector`) that follow the last of `after`, else the first
-    whole run of `run` free blocks, else the blocks with the lowest ids."""
+    """Takes `count` blocks (`block_pool.BlockSelector`), each the one after the block before, at
+    first the last of `after`. If that is not free, takes the first block of a free run of
+    `run_length`, or else the free block with the lowest id."""
     block_ids = []
-    following = after[-1] + 1 if after else -1
+    next_id = after[-1] + 1 if after else -1
     for _ in range(count):
-        if following not in free:
+        if next_id not in free:
             starts: Sequence[int] = ()
-            if run > 1:
-                starts = range(0, num_blocks - run + 1, run)
-            whole = (
+            if run_length > 1:
+                starts = range(0, num_blocks - run_length + 1, run_length)
+            free_starts = (
                 start
                 for start in starts
-                if all(block_id in free for block_id in range(start, start + run))
+                if all(block_id in free for block_id in range(start, start + run_length))
             )
             lowest = min(free)
-            following = next(whole, lowest)
-        del free[following]
-        block_ids.append(following)
-        following += 1
+            next_id = next(free_starts, lowest)
+        del free[next_id]
+        block_ids.append(next_id)
+        next_id += 1
     return block_ids
 
 
@@ -81,55 +83,56 @@ def fit_blocks(
     model_config: Any,
     device: torch.device,
 ) -> PagedConfig:
-    """Raises the block size so that in half precision a block's keys of one head fill whole pages,
-    or, with large pages, its keys and values of all heads do. Reads the head sizes from
-    `model_config`. Raises `ValueError` if pages cannot be mapped."""
+    """Returns `config` with a block size of which, in half precision, a block's keys of one head
+    fill whole pages, or with large pages its keys and values of all heads. Keeps a larger size.
+    Reads head sizes from `model_config`. Raises `ValueError` if pages cannot be mapped or are too
+    large."""
     if not isinstance(config.storage, VirtualStorage):
         return config
-    page = pages_for(device, config.storage.page_bytes).granularity
-    heads, width = _widths(model_config)
-    head_bytes = 2 * width  # of a token
-    tokens = page // math.gcd(page, head_bytes)
-    if tokens > MAX_BLOCK_SIZE:
-        all_bytes = 2 * heads * head_bytes
-        tokens = page // math.gcd(page, all_bytes)
-    if tokens > MAX_VIRTUAL_BLOCK_SIZE:
+    page_bytes = pages_for(device, config.storage.page_bytes).granularity
+    num_heads, head_dim = _kv_shape(model_config)
+    head_bytes = 2 * head_dim  # of a token
+    num_tokens = page_bytes // math.gcd(page_bytes, head_bytes)
+    if num_tokens > MAX_BLOCK_SIZE:
+        token_bytes = 2 * num_heads * head_bytes
+        num_tokens = page_bytes // math.gcd(page_bytes, token_bytes)
+    if num_tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
-            f"`page_bytes` of `VirtualStorage` is {page:,}, and no block of at most"
-            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {heads} KV heads of {width}, fills"
-            " whole pages: lower `page_bytes`"
+            f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, and no block of at most"
+            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} KV heads of {head_dim},"
+            " fills whole pages: lower `page_bytes`"
         )
-    size = config.block_size  # "auto" takes the smallest size that fits
-    if not isinstance(size, str) and size >= tokens:
+    size = config.block_size  # "auto" is replaced by the smallest size that fills pages
+    if not isinstance(size, str) and size >= num_tokens:
         return config
-    return dataclasses.replace(config, block_size=tokens)
+    return dataclasses.replace(config, block_size=num_tokens)
 
 
-def _widths(config: Any) -> tuple[int, int]:
-    """Returns the number of KV heads and the head dim; where layers differ, common divisors of
-    both."""
-    text = None
+def _kv_shape(config: Any) -> tuple[int, int]:
+    """Returns the number of KV heads and the head dim; for layers that differ, greatest common
+    divisors of each."""
+    text_config = None
     if config is not None:
-        text = config.get_text_config(decoder=True)
-    layer_configs = compat.layer_configs(text)
-    heads, widths = zip(*map(_widths_of_layer, layer_configs))
-    return math.gcd(*heads), math.gcd(*widths)
+        text_config = config.get_text_config(decoder=True)
+    layer_configs = compat.layer_configs(text_config)
+    head_counts, head_dims = zip(*map(_kv_shape_of_layer, layer_configs))
+    return math.gcd(*head_counts), math.gcd(*head_dims)
 
 
-def _widths_of_layer(config: Any) -> tuple[int, int]:
-    heads = getattr(config, "num_attention_heads", None) or 1
-    latent = getattr(config, "kv_lora_rank", None)
-    if isinstance(latent, int):
-        rotary = getattr(config, "qk_rope_head_dim", None) or 0
-        return 1, latent + rotary
-    width = getattr(config, "head_dim", None)
-    if not width:
+def _kv_shape_of_layer(config: Any) -> tuple[int, int]:
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    latent_dim = getattr(config, "kv_lora_rank", None)
+    if isinstance(latent_dim, int):
+        rotary_dim = getattr(config, "qk_rope_head_dim", None) or 0
+        return 1, latent_dim + rotary_dim
+    head_dim = getattr(config, "head_dim", None)
+    if not head_dim:
         hidden_size = getattr(config, "hidden_size", None)
-        width = (hidden_size or 64 * heads) // heads
-    if not isinstance(width, int):
-        width = 64
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    return kv_heads or heads, width
+        head_dim = (hidden_size or 64 * num_heads) // num_heads
+    if not isinstance(head_dim, int):
+        head_dim = 64
+    num_kv_heads = getattr(config, "num_key_value_heads", None)
+    return num_kv_heads or num_heads, head_dim
 
 
 class LayerRows:
@@ -146,110 +149,110 @@ class LayerRows:
         self.regions = list(regions)
         self.mappings: RowMappings | None = None
         self._form = form
-        # whether the model's own code accepts tensors that are not contiguous
-        self._can_lend = True
+        self._allows_views = True  # until the model's own code needs contiguous tensors
 
-    def stop_lending(self) -> None:
-        self._can_lend = False
+    def disallow_views(self) -> None:
+        self._allows_views = False
 
     def place(self, step: StepMetadata) -> RowViews | None:
-        """Maps the rows of a step and returns views to read them by; `None` if they cannot be
-        mapped."""
+        """Maps the rows of a step; returns the views in which they can be read, or `None` if they
+        cannot be mapped."""
         with self.slots.lock:
-            placed = self._place(step, are_consecutive=False)
-        if placed is None:
+            mapped = self._map_rows(step, are_consecutive=False)
+        if mapped is None:
             return None
-        placement, mappings = placed
+        placement, mappings = mapped
         return RowViews(placement, *mappings.pair, step)
 
-    def _place(
+    def _map_rows(
         self, step: StepMetadata, are_consecutive: bool
     ) -> tuple[Placement, RowMappings] | None:
-        """Maps the rows of a step; returns their slots and the mappings. The caller holds the
-        slots' lock."""
+        """Maps the rows of a step; returns their slots and the mappings, or `None` if they cannot
+        be mapped. The caller holds the slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, are_consecutive)
         if placement is None:
             return None
         try:
-            return placement, self._follow(placement)
+            return placement, self._update_mappings(placement)
         except MemoryError:
-            _drop_idle(placement, self.slots)
+            _unmap_idle_slots(placement, self.slots)
             try:
-                return placement, self._follow(placement)
+                return placement, self._update_mappings(placement)
             except MemoryError as error:
                 message = "rows are gathered, since no more of them can be mapped: %s"
                 logger.warning(Topic.VIRTUAL_STORAGE(message), error)
                 self.slots.back_off()
                 return None
 
-    def _follow(self, placement: Placement) -> RowMappings:
-        """Maps blocks of the placement that are not mapped yet. Raises `MemoryError`."""
+    def _update_mappings(self, placement: Placement) -> RowMappings:
+        """Maps the blocks in the placement's slots that this layer has not mapped yet. Raises
+        `MemoryError`."""
         slots = self.slots
         shape = (slots.num_slots, slots.max_len)
-        stale = placement.slots
+        stale_slots = placement.slots
         if self.mappings is not None and self.mappings.shape == shape:
             versions = self.mappings.versions
             rows = slots.rows
-            stale = [slot for slot in stale if versions[slot] != rows[slot].version]
-            if not stale:
+            stale_slots = [slot for slot in stale_slots if versions[slot] != rows[slot].version]
+            if not stale_slots:
                 return self.mappings
         self.preserve_views()
         if self.mappings is None or self.mappings.shape != shape:
             self.mappings = RowMappings(self.regions, self._form, *shape)
-            stale = placement.slots
+            stale_slots = placement.slots
         num_blocks = min(region.num_mapped for region in self.regions)
-        for slot in stale:
-            self.mappings.follow(slot, slots.rows[slot], self.config, num_blocks)
+        for slot in stale_slots:
+            self.mappings.update_slot(slot, slots.rows[slot], self.config, num_blocks)
         return self.mappings
 
-    def drop(self, slots: Iterable[int]) -> None:
+    def unmap(self, slots: Iterable[int]) -> None:
         """Unmaps these slots. The caller holds the slots' lock."""
         self.preserve_views()
         for slot in slots:
             if self.mappings is not None and slot < len(self.mappings.mapped):
-                self.mappings.drop(slot)
+                self.mappings.unmap_slot(slot)
 
-    def lend(self, step: StepMetadata, is_value: bool) -> Tensor | None:
+    def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
         with zeros for padding; `None` if no single view covers the rows."""
         columns = step.columns
         size = step.block_size
         if columns is None or not len(columns):
             return None
-        if not step.num_rows or not self._can_lend:
+        if not step.num_rows or not self._allows_views:
             return None
         shift = step.origins[0] % size
         if any(origin % size != shift for origin in step.origins):
             return None
-        if step.has_padding and not self.regions[0].pages.maps_over:
+        if step.has_padding and not self.regions[0].pages.can_map_over:
             return None  # padding is not mapped
         first = columns.start - shift
         end = columns.stop - shift
         if first < 0:
             return None
         with self.slots.lock:
-            placed = self._place(step, are_consecutive=True)
-            if placed is None:
+            mapped = self._map_rows(step, are_consecutive=True)
+            if mapped is None:
                 return None
-            placement, mappings = placed
+            placement, mappings = mapped
             slots = range(placement.slots[0], placement.slots[-1] + 1)
-            return mappings.lend(is_value, slots, first, end)
+            return mappings.borrow_view(is_value, slots, first, end)
 
     def preserve_views(self) -> None:
         """Preserves borrowed views that are still alive (`RowMappings.preserve`). Call before
-        mapping over blocks or writing to them."""
-        mappings = self.mappings  # read once: another thread may change it
-        if mappings is not None and mappings.borrowed:
+        blocks in them are mapped over or written to."""
+        mappings = self.mappings  # read once, since another thread may replace it
+        if mappings is not None and mappings.borrowed_views:
             with self.slots.lock:
                 if self.mappings is not None and self.mappings.preserve():
                     self.mappings = None
 
     def grow(self, num_blocks: int) -> None:
-        """Gives the regions addresses for `num_blocks` blocks. Raises `MemoryError` before any
-        change."""
+        """Moves the blocks to new addresses, enough for `num_blocks`. If it raises `MemoryError`,
+        nothing has changed."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            self.preserve_views()  # borrowed views of the old regions read these rows, too
+            self.preserve_views()  # the new regions have the pages of the views
             self.regions = regions
 
     def close(self) -> None:
@@ -264,7 +267,8 @@ class LayerRows:
                 region.close()
 
     def remap(self, pages: Pages, slots: RowSlots) -> None:
-        """In a child process, maps other pages at the blocks' addresses."""
+        """In a child process: maps these pages at the blocks' addresses in place of the parent's,
+        and no rows."""
         self.slots = slots
         self.mappings = None
         for region in self.regions:
@@ -272,8 +276,8 @@ class LayerRows:
 
 
 class MappedStorage(BlockStorage):
-    """A storage that also maps its blocks' pages for rows. Layers whose blocks do not fill whole
-    pages have plain blocks."""
+    """A storage whose blocks consist of pages, which it also maps for rows. Layers whose blocks do
+    not fill whole pages have ordinary blocks."""
 
     def __init__(
         self,
@@ -283,15 +287,16 @@ class MappedStorage(BlockStorage):
         config: VirtualStorage,
         before_move: Callable[[], None],
     ) -> None:
-        """`before_move`: gathers all handles, before blocks move: a child process gets its own
-        pages only at the blocks' current addresses."""
+        """`before_move`: called before blocks move to other addresses, to gather all handles: after
+        a fork, the child's own pages are mapped only at the current addresses."""
         super().__init__(block_size, pool, spec)
         self._copier = BlockCopier(can_launch=False)
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None
+        # for a child process: ids and content of the blocks in use, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
-        # also of former layers, whose views may still be alive
+        # also of layers that were dropped, whose views may still be alive
         self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
@@ -299,10 +304,10 @@ class MappedStorage(BlockStorage):
 
     @property
     def _regions(self) -> list[Region]:
-        return [region for rows in self._mapped for region in rows.regions]
+        return [region for rows in self._mapped_rows for region in rows.regions]
 
     @property
-    def _mapped(self) -> list[LayerRows]:
+    def _mapped_rows(self) -> list[LayerRows]:
         layers = list(self.layers.values())
         return [layer.rows for layer in layers if isinstance(layer.rows, LayerRows)]
 
@@ -319,13 +324,13 @@ class MappedStorage(BlockStorage):
 
     @property
     def growth_step(self) -> int:  # type: ignore[override]
-        ahead = self.config.blocks_ahead
-        return MANY_RUNS * (1 + ahead) if ahead else 0
+        blocks_ahead = self.config.blocks_ahead
+        return RUNS_PER_GROWTH * (1 + blocks_ahead) if blocks_ahead else 0
 
     @property
     def num_rows(self) -> int:
-        backed = [region.num_mapped for region in self._regions]
-        return min([super().num_rows, *backed])
+        mapped_counts = [region.num_mapped for region in self._regions]
+        return min([super().num_rows, *mapped_counts])
 
     @property
     def is_elastic(self) -> bool:
@@ -342,8 +347,8 @@ class MappedStorage(BlockStorage):
         return num_bytes
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
-        """Reserves much more address space, which costs nothing, so that blocks rarely move as the
-        pool grows."""
+        """Returns at least the number of blocks that fill `MAX_RESERVED_BYTES`, unless addresses
+        are limited: addresses cost nothing, and blocks then rarely move as the pool grows."""
         num_addressable = 0
         if address_limit() is None:
             num_addressable = MAX_RESERVED_BYTES // max(block_bytes, 1)
@@ -353,35 +358,35 @@ class MappedStorage(BlockStorage):
     def _allocate(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         if keys.device.type == "meta":
             return super()._allocate(num_blocks, keys, values)
-        like = self.outline(keys, values)
+        outline = self.outline(keys, values)
         if self.pages is None:
             self.pages = pages_for(keys.device, self.config.page_bytes)
-        page = self.pages.granularity
-        heads = like.data[0].shape[1]
-        has_both = len(like.data) == 1 and heads == 2 * like.keys.shape[1]
-        parts = 2 if has_both else 1
-        layouts = [Planes.fit(tensor, parts, page) for tensor in like.data]
-        fitting = [layout for layout in layouts if layout is not None]
-        if len(fitting) < len(layouts):
+        page_bytes = self.pages.granularity
+        num_heads = outline.data[0].shape[1]
+        has_keys_and_values = len(outline.data) == 1 and num_heads == 2 * outline.keys.shape[1]
+        num_parts = 2 if has_keys_and_values else 1
+        candidates = [PlaneLayout.fit(tensor, num_parts, page_bytes) for tensor in outline.data]
+        layouts = [layout for layout in candidates if layout is not None]
+        if len(layouts) < len(candidates):
             logger.warning(
                 Topic.VIRTUAL_STORAGE(
                     "blocks of %d tokens of %s do not fill whole pages of %d bytes and are"
                     " gathered: raise `block_size`"
                 ),
                 self.block_size,
-                " and ".join(str(tuple(tensor.shape[1:])) for tensor in like.data),
-                page,
+                " and ".join(str(tuple(tensor.shape[1:])) for tensor in outline.data),
+                page_bytes,
             )
             return super()._allocate(num_blocks, keys, values)
-        num_backed = self.pool.num_blocks
-        regions = [Region(self.pages, layout, num_blocks, num_backed) for layout in fitting]
-        rows = LayerRows(self, regions, like.form)
+        num_mapped_blocks = self.pool.num_blocks
+        regions = [Region(self.pages, layout, num_blocks, num_mapped_blocks) for layout in layouts]
+        rows = LayerRows(self, regions, outline.form)
         self._layer_rows.add(rows)
-        return self._over(like, rows)
+        return self._blocks_over(outline, rows)
 
-    def _over(self, like: KVBlocks, rows: LayerRows) -> KVBlocks:
+    def _blocks_over(self, blocks: KVBlocks, rows: LayerRows) -> KVBlocks:
         tensors = [region.blocks for region in rows.regions]
-        return dataclasses.replace(like.like(tensors), rows=rows)
+        return dataclasses.replace(blocks.like(tensors), rows=rows)
 
     def _grown(self, layer: KVBlocks, num_blocks: int) -> KVBlocks:
         rows = layer.rows
@@ -389,38 +394,38 @@ class MappedStorage(BlockStorage):
             return super()._grown(layer, num_blocks)
         self._before_move()
         rows.grow(num_blocks)
-        return self._over(layer, rows)
+        return self._blocks_over(layer, rows)
 
     def grow(self, num_blocks: int, most: int) -> None:
         super().grow(num_blocks, most)
         for region in self._regions:
-            region.back(num_blocks)
+            region.map_blocks(num_blocks)
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         self._before_move()
         return super().promote(index, keys, values)
 
     def clear(self) -> None:
-        for rows in self._mapped:
+        for rows in self._mapped_rows:
             rows.close()
         super().clear()
         slots = RowSlots(self.config.keep_mappings)
         self.pages, self.slots = None, slots
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for rows in self._mapped:
+        for rows in self._mapped_rows:
             rows.preserve_views()
         super().copy_blocks(copies)
 
     def before_fork(self) -> None:
-        """Copies the content of blocks for the child, since the parent and the child share mapped
-        pages."""
+        """Copies the content of used and cached blocks for the child: the two processes would share
+        the mapped pages."""
         if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._layer_rows):
             rows.preserve_views()
-        counts = enumerate(self.pool.states())
-        ids = [block_id for block_id, count in counts if count]
+        states = enumerate(self.pool.states())
+        ids = [block_id for block_id, state in states if state]
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:
                 self._child_contents[index] = ids, layer.select(ids)
@@ -429,7 +434,7 @@ class MappedStorage(BlockStorage):
         self._child_contents = {}
 
     def after_in_child(self) -> None:
-        """Maps new pages at the same addresses and restores the blocks' content."""
+        """Maps new pages at the blocks' addresses, and restores their content."""
         if not isinstance(self.pages, MemoryFile):
             return
         contents = self._child_contents
@@ -446,17 +451,17 @@ class MappedStorage(BlockStorage):
 _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
-def _drop_idle(placement: Placement, placed_in: RowSlots) -> None:
-    """Unmaps the slots that no step reads, in all storages, except those of `placement`, which are
-    in `placed_in`. The caller holds that lock."""
+def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
+    """Unmaps, in all storages, the slots that no step reads, except the slots of `placement` in
+    `placed_in`. The caller holds the lock of `placed_in`."""
     for storage in list(_storages):
         slots = storage.slots
         with attempt(slots.lock) as is_held:
             if not is_held:
                 continue  # in use by another thread
-            in_use = set(placement.slots) if slots is placed_in else ()
-            free = (slot for slot, row in enumerate(slots.rows) if row.is_free)
-            idle = [slot for slot in free if slot not in in_use]
-            for rows in storage._mapped:
-                rows.drop(idle)
-            slots.forget(slots.rows[slot] for slot in idle)
+            excepted_slots = set(placement.slots) if slots is placed_in else ()
+            free_slots = (slot for slot, row in enumerate(slots.rows) if row.is_free)
+            idle_slots = [slot for slot in free_slots if slot not in excepted_slots]
+            for rows in storage._mapped_rows:
+                rows.unmap(idle_slots)
+            slots.clear_mapped(slots.rows[slot] for slot in idle_slots)

@@ -16,7 +16,7 @@ from hf_paged.kernels import cpp
 from hf_paged.kernels.triton import cascade
 from hf_paged.tape import graph_keys, shared_prefixes
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.graph_keys import Key
+from hf_paged.tape.graph_keys import GraphKey as Key
 from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from hf_paged.ranks import signals as rank_signals
-from hf_paged.ranks.signals import PatientLock, deferring_signals
+from hf_paged.ranks.signals import DeferringLock, deferring_signals
 
 pytestmark = pytest.mark.usefixtures("sigint")
 
 
-def make() -> tuple[PatientLock, threading.RLock]:
+def make() -> tuple[DeferringLock, threading.RLock]:
     inner = threading.RLock()
-    return PatientLock(inner), inner
+    return DeferringLock(inner), inner
 
 
 def is_free(lock: threading.RLock) -> bool:

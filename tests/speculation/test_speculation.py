@@ -21,8 +21,8 @@ from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.speculation.assistant import Assistant, AssistantRow
 from hf_paged.speculation.sources import (
-    INDEX_SIZE,
-    MAX_DRAFT,
+    MAX_DRAFT_TOKENS,
+    MAX_INDEX_NGRAMS,
     DraftLength,
     DrawnDraft,
     NgramIndex,
@@ -473,8 +473,12 @@ def test_an_assistant_that_was_not_asked_for_a_while_reads_the_rows_own_tokens()
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(BlockManager, "take"), (AssistantRow, "hide"), (AssistantRow, "show")],
-    ids=["take", "hide", "show"],
+    [
+        (BlockManager, "take"),
+        (AssistantRow, "move_tail_to_draft"),
+        (AssistantRow, "move_draft_back"),
+    ],
+    ids=["take", "move_tail", "move_back"],
 )
 def test_an_engine_goes_on_after_an_exception_behind_a_change_of_an_assistant(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str
@@ -587,14 +591,14 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
 def test_an_interrupt_while_an_assistant_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (text,) = models.get("llama"), prompts(9)
     calls = iter(range(100))
-    original = Assistant._append
+    original = Assistant._allocate
 
     def append(self: Assistant, row: Any, count: int) -> bool:
         if next(calls) == 4:
             raise KeyboardInterrupt
         return original(self, row, count)
 
-    monkeypatch.setattr(Assistant, "_append", append)
+    monkeypatch.setattr(Assistant, "_allocate", append)
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         name = engine.add_request(text, GREEDY, assistant_model=models.get_assistant("llama"))
         with pytest.raises(KeyboardInterrupt):
@@ -823,15 +827,15 @@ def test_costs_are_a_line_through_steps() -> None:
 
 def test_texts_of_others_are_bounded() -> None:
     index = NgramIndex()
-    for number in range(INDEX_SIZE + 100):
+    for number in range(MAX_INDEX_NGRAMS + 100):
         index.add([number, 0, 0, 1], 3, 4)
     assert (
-        len(index._continuations) == INDEX_SIZE
+        len(index._continuations) == MAX_INDEX_NGRAMS
         and not index.find([0, 0, 0])
-        and index.find([INDEX_SIZE, 0, 0]) == [1]
+        and index.find([MAX_INDEX_NGRAMS, 0, 0]) == [1]
     )
     # of another namespace, within the same bound
-    assert not index.find([INDEX_SIZE, 0, 0], namespace=b"another")
+    assert not index.find([MAX_INDEX_NGRAMS, 0, 0], namespace=b"another")
 
 
 def test_ngrams_propose_what_came_behind() -> None:
@@ -854,8 +858,8 @@ def test_ngrams_propose_what_came_behind() -> None:
     generated = list(range(100, 140))
     first.observe([1, 2, *generated], 0)
     first.close()
-    second = Ngrams(index, 4).propose([7, *generated[10:14]], MAX_DRAFT)
-    assert second is not None and second.tokens == generated[14 : 14 + MAX_DRAFT]
+    second = Ngrams(index, 4).propose([7, *generated[10:14]], MAX_DRAFT_TOKENS)
+    assert second is not None and second.tokens == generated[14 : 14 + MAX_DRAFT_TOKENS]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from tests.support.engine_helpers import (
 def cheap_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes drafts worthwhile whatever the step times on this machine."""
     monkeypatch.setattr(StepCosts, "price", lambda *args: 0.3)
-    monkeypatch.setattr(speculation, "NGRAM", 1)  # random models repeat no more
+    monkeypatch.setattr(speculation, "NGRAM_SIZE", 1)  # random models repeat no more
 
 
 def slow(*names: str) -> list[Any]:

@@ -27,7 +27,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.inputs import StaticInputs
-from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay
+from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
 
 DEVICE = torch.device("meta")
 
@@ -82,7 +82,7 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
         with contextlib.suppress(Exception), fake:
             run()
         for mode in (first, HostResultReplay(first.host_results)):
-            with fake, HostFirst(), mode:
+            with fake, CreatesOnHost(), mode:
                 run()
 
 
@@ -131,7 +131,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             (interface, "attend_packed", attend_packed),
             (latent, "can_absorb", lambda module: True),
             (masks, "padding_columns", padding_columns),
-            (record, "_is_same", lambda host, other: True),  # neither has data
+            (record, "_are_equal", lambda a, b: True),  # neither has data
             (KVBlocks, "store", lambda *arguments: None),
             (layers, "store_signature", lambda keys, values: ()),
         ]:

@@ -13,7 +13,7 @@ from hf_paged import PagedEngine, RequestResult
 from hf_paged.model.state import read_state
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay
+from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row
 from tests.support.fake_device import record_on_a_device
 
@@ -64,9 +64,9 @@ class FakeGraphs:
         """As in `CudaGraphs`."""
         first = CaptureGuard()
         prepare()
-        with HostFirst(), first:
+        with CreatesOnHost(), first:
             run()
-        with HostFirst(), HostResultReplay(first.host_results):
+        with CreatesOnHost(), HostResultReplay(first.host_results):
             run()
         if self.has_device:
             owner, inputs, *_ = run.args

@@ -17,7 +17,12 @@ from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.build import PATHS, VARIABLE, batch_invariant, best_path
 from hf_paged.step import Lengths, StepMetadata
-from hf_paged.tape.invariant import NotInvariant, _programs, by_kernels, in_fixed_order
+from hf_paged.tape.invariant import (
+    NotInvariant,
+    _programs,
+    batch_invariant_operations,
+    in_fixed_order,
+)
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -223,7 +228,7 @@ def test_calls_that_only_transformers_serves_are_refused() -> None:
 
 def test_operations_without_a_kernel_are_refused() -> None:
     x = torch.randn(4, 8)
-    with in_fixed_order(), by_kernels():
+    with in_fixed_order(), batch_invariant_operations():
         assert torch.equal(x * 2 + 1, (x * 2 + 1).clone())
         with pytest.raises(NotInvariant, match=r"aten\.linalg_vector_norm"):
             x.norm(dim=-1)
@@ -425,7 +430,7 @@ def test_what_a_thread_computes_is_not_frozen_in_a_recording() -> None:
 
 def test_numbers_that_are_equal_but_not_the_same() -> None:
     x = torch.randn(5, 41).abs()
-    with torch.no_grad(), in_fixed_order(), by_kernels():
+    with torch.no_grad(), in_fixed_order(), batch_invariant_operations():
         zeros = x * 0.0, x * -0.0
         known = len(_programs)
         for _ in range(3):

@@ -28,7 +28,7 @@ from hf_paged.model.state import read_state
 from hf_paged.step import NotCapturable
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.graph_keys import Key
+from hf_paged.tape.graph_keys import GraphKey as Key
 from hf_paged.tape.graphs import StepGraphs
 from hf_paged.tape.record import CaptureGuard
 from hf_paged.tape.torch_options import torch_options

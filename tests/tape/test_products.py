@@ -20,7 +20,7 @@ from hf_paged.kernels.cpp import linear as kernel
 from hf_paged.kernels.cpp.build import batch_invariant, observer
 from hf_paged.kernels.cpp.compiler import cpu_flags
 from hf_paged.tape import products
-from hf_paged.tape.products import KernelProducts, own_products
+from hf_paged.tape.products import KernelProducts, kernel_products
 from tests.support import models
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
@@ -231,11 +231,11 @@ def test_a_traced_module_in_a_model() -> None:
 @pytest.mark.slow
 def test_models_that_get_it() -> None:
     model = models.build("llama")
-    assert not isinstance(own_products(model.modules()), KernelProducts)  # float32
+    assert not isinstance(kernel_products(model.modules()), KernelProducts)  # float32
     model = model.bfloat16()
-    assert isinstance(own_products(model.modules()), KernelProducts)
+    assert isinstance(kernel_products(model.modules()), KernelProducts)
     model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
-    assert not isinstance(own_products(model.modules()), KernelProducts)
+    assert not isinstance(kernel_products(model.modules()), KernelProducts)
 
 
 def test_prompts_of_an_engine(calls: list[torch.Size]) -> None:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.record import CaptureGuard, HostFirst, HostResultReplay, recording
+from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay, recording
 
 
 def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
     """As `CudaGraphs.capture` does."""
     first = CaptureGuard()
-    with HostFirst(), first:
+    with CreatesOnHost(), first:
         found = run()
-    with HostFirst(), HostResultReplay(first.host_results):
+    with CreatesOnHost(), HostResultReplay(first.host_results):
         return found, run(), first
 
 
@@ -129,7 +129,7 @@ def test_numbers_that_change_from_run_to_run() -> None:
         run_twice(lambda: [torch.tensor(1.0).item() for _ in range(counts().dim() + runs[0])])
 
 
-@pytest.mark.parametrize("mode", [HostFirst, recording])
+@pytest.mark.parametrize("mode", [CreatesOnHost, recording])
 def test_a_tensor_of_a_list_of_tensors_is_read_where_no_mode_sees_it(mode: Any) -> None:
     for make in (torch.tensor, torch.as_tensor, WEIGHT.new_tensor):
         with pytest.raises(NotCapturable, match="reads the content"), mode():

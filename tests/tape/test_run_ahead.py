@@ -24,7 +24,7 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
-from hf_paged.tape.run_ahead import GraphRunAhead, Launched
+from hf_paged.tape.run_ahead import GraphRunAhead, LaunchedStep
 from tests.batching import test_invariance
 from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
@@ -370,7 +370,7 @@ def test_only_what_was_launched_is_taken() -> None:
     def launched() -> GraphRunAhead:
         ahead = GraphRunAhead(PagedMemory(CONFIG), scheduler)
         states = [(s.num_tokens, 7, [s.blocks.tables[0].block_ids[-1]]) for s in sequences]
-        ahead._launched = Launched(logits, dict(zip(sequences, enumerate(states))))
+        ahead._launched = LaunchedStep(logits, dict(zip(sequences, enumerate(states))))
         return ahead
 
     assert scheduler.reserve_next(sequences)

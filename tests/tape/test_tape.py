@@ -35,9 +35,9 @@ class CountingTape(Tape):
 
     num_calls = 0
 
-    def _call(self, entry: TorchOp) -> Callable[[], None]:
+    def _bind(self, entry: TorchOp) -> Callable[[], None]:
         self.num_calls += 1
-        return super()._call(entry)
+        return super()._bind(entry)
 
 
 def check(

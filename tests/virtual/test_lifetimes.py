@@ -166,7 +166,7 @@ def test_placed_rows_stay_readable_while_others_are_placed() -> None:
     assert placed is not None
     layer.rows.preserve_views()
     assert layer.rows.mappings is None
-    slot, first = placed.placement.slots[0], placed.placement.firsts[0]
+    slot, first = placed.placement.slots[0], placed.placement.offsets[0]
     assert torch.equal(placed.keys[slot : slot + 1, :, first : first + 70], expected)
     assert torch.equal(placed.values[slot : slot + 1, :, first : first + 70], -expected)
     assert torch.equal(view, expected)
@@ -261,7 +261,9 @@ def test_an_interrupt_leaves_slots_whole() -> None:
         )
         return StepMetadata.rectangle(tables, [num_blocks * 4] * num_rows, 4)
 
-    codes = {getattr(RowSlots, name).__code__ for name in ("_write", "_grow", "_choose", "place")}
+    codes = {
+        getattr(RowSlots, name).__code__ for name in ("_assign", "_grow", "_choose_slots", "place")
+    }
     num_interrupts, at, was_reached = 0, 0, True
     while was_reached:
         slots, at, was_reached = RowSlots(), at + 7, False
@@ -302,7 +304,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     call = {"cache_implementation": "paged", "cache_config": {"storage": "virtual"}}
     expected = model.generate(ids, **options)
-    own, num_calls = mappings._num_ends, 0
+    own, num_calls = mappings._num_boundaries, 0
 
     def count(*args: Any) -> int:
         nonlocal num_calls
@@ -311,7 +313,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return own(*args)
 
-    monkeypatch.setattr(mappings, "_num_ends", count)
+    monkeypatch.setattr(mappings, "_num_boundaries", count)
     with pytest.raises(KeyboardInterrupt):
         model.generate(ids, **options, **call)
     assert torch.equal(model.generate(ids, **options, **call), expected)
@@ -490,7 +492,7 @@ def test_a_saved_slice_does_not_bring_all_rows() -> None:
     cache, expected = filled(VIRTUAL)
     part, file = cache.layers[0].keys[:, :, :10], io.BytesIO()
     torch.save(part, file)
-    whole = storage_of(cache).layers[0].rows.mappings.ranges[0].size
+    whole = storage_of(cache).layers[0].rows.mappings.part_addresses[0].size
     assert file.tell() < whole / 50
     file.seek(0)
     assert torch.equal(torch.load(file), expected[:, :, :10])

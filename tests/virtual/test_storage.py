@@ -151,13 +151,13 @@ class Model:
         rows = self.random.sample(self.rows, self.random.randint(1, len(self.rows)))
         step = self.step(rows, origins=tuple(table.first_token for table, _ in rows))
         placement, keys, values, _ = self.layer.rows.place(step)
-        for (table, tokens), slot, first in zip(rows, placement.slots, placement.firsts):
+        for (table, tokens), slot, first in zip(rows, placement.slots, placement.offsets):
             expected = torch.tensor(tokens[table.first_token :], device=keys.device)
             found = keys[slot, :, first : first + len(expected)]
             assert torch.equal(found, expected.view(1, -1, 1).expand_as(found))
             assert torch.equal(values[slot, :, first : first + len(expected)], -found)
 
-    def lend(self) -> None:
+    def strided_view(self) -> None:
         """Rows of equal length as one tensor, as custom attention code gets them."""
         count = min(len(tokens) for _, tokens in self.rows)
         rows = [row for row in self.rows if row[0].first_token <= count]
@@ -167,7 +167,7 @@ class Model:
         origins = tuple(table.first_token for table, _ in rows)
         step = self.step(rows, origins=origins, columns=range(first, count), query_len=0)
         for is_value, blocks in enumerate((self.layer.keys, self.layer.values)):
-            found = self.layer.rows.lend(step, bool(is_value))
+            found = self.layer.rows.strided_view(step, bool(is_value))
             assert found is not None and torch.equal(found, gather(step, blocks, torch.float32))
             if self.random.random() < 0.2:
                 self.loans.append((found, found.clone()))
@@ -178,7 +178,7 @@ class Model:
         self.pool.check_integrity([table.block_ids for table, _ in self.rows])
         mappings = self.layer.rows.mappings if self.layer.rows is not None else None
         if mappings is not None:
-            assert mappings._num_ends[0] * len(mappings.planes) == num_extents(mappings)
+            assert mappings._num_boundaries[0] * len(mappings.planes) == num_extents(mappings)
         for found, expected in self.loans:
             assert torch.equal(found, expected)
 
@@ -200,7 +200,7 @@ def walk(model: Model, count: int) -> None:
         kinds = (
             [model.append] * 6
             + [model.read] * 4
-            + [model.lend, model.shuffle, model.fork, model.truncate, model.drop]
+            + [model.strided_view, model.shuffle, model.fork, model.truncate, model.drop]
         )
         kinds += [model.end] * (1 + len(model.rows) // 3) + [model.begin]
         model.random.choice(kinds)()
@@ -281,7 +281,7 @@ def test_extents_are_what_linux_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     storage, tables = grown(monkeypatch, pages)
     rows = storage.layers[0].rows
     assert rows.place(step_of(tables)) is not None
-    (addresses,) = set(rows.mappings.ranges)
+    (addresses,) = set(rows.mappings.part_addresses)
     counts = [(mapped(addresses.address, addresses.size), num_extents(rows.mappings))]
     assert counts == [(5 * 7 * HEADS * 2, 5 * 8 * HEADS * 2)], (
         "seven runs in each row, and what is behind them"
@@ -339,7 +339,7 @@ def test_keys_and_values_of_different_forms(
     (slot,) = placed.placement.slots
     for view, numbers in zip(placed[1:], expected):
         assert torch.equal(view[slot, :, : len(columns)], numbers[0])
-    lent = [layer.rows.lend(step, is_value) for is_value in (False, True)]
+    lent = [layer.rows.strided_view(step, is_value) for is_value in (False, True)]
     layer.rows.preserve_views()
     for blocks in (layer.keys, layer.values):
         blocks[table.block_ids] = 7
@@ -385,10 +385,10 @@ def test_a_new_row_takes_the_slot_with_the_most_blocks_that_it_needs(together: b
     assert place(slots, 10, 11, 30, 13) == place(slots, 10, 11), "blocks of the earlier row, too"
     other = RowSlots(keeps_mappings=False)
     first = place(other, 1, 2, 3)
-    first_version = other.rows[first].first_version
-    assert place(other, 1, 2, 3, 4) == first and other.rows[first].first_version == first_version, (
-        "the row goes on"
-    )
-    other._tails.clear()
+    assigned_version = other.rows[first].assigned_version
+    assert (
+        place(other, 1, 2, 3, 4) == first and other.rows[first].assigned_version == assigned_version
+    ), "the row goes on"
+    other._slot_by_last_block.clear()
     if not together:
         assert place(other, 1, 2) != first, "nothing is kept there"

@@ -332,7 +332,7 @@ class PackedRunner(Runner):
 
     def _kernel_context(self, num_tokens: int) -> AbstractContextManager[Any]:
         if self._fixed_order_room is not None:
-            return self._fixed_order_room.by_kernels()
+            return self._fixed_order_room.batch_invariant_operations()
         if (
             self.device.type == "cpu"
             or self.model.dtype is torch.bfloat16

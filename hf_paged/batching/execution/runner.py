@@ -59,7 +59,7 @@ class Runner:
         """Sets `product_context` for a model with these modules."""
         if is_installed("tape"):
             tape: TapeRoom = room("tape", "half-precision products")
-            self.product_context = tape.own_products(modules)
+            self.product_context = tape.kernel_products(modules)
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on the model in this state; `None`: its state is unknown, and no step is

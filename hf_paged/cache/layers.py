@@ -465,8 +465,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns `rows` as a tensor, on the CPU unless it is one already, since the default device may
-    be `meta`."""
+    """Returns `rows` as a tensor; a new one is on the CPU, as the default device may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
@@ -492,8 +491,7 @@ def repeated_rows(num_rows: int, repeats: int) -> Tensor:
 
 
 def num_state_rows(layer: Any) -> int:
-    """Returns how many rows a layer with linear-attention states holds; 0 before its first
-    update."""
+    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
     conv_states = layer.conv_states.values()
     recurrent_states = layer.recurrent_states.values()
     for state in [*conv_states, *recurrent_states]:

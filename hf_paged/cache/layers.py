@@ -183,11 +183,11 @@ class PagedLayer(cache_utils.DynamicLayer):
                 handle.blocks = stored
                 handle.fresh = fresh
             return handles
-        new_keys = PagedTensor(step, blocks, False, keys)
-        new_values = PagedTensor(step, blocks, True, values)
-        handles = new_keys, new_values
+        handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles, self._packed_signature = handles, signature
+            self.packed_handles = None  # so that an error between the two leaves no wrong pair
+            self._packed_signature = signature
+            self.packed_handles = handles
         return handles
 
     def _cached_handles(

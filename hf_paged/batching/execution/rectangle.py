@@ -92,8 +92,9 @@ class Rectangle:
         return selected
 
     def fork_cache(self, cache: Any) -> Any:
-        """Makes the empty `cache` continue from this rectangle's cache, and returns it. The caller
-        must reorder its rows before it is written to."""
+        """Makes the empty `cache` continue from this rectangle's cache. Returns it, or an
+        `EncoderDecoderCache` around it if the model made its own cross-attention cache. The caller
+        must reorder the returned cache's rows before anything is written to it."""
         paged, *cross_caches = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
         for cross in cross_caches:
@@ -111,8 +112,9 @@ class Rectangle:
         sources: Items[tuple[Rectangle, list[int]]],
         cache: Any,
     ) -> Rectangle:
-        """Returns one rectangle, on the empty `cache`, of rows of the `sources`, pairs of a
-        rectangle and its rows. The rows are aligned on the right."""
+        """Joins rows of several rectangles into one, which uses the empty `cache`. `sources`: pairs
+        of a rectangle and the indices of the rows to take from it. The rows are aligned on the
+        right."""
         parts = [source.select(rows, cache) for source, rows in sources]
         for part in parts:
             part.inputs.pop(_MASK, None)

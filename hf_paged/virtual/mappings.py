@@ -124,8 +124,9 @@ class Region:
             for plane, address in enumerate(addresses):
                 self.pages.map(address, self.offset_of(plane, first), num_new * block_bytes)
         except BaseException:
-            for address in addresses:  # the planes before the one that could not be mapped
-                self.pages.unmap(address, num_new * block_bytes)
+            if not self.pages.can_map_over:
+                for address in addresses:  # the earlier planes are mapped
+                    self.pages.unmap(address, num_new * block_bytes)
             raise
         self.num_mapped = num_blocks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hf_paged.adapters.pages import AdapterPages
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -95,3 +97,16 @@ def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
     assert "a" in pages and group.pool.num_cached == 2
     assert pages.pin("c", 2 * BYTES, "t") and evicted == ["a"]
     blocks.check_integrity()
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_an_adapter_without_blocks_is_evicted_only_if_a_request_used_it(is_admitted: bool) -> None:
+    """Others have no weights in memory. The first step, which makes the first layer, failed."""
+    pages, _, group, evicted = make(4)
+    group.size = 0
+    assert pages.pin("a", 2 * BYTES, "r")
+    if is_admitted:
+        pages.record_admission("a")
+    pages.unpin("a", "r")
+    assert "a" not in pages and pages.pin("b", 2 * BYTES, "s")
+    assert evicted == ["a"] * is_admitted and pages.num_evictions == is_admitted

@@ -96,8 +96,7 @@ class AdapterPages:
     def unpin(self, adapter: Hashable, holder: Any) -> None:
         """Ends the use of the adapter by `holder`; does nothing if `holder` has not pinned it. The
         blocks of an adapter without holders are cached, and its weights stay until the blocks are
-        evicted. An adapter for which no blocks can be allocated leaves at once; this is an eviction
-        if a request with it was admitted."""
+        evicted; an adapter for which no blocks can be allocated is dropped at once."""
         resident = self._adapters.get(adapter)
         if resident is None or holder not in resident.holders:
             return
@@ -109,10 +108,7 @@ class AdapterPages:
         if resident.block_ids is None:
             # without a pool, or if the adapter does not fit after all, no later eviction of a block
             # would free the weights; and until a step has run, `pin` refuses other adapters
-            if resident.was_admitted:
-                self._drop(adapter)
-            else:  # no request used it, so no weights are resident; prefetched ones may stay
-                del self._adapters[adapter]
+            self._drop(adapter)
             return
         self._block_manager.free(resident.sequence)
         resident.sequence = NO_BLOCKS
@@ -177,10 +173,14 @@ class AdapterPages:
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        for block_id in self._adapters[adapter].block_ids or ():
+        """Drops an adapter. It counts as evicted if a request with it was admitted; else no request
+        used it, so no weights are resident (prefetched ones may stay)."""
+        resident = self._adapters[adapter]
+        for block_id in resident.block_ids or ():
             del self._adapter_by_block[block_id]
         del self._adapters[adapter]
-        self._report_eviction(adapter)
+        if resident.was_admitted:
+            self._report_eviction(adapter)
 
     def _report_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1

@@ -437,7 +437,7 @@ class PagedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the blocks in use at the peak."""
+        """The most bytes of blocks in use at once, since the last reset."""
         counts = self._peak_used.items()
         layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
         return max(layer_bytes, self._released_peak_bytes)

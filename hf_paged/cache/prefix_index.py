@@ -272,7 +272,7 @@ class PrefixIndex:
             self._remove_empty(node)
 
     def _remove(self, node: Node) -> None:
-        """Removes a node with its subtree, and ancestors that become empty."""
+        """Removes a node with its subtree, and then each ancestor that becomes empty."""
         parent = node.parent
         assert parent is not None
         if parent is not node:

@@ -70,8 +70,8 @@ class Rectangle:
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
-        """Returns a rectangle with row `rows[i]` as row `i`, on `cache`. The caller selects the
-        same rows in `cache`, and calls `borrow`."""
+        """Returns a rectangle with row `rows[i]` as row `i`, which uses `cache`. The caller selects
+        the same rows in `cache`, and calls `borrow`."""
         index = torch.tensor(rows, device=self.token_ids.device)
         selected = copy.copy(self)
         for name in ("blocks", "encoded", "paddings", "original_rows"):

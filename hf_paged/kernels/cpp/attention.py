@@ -381,7 +381,7 @@ class Store:
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores keys and values `(batch, kv_heads, n, dim)` at `slots` `(batch, n)` int64; skips
         negative slots. Before it writes, raises `IndexError` for a slot past the pool, and
-        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides are not those of the
+        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides differ from the
         constructor's."""
         if (_layout(keys), _layout(values)) != self._layouts:
             raise ValueError(

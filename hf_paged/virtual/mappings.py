@@ -123,12 +123,12 @@ class Region:
         try:
             for plane, address in enumerate(addresses):
                 self.pages.map(address, self.offset_of(plane, first), num_new * block_bytes)
+            self.num_mapped = num_blocks
         except BaseException:
             if not self.pages.can_map_over:
                 for address in addresses:  # the earlier planes are mapped
                     self.pages.unmap(address, num_new * block_bytes)
             raise
-        self.num_mapped = num_blocks
 
     def grown(self, num_blocks: int) -> Region:
         """Returns a region for `num_blocks` blocks with the same pages, at new addresses."""

@@ -288,7 +288,7 @@ class Attention:
             " block"
         )
         return {
-            1: IndexError(f"{tables} do not fit seq_lens {seq_lens}"),
+            1: IndexError(f"{tables} have too few blocks for seq_lens {seq_lens}"),
             2: IndexError(
                 f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
             ),

@@ -136,7 +136,7 @@ def _torch_state() -> Callable[[], None]:
     """Returns a function that restores torch's current gradient mode, function and dispatch modes
     and autocast."""
     has_gradients = torch.is_grad_enabled()
-    modes = num_modes()
+    num_before = num_modes()
     # unpacking a `map` calls both functions in one bytecode: an interrupt between them would leave
     # autocast nested one level deeper
     increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
@@ -149,7 +149,7 @@ def _torch_state() -> Callable[[], None]:
 
     def restore() -> None:
         torch._C._set_grad_enabled(has_gradients)
-        end_modes(modes)
+        end_modes(num_before)
         torch.autocast_increment_nesting()
         while torch.autocast_decrement_nesting() > depth:
             pass

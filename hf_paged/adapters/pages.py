@@ -1,5 +1,6 @@
-"""Accounts for adapter weights as blocks of the pool (unified paging, S-LoRA, arXiv 2311.03285,
-section 5.1, by count). Handles no tensors, and leaves the weights to `files.py`."""
+"""Accounts for adapter weights as blocks of the pool, as in S-LoRA's unified paging (arXiv
+2311.03285, section 5.1), but only reserves a number of blocks: `files.py` stores the weights
+elsewhere. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ class _ResidentAdapter:
 
 
 class AdapterPages:
-    """Allocates blocks to adapters in the first pool of keys and values: as many as hold the bytes
-    of the adapter's weights. The blocks of an adapter with running requests are used; those of
-    other adapters are cached, in one LRU order with cached prefixes. The eviction of one block
-    evicts its adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
+    """Reserves for each adapter, in the first pool of keys and values, as many blocks as its
+    weights would fill. The blocks of an adapter with running requests are used; those of other
+    adapters are cached, in one LRU order with cached prefixes. The eviction of one block evicts its
+    adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
 
     Without a pool of keys and values (Mamba), adapters have no blocks, and are evicted when their
     last holder unpins them."""
@@ -55,7 +56,9 @@ class AdapterPages:
         self._on_evict_block = lambda block_id: (
             None if (pages := weak_self()) is None else pages._evict_adapter_of(block_id)
         )
-        self.num_hits = 0  # requests that were first admitted while their adapter was resident
+        # requests whose first admission found an adapter that an earlier admission had left
+        # resident
+        self.num_hits = 0
         self.num_evictions = 0
         block_manager.holders.add(self)
 
@@ -83,8 +86,8 @@ class AdapterPages:
         return True
 
     def record_admission(self, adapter: Hashable, is_first: bool = True) -> None:
-        """Records that a request which has pinned the adapter was admitted. The first admission of
-        a request is a hit if the adapter was resident for an earlier one."""
+        """Records that a request which has pinned the adapter was admitted. A request's first
+        admission is a hit if the adapter is still resident from an earlier admission."""
         resident = self._adapters[adapter]
         if is_first and resident.was_admitted:
             self.num_hits += 1
@@ -93,25 +96,18 @@ class AdapterPages:
     def unpin(self, adapter: Hashable, holder: Any) -> None:
         """Ends the use of the adapter by `holder`; does nothing if `holder` has not pinned it. The
         blocks of an adapter without holders are cached, and its weights stay until the blocks are
-        evicted; an adapter for which no blocks can be allocated is evicted at once."""
+        evicted; an adapter for which no blocks can be allocated is dropped at once."""
         resident = self._adapters.get(adapter)
         if resident is None or holder not in resident.holders:
             return
         resident.holders.discard(holder)
         if resident.holders:
             return
-        if self._group_index is None:
-            # no block accounts for the weights, so no later eviction would free them
-            if resident.was_admitted:
-                self._drop(adapter)
-            else:  # no weights were loaded
-                del self._adapters[adapter]
-            return
         if resident.block_ids is None:
             self._allocate(adapter, resident)
         if resident.block_ids is None:
-            # the adapter does not fit after all; or no step has run, and until then `pin` refuses
-            # other adapters
+            # without a pool, or if the adapter does not fit after all, no later eviction of a block
+            # would free the weights; and until a step has run, `pin` refuses other adapters
             self._drop(adapter)
             return
         self._block_manager.free(resident.sequence)
@@ -177,10 +173,14 @@ class AdapterPages:
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        for block_id in self._adapters[adapter].block_ids or ():
+        """Drops an adapter. It counts as evicted if a request with it was admitted; else no request
+        used it, so no weights are resident (prefetched ones may stay)."""
+        resident = self._adapters[adapter]
+        for block_id in resident.block_ids or ():
             del self._adapter_by_block[block_id]
         del self._adapters[adapter]
-        self._report_eviction(adapter)
+        if resident.was_admitted:
+            self._report_eviction(adapter)
 
     def _report_eviction(self, adapter: Hashable) -> None:
         self.num_evictions += 1

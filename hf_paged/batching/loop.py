@@ -304,7 +304,7 @@ class StepLoop:
                     self._is_mid_update = False
                     raise
                 self.blocks.flush_copies()
-                self.memory.note_peak()
+                self.memory.note_progress()
             # a prefix cache hit may have taken a fingerprint, which shows a change of the model
             self.executor.handle_model_change()
             for request in plan.admitted:

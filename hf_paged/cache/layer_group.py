@@ -226,7 +226,7 @@ class LayerGroup:
         if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None
         self.length = max(self.length, length)
-        self.memory.note_peak()
+        self.memory.note_progress()
 
     def _check_window(self, length: int) -> None:
         """Raises `ValueError` unless all tokens that the next query after `length` positions sees

@@ -83,7 +83,7 @@ class PagedMemory:
         # recorders of steps, which contain block addresses, by the specs of a model
         self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
-        # peak of layers freed, and of calls ended, since the last reset
+        # since the last reset: the highest peak, in bytes, of freed layers and of ended calls
         self._released_peak_bytes = 0
         # since the last reset: blocks copied by copy-on-write, and most blocks in use at once
         self.num_copied = self.peak_blocks = 0
@@ -100,9 +100,8 @@ class PagedMemory:
         self._abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
-        # steps of all calls, each counted once per layer group: waiting calls see that others
-        # progress
-        self.num_steps = 0
+        # grows with every step of any call, by one or more: waiting calls see that others progress
+        self.progress_count = 0
         self.last_used = time.monotonic()  # when a call or an engine last used it
         if is_bounded:
             budget.join(self)
@@ -196,8 +195,9 @@ class PagedMemory:
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
-        """Frees the rows of garbage-collected caches, unless another thread holds the lock; and the
-        blocks of sequences that an exception dropped, unless this thread holds it."""
+        """Unless this thread holds the lock, finishes a recovery that is due and recounts pools
+        whose tables were garbage-collected. Then frees the rows of garbage-collected caches, unless
+        another thread holds the lock."""
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:
@@ -273,7 +273,7 @@ class PagedMemory:
         max_bytes = self._max_bytes(if_unused) if block_bytes else None
         if max_bytes is None:
             return limit
-        # blocks that pools have already count, even if a lowered budget no longer allows them
+        # existing blocks count, even if a lowered budget no longer allows them
         if if_unused:
             num_existing = sum(group.pool.num_blocks for group in groups)
         else:
@@ -351,8 +351,8 @@ class PagedMemory:
         return int(fraction * (free_bytes_of_all(block_bytes) + self.occupied_bytes))
 
     def release_unused(self, excluded: GroupMemory | None = None) -> bool:
-        """Under a limit in bytes, frees the memory of all groups except this one in which no table
-        holds a block. Returns whether there were any."""
+        """Under a limit in bytes, frees the memory of every group, other than `excluded`, of which
+        no table holds a block. Returns whether it freed any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
         groups = [group for group in self.groups.values() if group is not excluded]
@@ -371,7 +371,8 @@ class PagedMemory:
             recorder.clear()
 
     def drop_recorders(self) -> None:
-        """Drops the recorders after the last step: a caller's cache needs none."""
+        """Drops the recorders once no engine or model will run steps on this memory: caches that
+        callers still hold keep it alive, but need none."""
         self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
@@ -395,12 +396,13 @@ class PagedMemory:
                 count * group.block_bytes for group, count in counts if not group.holds_states
             )
             self.plain_bytes = plain_bytes
-            # the peak in bytes may be at fewer blocks, if those of groups differ in size
+            # if groups' blocks differ in size, the most bytes may be in use when fewer blocks are
             self._released_peak_bytes = max(self._released_peak_bytes, self.call_bytes)
 
-    def note_peak(self) -> None:
-        """Counts a step, and updates the peaks if more blocks are in use than ever before."""
-        self.num_steps += 1
+    def note_progress(self) -> None:
+        """Counts a step; updates the call's peak, and the peaks since the last reset, if the blocks
+        in use reach them."""
+        self.progress_count += 1
         num_used = self.num_used
         if num_used > self._call_blocks:
             self._call_blocks = num_used
@@ -435,7 +437,7 @@ class PagedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the blocks in use at the peak."""
+        """The most bytes of blocks in use at once, since the last reset."""
         counts = self._peak_used.items()
         layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
         return max(layer_bytes, self._released_peak_bytes)
@@ -443,10 +445,10 @@ class PagedMemory:
     def reset_peak(self) -> None:
         """Restarts the peaks and counts of `stats` from the current use."""
         self._released_peak_bytes = 0
-        self.peak_blocks = self.num_copied = 0
-        self.waste = 0.0
-        self._peak_used = {}
-        self.note_peak()
+        self.num_copied = 0
+        self.peak_blocks = self.num_used
+        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        self.waste = share_of_unused_slots(self.groups.values())
 
     def stats(self) -> MemoryStats:
         """Returns the current statistics."""

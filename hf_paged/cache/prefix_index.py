@@ -21,14 +21,15 @@ class Link(NamedTuple):
     """The tokens of one node on a path, and the node itself, if it exists."""
 
     tokens: tuple[Hashable, ...]
-    # hash of these tokens, all earlier ones and the namespace; the same in every process
+    # if `find` got `tier_has`: hash of these tokens, all earlier ones and the namespace, the same
+    # in every process; else unused
     digest: bytes
     node: Node | None
 
 
 class Node:
-    """The tokens of one full block, after those of its ancestors, and for each layer group the
-    block with their K/V, if it still exists. The root of a namespace has no tokens and is its own
+    """`node_size` tokens, which follow those of its ancestors, and for each layer group the block
+    that ends with them, if it still exists. The root of a namespace has no tokens and is its own
     parent."""
 
     __slots__ = ("block_ids", "children", "digest", "epoch", "namespace", "parent", "tokens")
@@ -51,12 +52,13 @@ class Node:
 
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
-    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A lookup compares tokens, never
-    only hashes. Of several blocks with the same content, only the first is registered. A node that
-    loses its block in a full-attention group is removed with its subtree; in a window group, blocks
-    may be missing. A group of states is a window group that needs only the last block: the snapshot
-    after its tokens. A node has `node_size` tokens, the smallest block size. A block of
-    `ratios[group]` times that size belongs to the last of its nodes."""
+    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A lookup of the pools' blocks
+    compares tokens, never only hashes; blocks in a tier are found by digest. Of several blocks with
+    the same content, only the first is registered. A node that loses its block in a full-attention
+    group is removed with its subtree; in a window group, blocks may be missing. A group of states
+    is a window group that needs only the last block: the snapshot after its tokens. A node has
+    `node_size` tokens, the smallest block size. A block of `ratios[group]` times that size belongs
+    to the last of its nodes."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class PrefixIndex:
         groups = range(len(self._pools))
         self._on_evict = [functools.partial(self._handle_eviction, group) for group in groups]
         # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
-        # `None` between steps
+        # `None` once the step ends
         self._step_blocks: dict[tuple[int, int], None] | None = None
         self._offload: Offload | None = None
 
@@ -92,8 +94,8 @@ class PrefixIndex:
         return self._roots[namespace]
 
     def needed_nodes(self, group: int, num_nodes: int) -> range:
-        """Returns the indices, out of `num_nodes` nodes, of those whose blocks in the group are
-        visible to the query right after the last one."""
+        """Returns the indices, among the first `num_nodes` nodes of a path, of those whose block in
+        the group is visible to the first query after these nodes."""
         window = self._windows[group]
         ratio = self._ratios[group]
         first_visible = 0
@@ -199,12 +201,13 @@ class PrefixIndex:
         self._step_blocks = None
 
     def undo_step(self) -> None:
-        """Removes the blocks registered since `begin_step`, which were never computed."""
+        """Removes the blocks registered since `begin_step`, which were never computed, and ends the
+        step."""
         for group, block_id in self._step_blocks or ():
             if block_id in self._registered[group]:
                 self._pools[group].drop(block_id)
                 self._unregister(group, block_id)
-        self._step_blocks = {}
+        self._step_blocks = None
 
     def clear(self) -> None:
         """Removes all nodes."""
@@ -260,7 +263,7 @@ class PrefixIndex:
                 pending.extend(removed.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
-        """Removes a block that the pool has stopped keeping from its node."""
+        """Removes from its node a block that the pool no longer keeps."""
         node = self._registered[group].pop(block_id)
         node.block_ids[group] = None
         if self._windows[group] is None:
@@ -269,7 +272,7 @@ class PrefixIndex:
             self._remove_empty(node)
 
     def _remove(self, node: Node) -> None:
-        """Removes a node with its subtree, and ancestors that become empty."""
+        """Removes a node with its subtree, and then each ancestor that becomes empty."""
         parent = node.parent
         assert parent is not None
         if parent is not node:
@@ -288,7 +291,8 @@ class PrefixIndex:
             self._remove_empty(parent)
 
     def _remove_empty(self, node: Node) -> None:
-        """Removes a node without children and blocks, and ancestors that become empty."""
+        """Removes the node if it has neither children nor blocks, and then each ancestor that
+        becomes empty."""
         while node.parent is not None and node.parent is not node and not node.children:
             if any(block_id is not None for block_id in node.block_ids):
                 return

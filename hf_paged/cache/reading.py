@@ -100,16 +100,16 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     shape = (step.num_rows, heads, len(step.columns))
     if not all(shape):
         return blocks.new_empty(*shape, blocks.shape[3], dtype=dtype)
-    planes = quantized.planes(blocks)
+    stored = quantized.stored_tensors(blocks)
     if blocks.is_cpu and cpp.is_available():
-        pieces = [cpp_gather(step, plane) for plane in planes]
-        return quantized.join(pieces, blocks, dtype)
+        pieces = [cpp_gather(step, tensor) for tensor in stored]
+        return quantized.dequantize(pieces, blocks, dtype)
     device = blocks.device
     pieces = []
-    for plane in planes:
-        units = step.plan(_units, BlockLayout.of(plane), device)
-        pieces.append(units.read(plane).view(*shape, -1))
-    dense = quantized.join(pieces, blocks, dtype)
+    for tensor in stored:
+        units = step.plan(_units, BlockLayout.of(tensor), device)
+        pieces.append(units.read(tensor).view(*shape, -1))
+    dense = quantized.dequantize(pieces, blocks, dtype)
     if step.has_padding:
         is_padding = step.plan(_positions, device) < 0
         dense.masked_fill_(is_padding[:, None, :, None], 0)

@@ -106,7 +106,7 @@ class CacheRows:
                 if group.paddings:
                     group.paddings = tuple(group.paddings[source] for source in sources)
                 group.forget_steps()
-            self.memory.note_peak()
+            self.memory.note_progress()
 
     @guarded
     def crop(self, num_removed: int) -> None:

@@ -35,7 +35,7 @@ class Shortage:
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
-        self._num_steps = -1
+        self._progress_count = -1
         self._last_step_at = 0.0
         self.since = time.monotonic()
         self._last_progress_at = -math.inf if is_alone else self.since
@@ -43,10 +43,10 @@ class Shortage:
     def should_retry(self) -> bool:
         """Whether to try again after a failed attempt."""
         now = time.monotonic()
-        num_steps = self._memory.num_steps
+        progress_count = self._memory.progress_count
         thread = threading.get_ident()
-        if num_steps != self._num_steps:
-            self._num_steps, self._last_step_at = num_steps, now
+        if progress_count != self._progress_count:
+            self._progress_count, self._last_step_at = progress_count, now
         holders = list(self._memory.holders)
         others_progress = any(holder.is_progressing(thread) for holder in holders)
         if others_progress and now - self._last_step_at < MAX_STALL:

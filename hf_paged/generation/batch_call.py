@@ -310,5 +310,5 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
             items.append((sequence, count))
             budget -= count
         loop.blocks.flush_copies()
-        loop.memory.note_peak()
+        loop.memory.note_progress()
     return StepPlan.of(sorted(items, key=lambda item: item[1] != 1))

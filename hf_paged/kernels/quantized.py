@@ -8,9 +8,9 @@ change earlier ones. (vLLM's `int8_per_token_head` has the same scales.) A layer
 as a view of the codes, `(num_blocks, heads, block_size, dim)`; `scales` finds the scales from its
 strides.
 
-A format is a torch dtype of one byte. To add one, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`,
-`lanes.cpp` and the Triton kernels (`STORED`); for codes narrower than a byte, also change
-`KVBlocks`.
+To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
+on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`STORED`). Codes narrower
+than a byte also need changes in `KVBlocks`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_alignment(block_size: int, dim: int) -> None:
     """Raises `ValueError` if the scales of a tile would not be aligned for float32."""
     if block_size * dim % SCALE_BYTES:
         raise ValueError(
-            f"quantized blocks of {block_size} tokens with {dim} elements each have"
+            f"a quantized block of {block_size} tokens, of {dim} elements per token, has"
             f" {block_size * dim} bytes of codes, after which the scales must begin at a multiple"
             f" of {SCALE_BYTES}: pass a `block_size` that is a multiple of {SCALE_BYTES}, or no"
             " `kv_dtype`"
@@ -80,15 +80,15 @@ def as_bytes(blocks: Tensor) -> Tensor:
     return blocks.view(torch.int8)
 
 
-def planes(blocks: Tensor) -> tuple[Tensor, ...]:
+def stored_tensors(blocks: Tensor) -> tuple[Tensor, ...]:
     """Returns the tensors in which `blocks` are stored, each `(num_blocks, heads, block_size, n)`:
     states, or codes as int8 and scales as float32."""
     return (as_bytes(blocks), scales(blocks).unsqueeze(3)) if is_quantized(blocks) else (blocks,)
 
 
-def join(pieces: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns states in `dtype`, given the elements that were read from each of the `planes` of
-    `blocks`."""
+def dequantize(pieces: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns states in `dtype`, given the elements that were read from each of the
+    `stored_tensors` of `blocks`."""
     if len(pieces) == 1:
         return pieces[0].to(dtype)
     return (pieces[0].view(blocks.dtype).float() * pieces[1]).to(dtype)
@@ -96,7 +96,8 @@ def join(pieces: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 def read(blocks: Tensor, index: Any, dtype: torch.dtype) -> Tensor:
     """Returns `blocks[index]` as states in `dtype`. `index` must not index the last axis."""
-    return join([plane[index] for plane in planes(blocks)], blocks, dtype)
+    pieces = [tensor[index] for tensor in stored_tensors(blocks)]
+    return dequantize(pieces, blocks, dtype)
 
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cpp.attention import DTYPES as FLOATS
+from ..kernels.cpp.attention import FLOAT_NUMBERS
 
-DTYPES = {**FLOATS, torch.int64: 3}  # dtypes that row operations can read; their numbers in C++
+DTYPE_NUMBERS = {**FLOAT_NUMBERS, torch.int64: 3}  # in C++, of dtypes that row operations can read
 _ALIGNMENT = 64  # bytes: a cache line
 
 

@@ -1,5 +1,5 @@
 """Checks whether recorded steps give the results of the model's own forward, and remembers the
-outcomes. Leaves running both to the runner."""
+outcomes. The runner runs both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The backend that records steps on GPUs: captures them as CUDA graphs, and restores streams,
-random state and memory if a capture fails. Leaves which steps are recorded to `graphs.py`."""
+random state and memory if a capture fails. `graphs.py` decides which steps are recorded."""
 
 from __future__ import annotations
 

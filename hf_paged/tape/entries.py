@@ -59,13 +59,13 @@ class Linear:
     def pack(self, address: AddressOf, store: StoreBytes) -> PackedCall:
         x = self.x
         num_rows, depth = x.sizes
-        head = address(x), x.dtype, num_rows, depth, x.strides[0]
+        x_fields = address(x), x.dtype, num_rows, depth, x.strides[0]
         pieces = []
         for weight, bias, out in self.pieces:
             bias_address = 0 if bias is None else address(bias)
             strides = weight.strides[0], out.strides[0]
             pieces.append((address(weight), bias_address, address(out), out.sizes[1], *strides))
-        return "linear", linear.pack(head, self.is_transposed, pieces, best_path())
+        return "linear", linear.pack(x_fields, self.is_transposed, pieces, best_path())
 
 
 @dataclass(eq=False)

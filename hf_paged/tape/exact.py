@@ -1,5 +1,5 @@
-"""Which of PyTorch's operations are batch-invariant. Leaves the operations that our kernels compute
-to `lower.py`."""
+"""Which of PyTorch's operations are batch-invariant. `lower.py` decides which operations our
+kernels compute."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
-from .buffers import DTYPES, FLOATS, Buffers, buffer_ids_of
+from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
 from .entries import Entry, Kernel, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
@@ -151,13 +151,13 @@ class Lowering:
         sizes: tuple[int, ...],
         inputs: Sequence[Tensor | None],
         output: Tensor,
-        dtypes: Iterable[torch.dtype] = FLOATS,
+        dtypes: Iterable[torch.dtype] = FLOAT_NUMBERS,
     ) -> tuple[RowOps, list[int], TensorLayout] | None:
         """Prepares an operation over rows of `sizes`. Returns the list to append it to, the
         registers of the inputs that are not `None`, and the layout of the output; `None` if row
         operations cannot compute it. The list is the last entry if possible, else a new one."""
         tensors = [x for x in (*inputs, output) if x is not None]
-        if output.dtype not in FLOATS or not output.numel():
+        if output.dtype not in FLOAT_NUMBERS or not output.numel():
             return None
         if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
             return None
@@ -214,7 +214,7 @@ class Lowering:
             # before `_sizes`: with the sizes of the last list, every part of a row would update the
             # row's single number again
             self._end_row_ops()
-        dtypes = DTYPES if op == "copy" else FLOATS
+        dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)
         if prepared is None:
             return False
@@ -334,7 +334,7 @@ class Lowering:
         uses_kernel = batch_invariant.get()
         if not uses_kernel and x.dtype in HALVES:
             uses_kernel = x.shape[0] <= max_rows(x.dtype)
-        if is_scaled or not uses_kernel or x.dtype not in FLOATS or not result.numel():
+        if is_scaled or not uses_kernel or x.dtype not in FLOAT_NUMBERS or not result.numel():
             return False
         if self.buffers.id_of(weight) is not None or weight.dtype is not x.dtype:
             return False

@@ -1,5 +1,5 @@
 """Records the operations of a forward, PyTorch's and calls of our kernels, with their tensors.
-Refuses operations that cannot be replayed. Leaves when a forward is recorded to `graphs.py`."""
+Refuses operations that cannot be replayed. `graphs.py` decides when a forward is recorded."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 class CaptureGuard(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
-    or draws random numbers; in this thread only, unlike torch's sync debug mode. Allows waits and
-    copies for constants, tensors computed only from Python numbers, which are the same in each run.
-    `host_results` stores the results of these for [`HostResultReplay`]."""
+    or draws random numbers; in this thread only, unlike torch's sync debug mode. Allows waits for,
+    and copies of, constants: tensors that are computed only from Python numbers, and so are the
+    same in every run. `host_results` stores the results of these waits and copies for
+    [`HostResultReplay`]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,21 +126,26 @@ class CaptureGuard(TorchDispatchMode):
                     f"its forward reads the content of a tensor that it writes to ({func})"
                 )
 
-    def is_constant(self, tensor: Tensor, is_shared: bool = False) -> bool:
-        """Whether a tensor is a constant. If `is_shared`, the caller shares its memory, so later
-        writes to it are refused."""
+    def is_constant(self, tensor: Tensor) -> bool:
         storage = next(_storages([tensor]), None)
-        if storage is None or storage._cdata not in self._constants:
+        return storage is not None and storage._cdata in self._constants
+
+    def allows_read(self, tensor: Tensor, shares_memory: bool) -> bool:
+        """Whether Python may read the content of a tensor: only of a constant. With
+        `shares_memory`, records that the model's code is about to share the constant's memory, so
+        that later writes to it are refused."""
+        if not self.is_constant(tensor):
             return False
-        if is_shared:
+        if shares_memory:
+            storage = tensor.untyped_storage()
             self._shared[storage._cdata] = storage
         return True
 
 
 class HostResultReplay(TorchDispatchMode):
-    """Runs a forward again, and returns the `host_results` of [`CaptureGuard`] for operations that
-    wait or copy between host and device. Raises [`NotCapturable`] if these operations or the
-    sources of their copies are not the same again."""
+    """While a forward runs again, returns the `host_results` of [`CaptureGuard`] in place of
+    running operations that wait or copy between host and device. Raises [`NotCapturable`] if these
+    operations or the sources of their copies are not the same again."""
 
     def __init__(self, host_results: HostResults) -> None:
         super().__init__()
@@ -180,38 +186,43 @@ class CreatesOnHost(TorchFunctionMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _FROM_PYTHON and _is_of_numbers(func, args, kwargs):
-            device = None
-            if func is Tensor.new_tensor:
-                device = args[0].device
-            device = kwargs.pop("device", device)
-            if device is not None:
-                on_host = func(*args, device="cpu", **kwargs)
-                return on_host.to(device)
+        if func in _FROM_PYTHON:
+            data = _data_of(func, args, kwargs)
+            _refuse_tensor_lists(func, data)
+            if not isinstance(data, Tensor):
+                device = None
+                if func is Tensor.new_tensor:
+                    device = args[0].device
+                device = kwargs.pop("device", device)
+                if device is not None:
+                    on_host = func(*args, device="cpu", **kwargs)
+                    return on_host.to(device)
         return func(*args, **kwargs)
 
 
-def _is_of_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is created from Python numbers, not from a tensor. Raises [`NotCapturable`]
-    for a list with tensors: their content is read without an operation that dispatch modes see."""
+def _data_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns the argument with the content of the new tensor, in a call of one of
+    `_FROM_PYTHON`."""
     index = 1 if func is Tensor.new_tensor else 0
     if len(args) > index:
-        data = args[index]
-    else:
-        data = kwargs.get("data")
-    if isinstance(data, Tensor):
-        return False
-    if tensors_in(data):
+        return args[index]
+    name = "obj" if func is torch.asarray else "data"
+    return kwargs.get(name)
+
+
+def _refuse_tensor_lists(func: Any, data: Any) -> None:
+    """Raises [`NotCapturable`] if a tensor is created from a list with tensors: their content is
+    read without an operation that dispatch modes see."""
+    if not isinstance(data, Tensor) and tensors_in(data):
         raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
-    return True
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation that can draw random numbers does: attention draws only with dropout."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            default = kwargs.get(argument.name, argument.default_value)
-            dropout = args[index] if index < len(args) else default
+            by_name = kwargs.get(argument.name, argument.default_value)
+            dropout = args[index] if index < len(args) else by_name
             return bool(dropout)
     return True
 
@@ -265,8 +276,9 @@ def _has_mask(indices: Any) -> bool:
 
 
 class ReadGuard(TorchFunctionMode):
-    """Raises [`NotCapturable`] before Python or NumPy reads the content of a CPU tensor: a replay
-    would not run the Python code that uses it. Allows reads of the constants of `guard`."""
+    """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor, since a replay
+    would not run the Python code that uses it. Allows reads of the constants of `guard`. Replaces
+    ranges between two recorded lengths (`length.with_ranges`)."""
 
     def __init__(self, guard: CaptureGuard | None = None) -> None:
         super().__init__()
@@ -279,15 +291,14 @@ class ReadGuard(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        is_shared = func in _MEMORY_SHARING
-        if is_shared or func in _CONTENT_READING:
-            is_constant = self._guard and self._guard.is_constant(args[0], is_shared)
-            if not is_constant:
+        shares_memory = func in _MEMORY_SHARING
+        if shares_memory or func in _CONTENT_READING:
+            if self._guard is None or not self._guard.allows_read(args[0], shares_memory):
                 raise NotCapturable(
                     f"its forward reads the content of a tensor (Tensor.{func.__name__})"
                 )
         if func in _FROM_PYTHON:
-            _is_of_numbers(func, args, kwargs or {})
+            _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
         if func in RANGE_FUNCTIONS:
             result = with_ranges(func, args, kwargs or {})
             if result is not NotImplemented:
@@ -315,7 +326,7 @@ class Operation(NamedTuple):
 
 class KernelCall(NamedTuple):
     """A call of one of our C++ kernels: its packed argument struct, and the tensors whose addresses
-    that contains, by byte offset."""
+    the struct contains, by byte offset."""
 
     name: str
     packed: bytes
@@ -368,7 +379,7 @@ def recording() -> Iterator[list[Recorded]]:
     [`NotCapturable`] before an operation that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
-    modes = num_modes()
+    num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
         # while tracing, transformers creates a mask whatever its content; other threads are
@@ -380,4 +391,4 @@ def recording() -> Iterator[list[Recorded]]:
     finally:
         masking_utils.is_tracing = is_tracing
         observer.reset(token)
-        end_modes(modes)  # a mode that an interrupt left active would refuse later operations
+        end_modes(num_before)  # a mode that an interrupt left active would refuse later operations

@@ -1,5 +1,5 @@
 """Lists of elementwise operations and reductions of rows, fused: one call of `rows.cpp` runs a
-list. Leaves which operations are fused to `lower.py` and `passes.py`."""
+list. `lower.py` and `passes.py` decide which operations are fused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .buffers import DTYPES, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
+from .buffers import DTYPE_NUMBERS, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 
 _OPS = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
@@ -213,9 +213,9 @@ class RowOps:
                 b = num_memories
                 num_memories += 1
                 start = address(memory.ref)
-                dtype_id = DTYPES[memory.ref.dtype]
+                dtype_id = DTYPE_NUMBERS[memory.ref.dtype]
                 memories += MEMORY.pack(start, dtype_id, *memory.strides)
-            fields = OPS[op], registers[out], a, b, DTYPES[dtype], 0
+            fields = OPS[op], registers[out], a, b, DTYPE_NUMBERS[dtype], 0
             instructions += INSTRUCTION.pack(*fields, number)
         packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(

@@ -1,5 +1,5 @@
-"""Restores blocks of a prefix that the pool lacks from a tier or a file. Handles no tensors: passes
-the content of blocks on to the store."""
+"""Restores, from a tier or a file, those blocks of a prefix that the pool lacks. Handles no
+tensors: passes the content of blocks on to the store."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TierError(Exception):
-    """Copying blocks failed with `cause`: memory ran out, or the layers differ. The pool is
-    unchanged."""
+    """Copying blocks failed with `cause`: memory ran out, or the layers differ. No block stays
+    allocated or registered, but cached blocks may have been evicted."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -45,11 +45,12 @@ def restore_path(
     namespace: Hashable,
     read: Callable[[int, int], Any | None],
 ) -> bool:
-    """Writes the blocks of a path that the pool lacks to new blocks, and registers these as cached.
-    `read(group, index)` returns the content of a group's block at that node of the path. Returns
-    `False` if it returns `None` for a block. Raises `OutOfBlocksError` if too few blocks are free,
-    and `TierError` if blocks cannot be copied or do not fit the layers. In all these cases the pool
-    is unchanged."""
+    """Allocates new blocks for those blocks of a path that the pool lacks, fills and registers
+    them, and leaves them cached. `read(group, index)` returns the content of a group's block at
+    that node of the path. Returns `False` if `read` returns `None` for a block. Raises
+    `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
+    not fit the layers. In all these cases no block stays allocated or registered; cached blocks may
+    have been evicted."""
     cached_ids: list[list[int]] = []  # by group, those of the path's blocks that the pool has
     contents: list[dict[int, Any]] = []  # by group, content of the others by index on the path
     for group_index in range(len(manager.groups)):

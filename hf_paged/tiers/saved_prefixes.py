@@ -181,7 +181,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         with core.memory.changing():
             try:
                 restore_path(store, manager, links, namespace, read)
-            except TierError as error:  # the pool is unchanged and needs no recovery
+            except TierError as error:  # no block stays allocated: needs no recovery
                 failure = error
         if failure is not None:
             raise failure.cause from failure

@@ -1,5 +1,5 @@
 """Maps the pages of a layer's block tensors at the blocks' addresses, and again in the slots of the
-rows that read them. Leaves the choice of slots to `row_slots.py`."""
+rows that read them. `row_slots.py` chooses the slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class PlaneLayout:
     head_dim: int
     block_size: int  # tokens
     dtype: torch.dtype
-    num_parts: int  # views of each row: 2 if the tensor has both keys and values by head, else 1
+    # parts (`RowMappings`): 2 if the tensor has both keys and values, in planes of one head each;
+    # else 1
+    num_parts: int
 
     @property
     def token_elements(self) -> int:
@@ -79,9 +81,9 @@ class Region:
         self.layout = layout
         self.num_blocks = num_blocks
         if backing is None:
-            size = layout.num_planes * PLANE_BYTES
-            offset = pages.extend(size)
-            backing = Backing(pages, offset, size)
+            backing_bytes = layout.num_planes * PLANE_BYTES
+            offset = pages.extend(backing_bytes)
+            backing = Backing(pages, offset, backing_bytes)
         self.backing = backing
         self.num_mapped = 0  # blocks
         num_plane_blocks = max(1, layout.num_planes * num_blocks)
@@ -91,33 +93,42 @@ class Region:
         self.address = addresses.address
         num_heads = layout.num_planes * layout.heads_per_plane
         dim = layout.head_dim
-        size = layout.block_size
-        block_stride = size * layout.token_elements
+        block_size = layout.block_size
+        block_stride = block_size * layout.token_elements
         head_stride = num_blocks * block_stride if layout.heads_per_plane == 1 else dim
         flat = addresses.tensor(layout.dtype)
         self.blocks = flat.as_strided(
-            (num_blocks, num_heads, size, dim),
+            (num_blocks, num_heads, block_size, dim),
             (block_stride, head_stride, layout.token_elements, 1),
         )
         self.map_blocks(num_blocks if pages.is_sparse else num_mapped_blocks)
 
     def offset_of(self, plane: int, block_id: int) -> int:
-        """Returns the offset of a block's pages in one plane."""
+        """Returns the offset, in the offset space of `pages`, of a block's pages of one plane."""
         plane_offset = self.backing.offset + plane * PLANE_BYTES
         return plane_offset + block_id * self.layout.block_bytes
 
     def map_blocks(self, num_blocks: int) -> None:
         """Maps the pages of the first `num_blocks` blocks, so that these can be written. Raises
         `MemoryError`."""
-        size = self.layout.block_bytes
+        block_bytes = self.layout.block_bytes
         first = self.num_mapped
         num_new = num_blocks - first
-        if num_new > 0:
-            for plane in range(self.layout.num_planes):
-                plane_block = plane * self.num_blocks + first
-                address = self.address + plane_block * size
-                self.pages.map(address, self.offset_of(plane, first), num_new * size)
+        if num_new <= 0:
+            return
+        addresses = []
+        for plane in range(self.layout.num_planes):
+            plane_block = plane * self.num_blocks + first
+            addresses.append(self.address + plane_block * block_bytes)
+        try:
+            for plane, address in enumerate(addresses):
+                self.pages.map(address, self.offset_of(plane, first), num_new * block_bytes)
             self.num_mapped = num_blocks
+        except BaseException:
+            if not self.pages.can_map_over:
+                for address in addresses:  # the earlier planes are mapped
+                    self.pages.unmap(address, num_new * block_bytes)
+            raise
 
     def grown(self, num_blocks: int) -> Region:
         """Returns a region for `num_blocks` blocks with the same pages, at new addresses."""
@@ -134,11 +145,11 @@ class Region:
 
     def close(self) -> None:
         """Returns the pages to the system. No table may hold a block."""
-        size = self.layout.block_bytes
+        block_bytes = self.layout.block_bytes
         if not self.pages.can_map_over:
             for plane in range(self.layout.num_planes):
-                address = self.address + plane * self.num_blocks * size
-                self.pages.unmap(address, self.num_mapped * size)
+                address = self.address + plane * self.num_blocks * block_bytes
+                self.pages.unmap(address, self.num_mapped * block_bytes)
         self.backing.release()
 
 
@@ -186,7 +197,7 @@ class RowMappings:
         self.versions = [0] * num_slots  # `Row.version` of each slot when it was last updated
         self.borrowed_views: list[BorrowedView] = []
         self._num_boundaries = [0]  # between extents in each plane; a list, which finalizers share
-        self._needs_new_addresses = False  # since a view keeps some of the current ones
+        self._needs_new_addresses = False  # true once a view has kept some of the current ones
         self.planes: list[PlaneRows] = []
         self.part_addresses: list[Addresses] = []  # by part; parts of one region share a range
         parts: list[Tensor] = []
@@ -222,11 +233,12 @@ class RowMappings:
         parts = []
         for plane in range(layout.num_planes):
             part, part_plane = divmod(plane, planes_per_part)
-            num_before = part * num_slots * planes_per_part + part_plane  # planes of slots
+            # per-slot planes that precede this one's in the first slot
+            num_ranges_before = part * num_slots * planes_per_part + part_plane
             if not part_plane:
-                parts.append(flat.as_strided(shape, strides, num_before * plane_elements))
+                parts.append(flat.as_strided(shape, strides, num_ranges_before * plane_elements))
                 self.part_addresses.append(addresses)
-            address = addresses.address + num_before * plane_bytes
+            address = addresses.address + num_ranges_before * plane_bytes
             slot_bytes = planes_per_part * plane_bytes
             offset = region.offset_of(plane, 0)
             part_index = len(self.part_addresses) - 1
@@ -235,8 +247,9 @@ class RowMappings:
         return parts
 
     def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps the blocks of a row in its slot, and up to `blocks_ahead` blocks after them, of the
-        first `num_blocks` blocks of the layer. Raises `MemoryError`."""
+        """Maps the blocks of a row in its slot and, after them, up to `blocks_ahead` blocks that
+        follow the last one by id, all within the layer's first `num_blocks` blocks. Raises
+        `MemoryError`."""
         mapped = self.mapped[slot]
         end = row.first + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:
@@ -294,10 +307,9 @@ class RowMappings:
             self._record(slot, position, block_ids)
             pages.extents.check()
             for plane in self.planes:
-                size = plane.block_bytes
-                pages.map(
-                    plane.address_of(slot, position), plane.offset + block_id * size, count * size
-                )
+                block_bytes = plane.block_bytes
+                offset = plane.offset + block_id * block_bytes
+                pages.map(plane.address_of(slot, position), offset, count * block_bytes)
         except BaseException:
             # as unmapped, although some planes may be mapped
             self._record(slot, position, [None] * count)
@@ -338,8 +350,8 @@ class RowMappings:
         num_elements = last + 1
         itemsize = view.dtype.itemsize
         addresses = self.part_addresses[part].subrange(start * itemsize, num_elements * itemsize)
-        size = self.block_size
-        positions = range(first // size, -(-end // size))
+        block_size = self.block_size
+        positions = range(first // block_size, -(-end // block_size))
         self.borrowed_views.append(BorrowedView(weakref.ref(addresses), part, slots, positions))
         flat = addresses.tensor(view.dtype)
         return flat.as_strided(view.shape, view.stride())
@@ -368,8 +380,8 @@ class RowMappings:
 
 
 def _num_boundaries(mapped: list[int | None], first: int, end: int) -> int:
-    """Counts the boundaries between extents at positions `first` through `end`: where the block id
-    is not the one after the id before, or only one of the two positions is mapped."""
+    """Counts the boundaries between extents at positions `first` through `end`: wherever a block id
+    is not one more than its predecessor, or only one of the two positions is mapped."""
     id_before_first = mapped[first - 1] if first else None
     ids = [id_before_first, *mapped[first : end + 1]]
     if end >= len(mapped):

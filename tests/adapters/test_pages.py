@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hf_paged.adapters.pages import AdapterPages
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
@@ -43,6 +45,7 @@ def test_the_least_recently_used_goes_first_and_as_a_whole() -> None:
     pages, blocks, group, evicted = make(6)
     for name in ("a", "b"):
         assert pages.pin(name, 3 * BYTES, name)
+        pages.record_admission(name)
     for name in ("a", "b"):
         pages.unpin(name, name)
     assert pages.pin("a", 3 * BYTES, "again")
@@ -61,6 +64,7 @@ def test_the_least_recently_used_goes_first_and_as_a_whole() -> None:
 def test_prefixes_and_adapters_have_one_order() -> None:
     pages, blocks, _, evicted = make(4)
     assert pages.pin("a", 2 * BYTES, "r")
+    pages.record_admission("a")
     pages.unpin("a", "r")
     row, tokens = blocks.new(), list(range(8))
     assert blocks.append(row, 8)
@@ -89,9 +93,27 @@ def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
     pages, blocks, group, evicted = make(4)
     group.size = 0
     assert pages.pin("a", 2 * BYTES, "r") and not pages.pin("b", 2 * BYTES, "s")
+    pages.record_admission("a")
     group.size = BYTES
     assert pages.pin("b", 2 * BYTES, "s") and group.pool.num_used == 2
     pages.unpin("a", "r")
     assert "a" in pages and group.pool.num_cached == 2
     assert pages.pin("c", 2 * BYTES, "t") and evicted == ["a"]
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("size", [0, BYTES], ids=["before the first layer is made", "with blocks"])
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_an_adapter_counts_as_evicted_only_if_a_request_used_it(
+    is_admitted: bool, size: int
+) -> None:
+    """Others have no weights in memory."""
+    pages, blocks, group, evicted = make(4)
+    group.size = size
+    assert pages.pin("a", 2 * BYTES, "r")
+    if is_admitted:
+        pages.record_admission("a")
+    pages.unpin("a", "r")
+    assert pages.pin("b", 4 * BYTES, "s") and "a" not in pages
+    assert evicted == ["a"] * is_admitted and pages.num_evictions == is_admitted
     blocks.check_integrity()

@@ -1089,13 +1089,13 @@ def test_an_interrupt_between_scheduling_and_the_forward(
     content."""
     with PagedEngine(models.get(name), CONFIG) as engine:
         beside, results = Beside(engine), {}
-        countdown, note_peak = Countdown(step, KeyboardInterrupt), engine.memory.note_peak
+        countdown, note_progress = Countdown(step, KeyboardInterrupt), engine.memory.note_progress
 
         def interrupted() -> None:
             countdown()
-            note_peak()
+            note_progress()
 
-        monkeypatch.setattr(engine.memory, "note_peak", interrupted)
+        monkeypatch.setattr(engine.memory, "note_progress", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_all(engine, results)
         engine.check_integrity()

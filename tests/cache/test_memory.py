@@ -195,3 +195,18 @@ def test_a_call_evicts_before_its_pool_grows() -> None:
         model.generate(ids, **GREEDY, cache_implementation="paged")
         stats = hf_paged.memory_stats(model)
         assert stats.held_bytes == stats.peak_bytes
+
+
+def test_a_reset_of_the_peaks_is_no_progress() -> None:
+    """A call that waits for blocks gives up once nobody progresses, also while a caller polls."""
+    with hf_paged.PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
+        engine.generate([text(70, 0)], GREEDY)
+        engine.add_request(text(20, 1), GREEDY)
+        engine.step()
+        progress_count = engine.memory.progress_count
+        peak = hf_paged.memory_stats(engine, reset=True).peak_blocks
+        stats = hf_paged.memory_stats(engine, reset=True)
+        assert engine.memory.progress_count == progress_count > 0
+        assert stats.peak_blocks == stats.used_blocks < peak and 0 < stats.peak_bytes
+        engine.step()
+        assert engine.memory.progress_count > progress_count

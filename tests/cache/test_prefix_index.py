@@ -45,7 +45,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.pools, self.windows, SIZE)
         self.index.begin_step()
         self.entries: dict[Key, Entry] = {}
-        self.step: list[tuple[Key, int, int]] = []
+        self.step: list[tuple[Key, int, int]] | None = []  # `None` between steps
         self.held: list[list[list[int]]] = []  # block ids of each sequence, by group
         self.epoch = 0
 
@@ -98,7 +98,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 if entry.block_ids[group] is None and number >= gone:
                     entry.block_ids[group] = block_ids[group][number - gone]
                     entry.epoch = min(entry.epoch, self.epoch)
-                    self.step.append((key, group, block_ids[group][number - gone]))
+                    if self.step is not None:
+                        self.step.append((key, group, block_ids[group][number - gone]))
         self.held.append(block_ids)
 
     @precondition(lambda self: self.held)
@@ -124,15 +125,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule()
     def begin_step(self) -> None:
         self.index.begin_step()
-        self.step.clear()
+        self.step = []
 
     @rule()
     def undo_step(self) -> None:
         self.index.undo_step()
-        for key, group, block_id in self.step:
+        for key, group, block_id in self.step or ():
             if key in self.entries and self.entries[key].block_ids[group] == block_id:
                 self.unname(key, group)
-        self.step.clear()
+        self.step = None
 
     @rule()
     def clear(self) -> None:
@@ -288,3 +289,20 @@ def test_what_goes_is_told_of_while_it_is_there_and_only_if_it_is_computed() -> 
         zip([second, third], digests)
     )
     index.check_integrity()
+
+
+def test_blocks_registered_after_a_step_was_undone_are_computed() -> None:
+    """A loaded prefix, for example."""
+    pool = BlockPool(2)
+    index = PrefixIndex([pool], [None], 2)
+    told: list[int] = []
+    index.offload_to(lambda group, block_id, digest: told.append(block_id))
+    index.begin_step()
+    index.undo_step()
+    (block_id,) = pool.allocate(1)
+    index.add(index.root("a"), (1, 2), [block_id])
+    index.undo_step()
+    assert len(index.find([1, 2], "a", 1)) == 1
+    pool.release([block_id])
+    pool.evict(1)
+    assert told == [block_id]

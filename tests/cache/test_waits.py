@@ -27,7 +27,7 @@ class Call:
 
 
 def memory_with(*holders: Any) -> Any:
-    return SimpleNamespace(holders=list(holders), num_steps=0)
+    return SimpleNamespace(holders=list(holders), progress_count=0)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_call_gives_up_where_nobody_computes(now: list[float]) -> None:
     shortage = Shortage(memory)
     for _ in range(5):
         now[0] += 0.9 * waits.MAX_STALL
-        memory.num_steps += 1
+        memory.progress_count += 1
         assert shortage.should_retry()
     now[0] += 1.1 * waits.MAX_STALL
     assert not shortage.should_retry()

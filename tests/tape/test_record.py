@@ -134,7 +134,10 @@ def test_a_tensor_of_a_list_of_tensors_is_read_where_no_mode_sees_it(mode: Any) 
     for make in (torch.tensor, torch.as_tensor, WEIGHT.new_tensor):
         with pytest.raises(NotCapturable, match="reads the content"), mode():
             make([WEIGHT[2], 1.0])
+    with pytest.raises(NotCapturable, match="reads the content"), mode():
+        torch.asarray(obj=[WEIGHT[2], 1.0])
     with mode():
+        assert torch.asarray(obj=WEIGHT) is WEIGHT
         assert torch.as_tensor(WEIGHT) is WEIGHT
         assert torch.tensor(data=[1, 2]).shape == (2,)
 

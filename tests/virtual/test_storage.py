@@ -20,7 +20,7 @@ from hf_paged.cache.reading import gather
 from hf_paged.config import VirtualStorage
 from hf_paged.step import StepMetadata
 from hf_paged.virtual import storage as virtual
-from hf_paged.virtual.mappings import RowMappings
+from hf_paged.virtual.mappings import PlaneLayout, Region, RowMappings
 from hf_paged.virtual.pages import CudaPages, Extents, MemoryFile, Pages
 from hf_paged.virtual.row_slots import BACKOFF_STEPS, RowSlots
 from hf_paged.virtual.storage import MappedStorage
@@ -366,6 +366,25 @@ def test_pages_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone() is None and extents.count == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_retried", [False, True], ids=["closed", "tried again"])
+def test_blocks_for_which_memory_runs_out_between_planes(is_retried: bool) -> None:
+    driver = Driver(1 << 16)
+    pages = StandInPages(driver)
+    size = pages.granularity // (4 * DIM)
+    layout = PlaneLayout(HEADS, 1, DIM, size, torch.float32, num_parts=1)
+    region = Region(pages, layout, num_blocks=3, num_mapped_blocks=1)
+    driver.memory = (HEADS + 2) * pages.granularity  # for both new blocks of the first plane
+    with pytest.raises(MemoryError, match="cuMemCreate"):
+        region.map_blocks(3)
+    assert region.num_mapped == 1 and len(driver.mapped) == HEADS
+    if is_retried:
+        driver.memory = 3 * HEADS * pages.granularity
+        region.map_blocks(3)
+        region.blocks.fill_(1.0)
+    region.close()
+    assert not driver.broken and not driver.mapped and not driver.handles
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])

@@ -75,8 +75,9 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         if is_one_part and call.is_plain and call.query.shape[1] != kv_heads:
             return _decode_in_place(call, parts[0], placed)
     else:
-        planes = (*quantized.planes(blocks.keys), *quantized.planes(blocks.values))
-        layouts = map(BlockLayout.of, planes)
+        key_tensors = quantized.stored_tensors(blocks.keys)
+        value_tensors = quantized.stored_tensors(blocks.values)
+        layouts = map(BlockLayout.of, (*key_tensors, *value_tensors))
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape
@@ -307,21 +308,21 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     devices, and if a gradient is required, in new memory."""
     keys = call.blocks.keys
     values = call.blocks.values
-    planes = (*quantized.planes(keys), *quantized.planes(values))
+    stored = (*quantized.stored_tensors(keys), *quantized.stored_tensors(values))
     uses_scratch = call.query.is_cpu and not call.needs_grad
     rows = call.query.shape[0]
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
     pieces = []
-    for plane_index, (plane, units) in enumerate(zip(planes, part.units)):
+    for index, (tensor, units) in enumerate(zip(stored, part.units)):
         out = None
         if uses_scratch:
             shape = (units.indices.numel(), units.shape[1])
-            out = _scratch.tensor(plane_index, shape, plane.dtype)
-        states = units.read(plane, out).view(rows, kv_heads, -1, plane.shape[3])
+            out = _scratch.tensor(index, shape, tensor.dtype)
+        states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2
     dtype = call.query.dtype
-    key = quantized.join(pieces[:half], keys, dtype)
-    value = quantized.join(pieces[half:], values, dtype)
+    key = quantized.dequantize(pieces[:half], keys, dtype)
+    value = quantized.dequantize(pieces[half:], values, dtype)
     return [key, value]

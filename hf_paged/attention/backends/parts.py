@@ -45,8 +45,9 @@ GeometryRows = tuple[Geometry, list[Member]]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A range of K/V heads of some rows, which have one geometry or are padded to one length. Their
-    keys and values fit into the scratch memory together."""
+    """A range of K/V heads of some rows, which have one geometry or are padded to one length. If
+    they are gathered, their keys and values fit into the scratch memory together, unless one head
+    of one row takes more."""
 
     # index of these rows in the step; a tensor is int64 `[rows]`, on the block tables' device
     rows: slice | Tensor
@@ -134,9 +135,10 @@ def _group_similar(
     geometries: list[GeometryRows],
     scratch_tokens: int,
 ) -> Iterator[list[GeometryRows]]:
-    """Yields groups of geometries of similar length, whose rows fit into the scratch memory with
-    little padding. With many queries per row, each geometry is a separate group, since there are
-    few rows, and slices skip keys that no query sees."""
+    """Yields groups of geometries. Several geometries form a group only if their lengths are
+    similar and their rows fit into the scratch memory together with little padding. With many
+    queries per row, each geometry is a separate group, since there are few rows, and slices skip
+    keys that no query sees."""
     group = list[GeometryRows]()
     num_rows = 0
     padding = 0
@@ -149,7 +151,8 @@ def _group_similar(
         num_rows += count
         padding += (longest - length) * count
         # The group's mask is kept for all layers. It has a row per query or, where heads are
-        # packed, per head and query, which still takes fewer bytes than K and V of as many tokens.
+        # packed, per head and query. Even then it takes fewer bytes than K and V of `mask_size`
+        # tokens.
         mask_size = num_rows * longest * queries
         can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or skipped > 0
@@ -222,8 +225,8 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns a constructor of `Part` in which the fields are bound that all parts of one geometry
-    share. `geometries`: those of the step, longest first."""
+    """Returns `Part` with those fields already bound that all parts of one geometry have in common.
+    `geometries`: those of the step, longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry
@@ -254,8 +257,8 @@ def part_maker(
 
 
 def _index(step: StepMetadata, members: list[Member]) -> slice | Tensor:
-    """Returns the index of the members' rows: if they are consecutive a slice, which copies
-    nothing."""
+    """Returns the index of the members' rows: a slice, which copies nothing, if they are
+    consecutive, else a tensor."""
     rows = [row for row, _ in members]
     first = rows[0]
     end = rows[-1] + 1

@@ -70,8 +70,8 @@ class Rectangle:
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
-        """Returns a rectangle with row `rows[i]` as row `i`, on `cache`. The caller selects the
-        same rows in `cache`, and calls `borrow`."""
+        """Returns a rectangle with row `rows[i]` as row `i`, which uses `cache`. The caller selects
+        the same rows in `cache`, and calls `borrow`."""
         index = torch.tensor(rows, device=self.token_ids.device)
         selected = copy.copy(self)
         for name in ("blocks", "encoded", "paddings", "original_rows"):
@@ -92,8 +92,9 @@ class Rectangle:
         return selected
 
     def fork_cache(self, cache: Any) -> Any:
-        """Makes the empty `cache` continue from this rectangle's cache, and returns it. The caller
-        must reorder its rows before it is written to."""
+        """Makes the empty `cache` continue from this rectangle's cache. Returns it, or an
+        `EncoderDecoderCache` around it if the model made its own cross-attention cache. The caller
+        must reorder the returned cache's rows before anything is written to it."""
         paged, *cross_caches = cache_parts(self.cache)
         cache_parts(cache)[0].continue_from(paged)
         for cross in cross_caches:
@@ -111,8 +112,9 @@ class Rectangle:
         sources: Items[tuple[Rectangle, list[int]]],
         cache: Any,
     ) -> Rectangle:
-        """Returns one rectangle, on the empty `cache`, of rows of the `sources`, pairs of a
-        rectangle and its rows. The rows are aligned on the right."""
+        """Joins rows of several rectangles into one, which uses the empty `cache`. `sources`: pairs
+        of a rectangle and the indices of the rows to take from it. The rows are aligned on the
+        right."""
         parts = [source.select(rows, cache) for source, rows in sources]
         for part in parts:
             part.inputs.pop(_MASK, None)

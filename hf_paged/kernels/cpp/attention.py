@@ -13,9 +13,10 @@ from ...step import StepMetadata
 from .. import quantized
 from .build import batch_invariant, best_path, kernel, observer
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers in C++
 
-# struct AttentionCall, in the order of its fields: of the call, the step, the CPU and the layer
+# struct AttentionCall: fields of the call and its bias, of the step, of the choice of instructions,
+# and of the layer
 _CALL = struct.Struct("4Q")
 _BIAS = struct.Struct("6q")
 _STEP = struct.Struct("5Q7q")
@@ -135,7 +136,7 @@ class Attention:
             query: `(T, heads, key_dim)`.
             key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`, in the query's
                 dtype or quantized.
-            scale, softcap, sinks: As in `AttentionCall`.
+            scale, softcap, sinks: As in `attention.backends.reference.AttentionCall`.
 
         Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
         that do not fit.
@@ -144,13 +145,16 @@ class Attention:
         dtype_number = quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0)
         dtype = key_blocks.dtype if dtype_number else query.dtype
         is_supported = (
-            query.dtype in DTYPES and key_blocks.dtype == dtype and value_blocks.dtype == dtype
+            query.dtype in FLOAT_NUMBERS
+            and key_blocks.dtype == dtype
+            and value_blocks.dtype == dtype
         )
         if not is_supported or not all(x.is_cpu for x in tensors):
-            queries, keys, values = (str(x.dtype).removeprefix("torch.") for x in tensors)
+            queries, keys, values = (f"{x.dtype} on {x.device}" for x in tensors)
             raise TypeError(  # names no sizes, since each different message is logged once
-                "the C++ kernel takes float32, bfloat16 or float16, the same for all, on the CPU:"
-                f" queries are {queries}, keys {keys}, values {values}"
+                "the C++ kernel takes queries in float32, bfloat16 or float16 on the CPU, with keys"
+                f" and values in the same dtype or quantized: queries are {queries}, keys {keys},"
+                f" values {values}"
             )
         dims = [x.dim() for x in tensors]
         if dims != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
@@ -173,7 +177,7 @@ class Attention:
                 " heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            is_supported = sinks.is_cpu and sinks.dtype in DTYPES and sinks.stride() == (1,)
+            is_supported = sinks.is_cpu and sinks.dtype in FLOAT_NUMBERS and sinks.stride() == (1,)
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
@@ -189,11 +193,11 @@ class Attention:
         token_stride, head_stride, _ = query.stride()
         sinks_dtype = 0
         if sinks is not None:
-            sinks_dtype = DTYPES[sinks.dtype]
+            sinks_dtype = FLOAT_NUMBERS[sinks.dtype]
         self._packed = _LAYER.pack(
             key_blocks.data_ptr(),
             value_blocks.data_ptr(),
-            DTYPES[query.dtype],
+            FLOAT_NUMBERS[query.dtype],
             sinks_dtype,
             heads,
             kv_heads,
@@ -221,10 +225,11 @@ class Attention:
         bias: Tensor | None = None,
     ) -> Tensor:
         """Returns `(T, heads, value_dim)` in the query's dtype, contiguous. `query` and `sinks`
-        must have the shapes, strides and dtypes of the constructor's; `bias` broadcasts to `(rows,
-        heads, query_len, max seq_len)`, or to one query if rows differ in their number. Raises
-        `TypeError`, `ValueError` or `IndexError` for arguments that do not fit; never reads outside
-        a tensor."""
+        must have the shapes, strides and dtypes of the constructor's. `bias` broadcasts to `(rows,
+        heads, query_len, max seq_len)`, where `query_len` is 1 if rows differ in their number of
+        queries. Raises `TypeError`, `ValueError` or `IndexError` for arguments that do not fit,
+        `RuntimeError` for a bias that does not broadcast, and `MemoryError`. Never reads outside a
+        tensor."""
         if (_layout(query), _layout(sinks)) != self._layouts:
             described_sinks = None if sinks is None else _describe(sinks)
             raise ValueError(
@@ -241,7 +246,7 @@ class Attention:
         bias_address = 0
         packed_bias = _NO_BIAS
         if bias is not None:
-            if bias.dtype not in DTYPES or not bias.is_cpu:
+            if bias.dtype not in FLOAT_NUMBERS or not bias.is_cpu:
                 raise TypeError(
                     f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU"
                 )
@@ -255,13 +260,13 @@ class Attention:
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
             )
             bias_address = bias.data_ptr()
-            packed_bias = _BIAS.pack(DTYPES[bias.dtype], *strides, num_keys)
+            packed_bias = _BIAS.pack(FLOAT_NUMBERS[bias.dtype], *strides, num_keys)
         out = query.new_empty(self._out_shape)
         sinks_address = 0 if sinks is None else sinks.data_ptr()
         addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_address, bias_address)
-        head = addresses + packed_bias
+        call_fields = addresses + packed_bias
         path = _PATH.pack(best_path(), batch_invariant.get())
-        call = head + packed_step.packed + path + self._packed
+        call = call_fields + packed_step.packed + path + self._packed
         error = self._kernel(call)
         if error:
             raise self._exception(error, step, num_keys)
@@ -269,7 +274,7 @@ class Attention:
         if observe is not None:
             inputs = {0: query, 16: sinks, 24: bias}
             for offset, tensor in packed_step.tensors.items():
-                inputs[len(head) + offset] = tensor
+                inputs[len(call_fields) + offset] = tensor
             reads = {offset: tensor for offset, tensor in inputs.items() if tensor is not None}
             observe("attention", call, reads, {8: out})
         return out
@@ -283,7 +288,7 @@ class Attention:
             " block"
         )
         return {
-            1: IndexError(f"{tables} do not fit seq_lens {seq_lens}"),
+            1: IndexError(f"{tables} have too few blocks for seq_lens {seq_lens}"),
             2: IndexError(
                 f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
             ),
@@ -335,7 +340,7 @@ class Store:
                     " blocks (num_blocks, heads, block_size, dim)"
                 )
             if quantized.is_quantized(blocks):
-                is_supported = states.dtype in DTYPES
+                is_supported = states.dtype in FLOAT_NUMBERS
             else:
                 is_supported = states.dtype is blocks.dtype
             if not is_supported or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
@@ -367,8 +372,8 @@ class Store:
             key_dim * key_blocks.element_size(),
             value_dim * value_blocks.element_size(),
             quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0),
-            DTYPES.get(keys.dtype, 0),
-            DTYPES.get(values.dtype, 0),
+            FLOAT_NUMBERS.get(keys.dtype, 0),
+            FLOAT_NUMBERS.get(values.dtype, 0),
             _scales_offset(key_blocks),
             _scales_offset(value_blocks),
         )
@@ -376,7 +381,7 @@ class Store:
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores keys and values `(batch, kv_heads, n, dim)` at `slots` `(batch, n)` int64; skips
         negative slots. Before it writes, raises `IndexError` for a slot past the pool, and
-        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides are not those of the
+        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides differ from the
         constructor's."""
         if (_layout(keys), _layout(values)) != self._layouts:
             raise ValueError(
@@ -384,8 +389,8 @@ class Store:
                 f" {self._layouts}"
             )
         self._check_slots(slots)
-        head = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr())
-        call = head + self._packed
+        call_fields = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr())
+        call = call_fields + self._packed
         error = self._kernel(call)
         if error == 2:
             raise IndexError(
@@ -443,8 +448,8 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         raise ValueError("a tensor has no memory, or sizes do not fit one another")
     if error:
         raise IndexError(
-            f"block tables of shape {tuple(step.block_tables.shape)} do not fit columns"
-            f" {step.columns} of a pool of {num_blocks} blocks"
+            f"block tables of shape {tuple(step.block_tables.shape)} have too few blocks for"
+            f" columns {step.columns}, or ids outside the pool of {num_blocks} blocks"
         )
     observe = observer.get()
     if observe is not None:

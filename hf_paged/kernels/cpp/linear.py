@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import DTYPES
+from .attention import FLOAT_NUMBERS
 from .build import PATHS, best_path, kernel
 
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
@@ -54,19 +54,19 @@ def max_rows(dtype: torch.dtype) -> int:
 
 
 def pack(
-    head: tuple[int, torch.dtype, int, int, int],
+    x_fields: tuple[int, torch.dtype, int, int, int],
     is_transposed: bool,
     pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
-    """Returns the kernel's struct for the products of `x` with one or more weights. `head`:
+    """Returns the kernel's struct for the products of `x` with one or more weights. `x_fields`:
     address, dtype, rows, depth and row stride of `x`. `pieces`: for each weight, the addresses of
     weight, bias (or 0) and output, the width, and the row strides of weight and output. `path`: of
     `build.PATHS`."""
-    address, dtype, rows, depth, row_stride = head
+    address, dtype, rows, depth, row_stride = x_fields
     packed = LINEAR.pack(
         address,
-        DTYPES[dtype],
+        FLOAT_NUMBERS[dtype],
         rows,
         depth,
         row_stride,
@@ -88,14 +88,14 @@ def linear(
     path: int | None = None,
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
-    all on the CPU and of one of `DTYPES`, as `(rows, width)`. The last dimensions of `x` and `bias`
-    must be contiguous, and one dimension of `weight`. A row's result does not depend on other rows.
-    `path`: of `build.PATHS`, by default the best one. Raises `TypeError` for other tensors, and
-    `ValueError` for shapes that do not fit."""
+    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The last dimensions of
+    `x` and `bias` must be contiguous, and one dimension of `weight`. A row's result does not depend
+    on other rows. `path`: of `build.PATHS`, by default the best one. Raises `TypeError` for other
+    tensors, and `ValueError` for shapes that do not fit."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
     stored = weight.t() if is_transposed else weight
     for tensor in (x, stored) if bias is None else (x, stored, bias):
-        is_supported = tensor.is_cpu and tensor.dtype in DTYPES and tensor.dtype is x.dtype
+        is_supported = tensor.is_cpu and tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
         if not is_supported or tensor.stride(-1) != 1:
             raise TypeError(
                 "the C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16,"
@@ -116,10 +116,10 @@ def linear(
     bias_address = 0 if bias is None else bias.data_ptr()
     strides = stored.stride(0), out.stride(0)
     piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides
-    head = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
+    x_fields = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:
         path = best_path()
-    error = kernel("linear")(pack(head, is_transposed, [piece], path))
+    error = kernel("linear")(pack(x_fields, is_transposed, [piece], path))
     if error == 6:
         raise MemoryError("not enough memory for the converted rows of a product")
     if error:

@@ -3,6 +3,7 @@ their values. Attention, which reads the blocks in place, is implemented elsewhe
 
 from __future__ import annotations
 
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -361,9 +362,27 @@ class DeferredTensor(LazyTensor):
             functions = cls.functions
             function = functions.get(name) or functions.get(name.strip("_"))
             if function is not None:
-                return function(func, *args, **(kwargs or {}))
+                kwargs = kwargs or {}
+                try:
+                    return function(func, *args, **kwargs)
+                except TypeError as error:
+                    if _accepts(function, func, *args, **kwargs):
+                        raise
+                    raise NotPackable(
+                        f"the arguments of `{name}` on packed keys, values or scores are not"
+                        " supported"
+                    ) from error
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether the function's parameters allow these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 class RowTensor(DeferredTensor):

@@ -1,5 +1,5 @@
 """The keys of recorded steps, by which a step finds a graph to replay: sizes, rounded up to few
-values, and options that must be equal. Leaves when a step is recorded to `graphs.py`."""
+values, and options that must be equal. `graphs.py` decides when a step is recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Batch-invariant forwards: each operation runs at once with the kernels of tapes, so that a row's
-bits do not depend on the other rows. Leaves which operations have kernels to `lower.py`.
+bits do not depend on the other rows. `lower.py` decides which operations have kernels.
 
 PyTorch's products, means and elementwise functions round differently for different numbers of rows,
 since their blocking, thread splits and code for vector tails change. Our kernels compute every row

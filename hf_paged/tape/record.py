@@ -1,5 +1,5 @@
 """Records the operations of a forward, PyTorch's and calls of our kernels, with their tensors.
-Refuses operations that cannot be replayed. Leaves when a forward is recorded to `graphs.py`."""
+Refuses operations that cannot be replayed. `graphs.py` decides when a forward is recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The backends that record steps, as tapes on the CPU and as CUDA graphs on GPUs, and the check of
-recordings. Leaves which steps are recorded to `graphs.py`."""
+recordings. `graphs.py` decides which steps are recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Replays decode steps of rectangles: chooses the steps, packs their tokens, and defines the
-forward that is recorded. Leaves when it is recorded to `graphs.py`."""
+forward that is recorded. `graphs.py` decides when it is recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Lists of elementwise operations and reductions of rows, fused: one call of `rows.cpp` runs a
-list. Leaves which operations are fused to `lower.py` and `passes.py`."""
+list. `lower.py` and `passes.py` decide which operations are fused."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ READ_ONLY = (
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
+NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can"
 
 
 class LazyTensor(Tensor):
@@ -345,9 +346,7 @@ class DeferredTensor(LazyTensor):
         return type(self)(**arguments)
 
     def dense(self) -> Tensor:
-        raise NotPackable(
-            "the model's code reads packed keys, values or scores, which only attention can"
-        )
+        raise NotPackable(NOT_READABLE)
 
     @classmethod
     def __torch_function__(
@@ -372,6 +371,8 @@ class DeferredTensor(LazyTensor):
                         f"the arguments of `{name}` on packed keys, values or scores are not"
                         " supported"
                     ) from error
+            if func in _MEMORY_READERS:
+                raise NotPackable(NOT_READABLE)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -190,7 +190,7 @@ def test_the_longest_strings_make_no_table(form: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["a"] * 65, "65 texts"),
+        (["a"] * 65, "65 strings"),
         ("a" * 4097, "4097 characters"),
         (["a" * 2048, "b" * 2049], "4097 characters"),
         ([], "non-empty list of strings"),

@@ -78,7 +78,8 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
 
 
 def requested_new_tokens(generation_config: Any) -> int:
-    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is no int."""
+    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is not an
+    int."""
     options = generation_config
     if isinstance(options, GenerationConfig):
         options = vars(options)

@@ -178,7 +178,7 @@ def test_nothing_else_is_done_with_packed_rows(what: str) -> None:
 
 
 @torch.no_grad()
-def test_errors_of_deferred_functions_are_not_those_of_their_arguments(
+def test_a_type_error_of_the_backends_is_not_hidden(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*args: Any) -> None:

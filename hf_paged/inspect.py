@@ -31,6 +31,7 @@ from .cache.kv_blocks import KVBlocks
 from .config import AUTO, KV_DTYPES, PagedConfig
 from .kernels.costs import find_costs
 from .model.registry import Route
+from .tools.figures import format_bytes
 from .tools.models import (
     build_model,
     find_kernels,
@@ -40,7 +41,6 @@ from .tools.models import (
     saved_generation_config,
     stores_latents,
 )
-from .tools.pictures import format_bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .plan import StepPlan
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .cache.groups import GroupSpec
     from .cache.kv_blocks import KVBlocks
     from .cache.memory import PagedMemory
+    from .cache.memory_stats import TierCounts
     from .cache.paged_cache import PagedCache
     from .config import PagedConfig
     from .model.layout import Layout
@@ -227,10 +228,6 @@ class RectangleRecorder(Protocol):
         vocab_size)`, or `None` if no recording serves the step. A replay changes states only if
         `is_checked`."""
 
-    @property
-    def is_checked(self) -> bool:
-        """As `Recorder.is_checked`."""
-
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
         those of the model's own forward. If they differ, steps of this kind are not replayed."""
@@ -347,8 +344,7 @@ class MappedRows(Protocol):
         tensors."""
 
     def preserve_views(self) -> None:
-        """Keeps the content of views from `lend` that are still alive. Called before blocks are
-        written to."""
+        """Keeps the content of living views. Called before blocks are written to."""
 
 
 class PlacedRows(Protocol):
@@ -364,16 +360,6 @@ class PlacedRows(Protocol):
 # Blocks evicted from the pool
 
 
-class TierCounts(NamedTuple):
-    """The figures of a tier for `memory_stats`: the bytes that it holds, and its counts of blocks
-    so far."""
-
-    host_bytes: int = 0
-    disk_bytes: int = 0  # in the folder, as far as this process knows
-    num_kept: int = 0
-    num_restored: int = 0
-
-
 class Tier(Protocol):
     """Keeps the content of blocks that the prefix cache of one block manager evicts. The methods
     are called with the memory's lock held."""
@@ -384,8 +370,7 @@ class Tier(Protocol):
         only after `confirm`."""
 
     def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
-        """Returns how many tokens of a sequence `BlockManager.match` would find after
-        `restore`."""
+        """Returns how many tokens `BlockManager.match` would find after `restore`."""
 
     def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
         """Copies kept blocks to the pool and registers them for `match`, if the sequence's cached
@@ -498,11 +483,7 @@ class Grammars(Protocol):
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
     ) -> LogitsProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if it cannot be compiled, and `ImportError` if the compiler is not
-        installed."""
-
-
-# All of them
+        `ValueError` if it cannot be compiled, and `ImportError` without the compiler."""
 
 
 @dataclass(frozen=True)

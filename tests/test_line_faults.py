@@ -91,7 +91,7 @@ def test_faults_at_random_bytecodes_are_survived(name: str) -> None:
     assert "\n22 faults in " in done.stdout
 
 
-@pytest.mark.slow_cases(but=["StepLoop.sample"])
+@pytest.mark.slow_cases(but=["Ledger.append"])
 @pytest.mark.parametrize("function", ["StepLoop.sample", "Ledger.append", "Ledger.deliver"])
 def test_an_interrupt_at_any_line_of_a_step_loses_no_request(function: str) -> None:
     """The whole net faults each line once, in the first scenario that visits it: a `generate`

@@ -32,11 +32,10 @@ from .arguments import (
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
-from .execution.executor import StableSpan
 from .pauses import Pause
 from .prompt_forms import Prompt
 from .results import RequestOutput, RequestResult
-from .streams import RequestStream, trim_pending
+from .streams import RequestStream
 
 _ONE_TOKEN = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1}
 
@@ -291,24 +290,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         if none runs or blocks are short, the first waiting one) end with the error, and the others
         continue.
         """
-        core = self._core
-        pending = core.pending_outputs
-        outputs: list[RequestOutput] = []
-        try:
-            with core.lock:
-                core.pauses.wait()
-                trim_pending(pending)
-                if core.requests:
-                    core.step(StableSpan())
-                outputs = pending.copy()
-                pending.clear()
-            return outputs
-        except BaseException:  # also a deferred interrupt: the next step returns these outputs
-            with core.lock:
-                # if `clear` has run
-                if outputs and (not pending or pending[0] is not outputs[0]):
-                    pending[:0] = outputs
-            raise
+        return self._core.take_step()
 
     def generate(
         self,

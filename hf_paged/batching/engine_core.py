@@ -37,7 +37,7 @@ from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
 from .request import Request, RowsError, Sequence
-from .results import RequestOutput, RequestTotals
+from .results import RequestOutput, RequestTotals, trim_pending
 
 
 class EngineCore(EngineLoop):
@@ -335,6 +335,26 @@ class EngineCore(EngineLoop):
             except RowsError as error:
                 state.error = error
                 self.end(state, "error")
+
+    def take_step(self) -> list[RequestOutput]:
+        """Takes a step, once no pause lasts; returns all pending outputs."""
+        pending = self.pending_outputs
+        outputs: list[RequestOutput] = []
+        try:
+            with self.lock:
+                self.pauses.wait()
+                trim_pending(pending)
+                if self.requests:
+                    self.step(StableSpan())
+                outputs = pending.copy()
+                pending.clear()
+            return outputs
+        except BaseException:  # also a deferred interrupt: the next step returns these outputs
+            with self.lock:
+                # if `clear` has run
+                if outputs and (not pending or pending[0] is not outputs[0]):
+                    pending[:0] = outputs
+            raise
 
     @guarded
     def step(self, span: StableSpan) -> None:

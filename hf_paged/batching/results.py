@@ -326,3 +326,16 @@ class TextTracker:
         if self._num_returned == len(self.token_ids):
             return ""
         return self.add([], is_last=True)
+
+
+MAX_PENDING_OUTPUTS = 1 << 14  # limit of outputs without a result, which take a few megabytes
+
+
+def trim_pending(outputs: list[RequestOutput]) -> None:
+    """Drops all but the last `MAX_PENDING_OUTPUTS` outputs without a result; the results will hold
+    the dropped tokens."""
+    if len(outputs) <= MAX_PENDING_OUTPUTS:
+        return
+    unfinished = [output for output in outputs if not output.finished]
+    dropped = set(map(id, unfinished[:-MAX_PENDING_OUTPUTS]))
+    outputs[:] = [output for output in outputs if id(output) not in dropped]

@@ -25,7 +25,7 @@ from .arguments import RequestOptions, reject_request_arguments
 from .engine_core import EngineCore
 from .execution.executor import StableSpan
 from .prompt_forms import prompt_ids, split_inputs, split_prompts
-from .results import RequestOutput, RequestResult
+from .results import MAX_PENDING_OUTPUTS, RequestOutput, RequestResult, trim_pending
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
 
-MAX_PENDING_OUTPUTS = 1 << 14  # limit of outputs without a result, which take a few megabytes
 SLOW_SECONDS = 2.0  # by default, a call that takes longer shows a progress bar
 
 
@@ -46,16 +45,6 @@ def _is_interactive() -> bool:
     except (AttributeError, ValueError):
         # `stderr` is None, closed, or replaced by a logging library
         return False
-
-
-def trim_pending(outputs: list[RequestOutput]) -> None:
-    """Drops all but the last `MAX_PENDING_OUTPUTS` outputs without a result; the results will hold
-    the dropped tokens."""
-    if len(outputs) <= MAX_PENDING_OUTPUTS:
-        return
-    unfinished = [output for output in outputs if not output.finished]
-    dropped = set(map(id, unfinished[:-MAX_PENDING_OUTPUTS]))
-    outputs[:] = [output for output in outputs if id(output) not in dropped]
 
 
 class RequestStream:

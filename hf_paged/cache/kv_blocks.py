@@ -112,7 +112,9 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self._store, self.store_signature = store, signature
+            self.store_signature = None  # so that an error between the two leaves no wrong pair
+            self._store = store
+            self.store_signature = signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:

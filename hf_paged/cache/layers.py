@@ -183,11 +183,11 @@ class PagedLayer(cache_utils.DynamicLayer):
                 handle.blocks = stored
                 handle.fresh = fresh
             return handles
-        new_keys = PagedTensor(step, blocks, False, keys)
-        new_values = PagedTensor(step, blocks, True, values)
-        handles = new_keys, new_values
+        handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles, self._packed_signature = handles, signature
+            self.packed_handles = None  # so that an error between the two leaves no wrong pair
+            self._packed_signature = signature
+            self.packed_handles = handles
         return handles
 
     def _cached_handles(
@@ -465,8 +465,7 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns `rows` as a tensor, on the CPU unless it is one already, since the default device may
-    be `meta`."""
+    """Returns `rows` as a tensor; a new one is on the CPU, as the default device may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
@@ -492,8 +491,7 @@ def repeated_rows(num_rows: int, repeats: int) -> Tensor:
 
 
 def num_state_rows(layer: Any) -> int:
-    """Returns how many rows a layer with linear-attention states holds; 0 before its first
-    update."""
+    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
     conv_states = layer.conv_states.values()
     recurrent_states = layer.recurrent_states.values()
     for state in [*conv_states, *recurrent_states]:

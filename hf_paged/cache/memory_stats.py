@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import rooms
 from . import budget
@@ -15,6 +15,15 @@ from .groups import group_label
 if TYPE_CHECKING:
     from .group_memory import GroupMemory
     from .memory import PagedMemory
+
+
+class TierCounts(NamedTuple):
+    """The figures of a tier: the bytes that it holds, and its counts of blocks so far."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0  # in the folder, as far as this process knows
+    num_kept: int = 0
+    num_restored: int = 0
 
 
 @dataclass(frozen=True, repr=False)

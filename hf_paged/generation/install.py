@@ -44,7 +44,7 @@ from ..topics import Topic
 from .after_import import after_import, forget_import
 from .batch_call import batch_of
 from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
-from .invocation import Invocation, Method
+from .invocation import Invocation, Method, method_of, wrapper_of
 from .prefill import share_prefill
 
 REQUESTED = ("paged", NAME)
@@ -360,40 +360,12 @@ _installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
 wrapper."""
 
 
-def _wrapper(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
-    """Wraps a method and, inside its decorators (`no_grad`, `deprecate_kwarg`), the undecorated
-    function, so that a caller who unwraps `generate` also gets a wrapper."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(Invocation(original, self, args, kwargs))
-
-    if hasattr(original, "__wrapped__"):
-        wrapper.__wrapped__ = _wrapper(original.__wrapped__, replacement)
-    else:
-        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        del wrapper.__wrapped__
-    return wrapper
-
-
-def _method(owner: type, name: str) -> Method:
-    """Returns a method of a class as a function that takes the model first, also if it is static,
-    as one is in transformers 5.17."""
-    function: Method = getattr(owner, name)
-
-    def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    return without_model if is_static else function
-
-
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
     """Replaces a method with `wrapper`, by default one for its function in `_REPLACEMENTS`, unless
     it has been replaced already. Called with `_lock` held."""
     if (owner, name) not in _installed:
         if wrapper is None:
-            wrapper = _wrapper(_method(owner, name), _REPLACEMENTS[name])
+            wrapper = wrapper_of(method_of(owner, name), _REPLACEMENTS[name])
         _installed[owner, name] = (vars(owner).get(name), wrapper)
         setattr(owner, name, wrapper)
 
@@ -456,7 +428,7 @@ def install(
             native.set_default(PagedConfig.coerce(config, "continuous_batching"))
             for name, function in native.replacements.items():
                 replacement = functools.partial(Invocation.run, function=function)
-                wrapper = _wrapper(_method(ContinuousMixin, name), replacement)
+                wrapper = wrapper_of(method_of(ContinuousMixin, name), replacement)
                 _replace(ContinuousMixin, name, wrapper)
     if native is not None:
         after_import(_PEFT, _add_to_peft)

@@ -52,3 +52,31 @@ class Invocation:
             if value is not None:
                 return value
         return None
+
+
+def wrapper_of(original: Method, replacement: Callable[[Invocation], Any]) -> Method:
+    """Wraps a method and, inside its decorators (`no_grad`, `deprecate_kwarg`), the undecorated
+    function, so that a caller who unwraps `generate` also gets a wrapper."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(Invocation(original, self, args, kwargs))
+
+    if hasattr(original, "__wrapped__"):
+        wrapper.__wrapped__ = wrapper_of(original.__wrapped__, replacement)
+    else:
+        wrapper.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        del wrapper.__wrapped__
+    return wrapper
+
+
+def method_of(owner: type, name: str) -> Method:
+    """Returns a method of a class as a function that takes the model first, also if it is static,
+    as one is in transformers 5.17."""
+    function: Method = getattr(owner, name)
+
+    def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    return without_model if is_static else function

@@ -5,7 +5,6 @@ after `hf_paged.install(continuous_batching=True)`."""
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import itertools
 import logging
@@ -22,13 +21,12 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from .. import compat, forks
 from ..attention.switch import NAME
-from ..batching.arguments import check_generation_config
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestResult
 from ..interrupts import guarded, restoring
 from ..model.wrappers import adapters_for, base_model
 from ..topics import Topic
-from .manager_config import make_paged_config
+from .manager_config import make_paged_config, make_request_config
 from .manager_thread import ManagerThread
 from .one_call import EffectiveOptions, sample_together
 from .pending import PendingRequest, make_output_ids
@@ -233,7 +231,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         generation = {option: value for option, value in options.items() if value is not None}
         num_sequences = generation.setdefault("num_return_sequences", self.num_return_sequences)
         make_config = functools.partial(
-            _request_config, self.model, self.generation_config, generation
+            make_request_config, self.model, self.generation_config, generation
         )
         request = PendingRequest(
             output_ids=make_output_ids(request_id, num_sequences),
@@ -307,41 +305,6 @@ class PagedBatchingManager(ContinuousBatchingManager):
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             for output in self._thread.outputs.pop(request_id, ()):
                 self._thread.deliver(output)
-
-
-def _request_config(
-    model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
-) -> GenerationConfig:
-    """Returns the generation config of one request: `config` with `options`, and with a limit of
-    the length. Raises `ValueError` for options that `GenerationConfig` does not have, and if
-    neither they nor the model limit the length."""
-    check_generation_config(options)
-    request_config = copy.deepcopy(config)
-    for name in (
-        "cache_implementation",
-        "cache_config",
-        "compile_config",
-        "continuous_batching_config",
-    ):
-        # these options are for transformers' own loop
-        if hasattr(request_config, name):
-            setattr(request_config, name, None)
-    for name, value in options.items():
-        setattr(request_config, name, value)
-    effective = EffectiveOptions(model, request_config)
-    if (effective.num_beams or 1) == 1 and not effective.do_sample:
-        request_config.num_return_sequences = 1  # greedy sequences would all be equal
-    else:
-        request_config.num_return_sequences = request_config.num_return_sequences or 1
-    if effective.max_new_tokens is None and effective.max_length is None:
-        text_config = model.config.get_text_config(decoder=True)
-        max_positions = getattr(text_config, "max_position_embeddings", None)
-        if max_positions is None:
-            raise ValueError(
-                "neither the call nor the model's config limits the length: pass `max_new_tokens`"
-            )
-        request_config.max_length = max_positions
-    return request_config
 
 
 # -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
@@ -432,7 +395,7 @@ def _generate_batch(
     default_config = generation_config or model.generation_config
     options = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in options.items() if name != "tokenizer"}
-    config = _request_config(model, default_config, generation_options)
+    config = make_request_config(model, default_config, generation_options)
     effective = EffectiveOptions(model, config)
     # a `generate` call does not report where a stop string ended a row
     needs_requests = record_timestamps or persistent_manager or effective.stop_strings

@@ -1,13 +1,17 @@
-"""Converts a `ContinuousBatchingConfig` to a `PagedConfig`."""
+"""The configs of a continuous-batching manager: a `PagedConfig` from a `ContinuousBatchingConfig`,
+and the generation config of each request."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import MISSING, fields
 from typing import Any
 
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from ..batching.arguments import check_generation_config
 from ..config import PagedConfig
+from .one_call import EffectiveOptions
 
 MAPPED: dict[str, str] = {
     "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
@@ -120,3 +124,38 @@ def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
         if value != default:
             values[field.name] = value
     return values
+
+
+def make_request_config(
+    model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
+) -> GenerationConfig:
+    """Returns the generation config of one request: `config` with `options`, and with a limit of
+    the length. Raises `ValueError` for options that `GenerationConfig` does not have, and if
+    neither they nor the model limit the length."""
+    check_generation_config(options)
+    request_config = copy.deepcopy(config)
+    for name in (
+        "cache_implementation",
+        "cache_config",
+        "compile_config",
+        "continuous_batching_config",
+    ):
+        # these options are for transformers' own loop
+        if hasattr(request_config, name):
+            setattr(request_config, name, None)
+    for name, value in options.items():
+        setattr(request_config, name, value)
+    effective = EffectiveOptions(model, request_config)
+    if (effective.num_beams or 1) == 1 and not effective.do_sample:
+        request_config.num_return_sequences = 1  # greedy sequences would all be equal
+    else:
+        request_config.num_return_sequences = request_config.num_return_sequences or 1
+    if effective.max_new_tokens is None and effective.max_length is None:
+        text_config = model.config.get_text_config(decoder=True)
+        max_positions = getattr(text_config, "max_position_embeddings", None)
+        if max_positions is None:
+            raise ValueError(
+                "neither the call nor the model's config limits the length: pass `max_new_tokens`"
+            )
+        request_config.max_length = max_positions
+    return request_config

@@ -17,19 +17,18 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from .. import compat, forks
+from .. import forks
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
-from ..model.forwards import compute_device
-from ..switches import NOTHING
 from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
 from .pending import PendingRequest
+from .serving_mode import evaluate_again, serving_mode
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,6 @@ MAX_NEW_REQUESTS = 32  # added to the engine between two steps, for which runnin
 MAX_QUEUE_SECONDS = 10.0  # that `add` waits while the queue is full, as in transformers
 POLL_SECONDS = 0.25  # between checks whether the manager was collected or the thread vanished
 MAX_EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a thread
-# prefix of attention implementations that only transformers' own loop can call
-NATIVE_ATTENTION = "paged|"
 
 
 class ManagerThread:
@@ -326,7 +323,7 @@ class ManagerThread:
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
             if was_paused:
-                _served_models[self.engine.model].evaluate(self.engine.model)
+                evaluate_again(self.engine.model)
             return True
 
     def _take_requests(self) -> None:
@@ -458,66 +455,3 @@ def _stop_all() -> None:
         if thread.is_alive:
             thread.stop(is_hard=True)
             thread.join(MAX_EXIT_SECONDS)
-
-
-class _ServedModel:
-    """The training modes and attention implementations of a model that is in `serving_mode`, as
-    they are to be restored."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.num_contexts = 0
-        self.training_modules: list[torch.nn.Module] = []
-        self.attention_names: list[tuple[PreTrainedConfig, str]] = []
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            if isinstance(config, PreTrainedConfig):
-                name = compat.attention_of(config)
-                if isinstance(name, str) and name.startswith(NATIVE_ATTENTION):
-                    self.attention_names.append((config, name))
-
-    def evaluate(self, model: PreTrainedModel) -> None:
-        """Sets evaluation mode, and records the modules that were in training mode, if any."""
-        self.training_modules = _training_modules(model) or self.training_modules
-        model.eval()
-
-
-def _training_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [module for module in model.modules() if module.training]
-
-
-_served_models: weakref.WeakKeyDictionary[PreTrainedModel, _ServedModel]
-_served_models = weakref.WeakKeyDictionary()
-_served_lock = forks.lock()
-
-
-@restoring
-def serving_mode(model: PreTrainedModel) -> Iterator[None]:
-    """A context that prepares a model as transformers' continuous batching does: sets evaluation
-    mode, and replaces attention implementations named `paged|...`, which only transformers' own
-    loop can call, by the implementation after the prefix. If contexts overlap, the last one to exit
-    restores both."""
-    device = compute_device(model)
-    entered = list[_ServedModel]()  # empty if an error interrupts entering
-    try:
-        with _served_lock:
-            state = _served_models.setdefault(model, _ServedModel(model))
-            state.num_contexts += 1
-            entered.append(state)
-            state.evaluate(model)
-            for config, name in state.attention_names:
-                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION))
-        # each thread has its own current device
-        with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
-            yield
-    finally:
-        with _served_lock:
-            for state in entered:
-                state.num_contexts -= 1
-                if not state.num_contexts:
-                    del _served_models[model]
-                    # a training mode that a caller has set meanwhile stays as it is
-                    if not _training_modules(model):
-                        for module in state.training_modules:
-                            module.training = True
-                    for config, name in state.attention_names:
-                        compat.set_attention(config, name)

@@ -19,8 +19,8 @@ from ..batching.prompt_forms import prompt_ids
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
-from .manager_thread import serving_mode
 from .pending import make_output_ids
+from .serving_mode import serving_mode
 
 
 class EffectiveOptions:

@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,13 +44,14 @@ from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
 from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
 from .recorders import (
-    Graph,
     GraphBackend,
+    RecordedStep,
     check_replay,
     exclusive_recording,
     graph_backend,
     log_unrecorded,
     reason_of,
+    storage_addresses,
 )
 from .rectangles import RectangleReplays
 from .run_ahead import GraphRunAhead
@@ -74,16 +74,6 @@ MIN_FIXED_USES = 64
 # stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider tables and
 # adapters
 MAX_GRAPHS = 64
-
-
-@dataclass
-class RecordedStep:
-    """A graph and the buffers that it reads and writes."""
-
-    inputs: StaticInputs
-    logits: Tensor  # (number of logit rows, vocab_size)
-    graph: Graph
-    context: RecordedContext | None
 
 
 def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
@@ -166,7 +156,7 @@ class StepGraphs:
         if signature != self._signature:
             self.clear()
             self._uses.clear()  # so that a model that changes often is not recorded every time
-            self._persistent_storages = _storage_addresses(state.tensors)
+            self._persistent_storages = storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
             self.reads_keys = reads_keys
@@ -391,8 +381,8 @@ class StepGraphs:
         storages = self._persistent_storages
         if context is not None:
             recorded_context = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
-            storages = storages | _storage_addresses(context.tensors)
-        storages = storages | _storage_addresses(inputs.state_buffers)
+            storages = storages | storage_addresses(context.tensors)
+        storages = storages | storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
         # without autocast's cache, so that replays convert the weights: a graph must not read
@@ -472,10 +462,6 @@ class StepGraphs:
             self._graphs.clear()
             self._blocks = blocks
             self._shared_prefixes = SharedPrefixes(self._model, self._groups)
-
-
-def _storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _run_forward(

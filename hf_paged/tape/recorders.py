@@ -9,7 +9,8 @@ import gc
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
 from ..model.trial import excess_of, first_line
+from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING
 from ..topics import Topic
 from .cuda_graphs import CudaGraphs, RecordedGraph
+from .inputs import StaticInputs
 from .tape import Tape
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,16 @@ class Tapes:
 
 GraphBackend = Tapes | CudaGraphs
 Graph = Tape | RecordedGraph
+
+
+@dataclass
+class RecordedStep:
+    """A graph and the buffers that it reads and writes."""
+
+    inputs: StaticInputs
+    logits: Tensor  # (number of logit rows, vocab_size)
+    graph: Graph
+    context: RecordedContext | None
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
@@ -138,3 +151,8 @@ def log_unrecorded(reason: str, level: int) -> None:
         "steps are not recorded, and run operation by operation, which is slower: %s"
     )
     logger.log(level, message, reason)
+
+
+def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
+    """Returns the addresses of the memory of these tensors."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}

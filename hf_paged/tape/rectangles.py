@@ -111,11 +111,6 @@ class RectangleReplays:
         finally:
             self._prepared = {}
 
-    @property
-    def is_checked(self) -> bool:
-        """As `Recorder.is_checked`."""
-        return self._recorder.is_checked
-
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
         last replay with those of the model's own forward, separately for rows of each masking. If

@@ -24,6 +24,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
 from ..cache.kv_blocks import KVBlocks
 from ..cache.memory import PagedMemory
+from ..cache.memory_stats import TierCounts
 from ..cache.prefix_index import Link
 from ..cache.sequence_blocks import UNCACHED
 from ..cache.swap import HostBlocks, HostLayer, put_back
@@ -31,7 +32,6 @@ from ..config import PagedConfig, PrefixTiers
 from ..interrupts import is_interrupt
 from ..model.forwards import compute_device
 from ..model.layout import Layout
-from ..seams import TierCounts
 from ..threads import attempt, start
 from ..topics import Topic
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes

@@ -13,10 +13,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cache.groups import group_label
+from .figures import common_figures, memory_figures
 
 if TYPE_CHECKING:
     from ..batching.engine import PagedEngine
-    from ..batching.results import EngineStats
     from ..batching.scheduling.timeline import Interval, Verification
     from ..cache.memory_stats import MemoryStats
     from ..cache.paged_cache import PagedCache
@@ -353,57 +353,6 @@ def _shorten(request_id: str) -> str:
     return f"{request_id[: _MAX_ID_LEN - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _memory_figures(stats: MemoryStats) -> dict[str, str]:
-    """Returns the figures of a `MemoryStats` as texts, by label."""
-    figures = {}
-    if stats.plain_bytes:
-        share = f"{stats.call_bytes / stats.plain_bytes:.0%}"
-        figures["last call: keys and values at the peak"] = (
-            f"{format_bytes(stats.call_bytes)} ({share} of plain's)"
-        )
-        figures["last call: plain's cache at its end"] = format_bytes(stats.plain_bytes)
-    pool_figures = {
-        "bytes held by the pool": format_bytes(stats.held_bytes),
-        "blocks cached for later prompts": f"{stats.cached_blocks:,}",
-    }
-    return figures | _common_figures(stats) | pool_figures
-
-
-def _common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns the figures that a memory and an engine have in common as texts, by label."""
-    figures = {
-        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
-        "of them shared": f"{stats.shared_blocks:,}",
-        "bytes used, at the peak": (
-            f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}"
-        ),
-    }
-    if stats.kv_dtype is not None:
-        figures["keys and values stored as"] = stats.kv_dtype
-    if stats.budget_bytes is not None:
-        figures["budget of all pools"] = format_bytes(stats.budget_bytes)
-    if stats.tier_kept_blocks or stats.tier_restored_blocks:
-        counts = f"{stats.tier_kept_blocks:,}, {stats.tier_restored_blocks:,}"
-        figures["blocks to the tiers below, and back"] = counts
-        host_bytes = format_bytes(stats.tier_host_bytes)
-        disk_bytes = format_bytes(stats.tier_disk_bytes)
-        figures["bytes in host memory, on disk"] = f"{host_bytes}, {disk_bytes}"
-    return figures
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Returns a number of bytes as text, in binary units and with about three digits."""
-    value = float(num_bytes)
-    unit = "bytes"
-    for larger_unit in ("KiB", "MiB", "GiB", "TiB"):
-        if value >= 1024:
-            value = value / 1024
-            unit = larger_unit
-    if unit == "bytes" or value >= 100:
-        return f"{value:.0f} {unit}"
-    return f"{value:.3g} {unit}"
-
-
 def engine_html(engine: PagedEngine) -> str:
     """Returns an engine's figures and blocks as HTML."""
     stats = engine.stats()
@@ -415,7 +364,7 @@ def engine_html(engine: PagedEngine) -> str:
         "requests running, waiting, ended": (
             f"{stats.num_running:,}, {stats.num_waiting:,}, {stats.num_finished:,}"
         ),
-        **_common_figures(stats, limit),
+        **common_figures(stats, limit),
         "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hit_rate:.0%})",
         "preemptions, of them by swap": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
         "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",
@@ -432,7 +381,7 @@ def cache_html(cache: PagedCache) -> str:
     """Returns the figures and blocks of a cache's memory as HTML."""
     stats = cache.stats()
     figures = {
-        **_common_figures(stats),
+        **common_figures(stats),
         "tokens in a block": f"{stats.block_size}",
         "blocks copied on write": f"{stats.copied_blocks:,}",
     }
@@ -442,7 +391,7 @@ def cache_html(cache: PagedCache) -> str:
 
 def stats_text(stats: MemoryStats) -> str:
     """Returns the figures of a memory as text."""
-    figures = _memory_figures(stats)
+    figures = memory_figures(stats)
     width = max(map(len, figures))
     lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
     return "\n".join([TITLE, *lines])
@@ -450,7 +399,7 @@ def stats_text(stats: MemoryStats) -> str:
 
 def stats_html(stats: MemoryStats) -> str:
     """Returns the figures of a memory as HTML."""
-    return memory_html(TITLE, _memory_figures(stats), {})
+    return memory_html(TITLE, memory_figures(stats), {})
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:

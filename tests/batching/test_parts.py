@@ -18,9 +18,10 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.memory_stats import TierCounts
 from hf_paged.cache.swap import copy_out, put_back
 from hf_paged.rooms import RoomMissingError
-from hf_paged.seams import Drafter, EngineParts, TierCounts
+from hf_paged.seams import Drafter, EngineParts
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
 

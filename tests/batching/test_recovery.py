@@ -115,6 +115,7 @@ def test_an_engine_goes_on_after_an_exception_behind_any_change(
 RECOVERIES = [(PagedMemory, "recover"), (BlockPool, "recount"), (Scheduler, "recover")]
 
 
+@pytest.mark.slow_cases(but=["PagedMemory-*-behind", "Scheduler-*-before"])
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
 @pytest.mark.parametrize(
     ("owner", "name"), RECOVERIES, ids=lambda value: getattr(value, "__name__", value)
@@ -314,7 +315,10 @@ def test_calls_go_on_after_a_step_for_all_that_failed_at_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(SharedLoop, name, changed)
-        found = generate_in_threads(model, 3)
+        for _ in range(50):  # a thread may begin after another's call has ended
+            found = generate_in_threads(model, 3)
+            if failed:
+                break
     assert failed, "no step was for all calls"
     wrong = [
         each

@@ -142,7 +142,8 @@ def test_without_the_kernel_the_route_says_so(name: str, monkeypatch: pytest.Mon
     route = last_route(model)
     assert route is not None and route.in_place
     assert [
-        ("no C++ kernel" in reason, "HF_PAGED_CPP=0" in reason) for reason in route.slowed_by
+        ("the C++ kernel is unavailable" in reason, "HF_PAGED_CPP=0" in reason)
+        for reason in route.slowed_by
     ] == [(True, True)]
 
 

@@ -31,6 +31,7 @@ def assert_same_samples(model: PreTrainedModel, inputs: dict[str, Any], num_toke
     check_integrity(model)
 
 
+@pytest.mark.slow_cases("40")
 @pytest.mark.parametrize("window", [40, 100])  # within the first graph's tables, and the second's
 def test_a_window_of_the_models_own_code(window: int) -> None:
     """GPT-Neo takes the window from the end of the keys that it gets."""
@@ -73,6 +74,7 @@ class LongerBloom(BloomAttention):
         return (output * (FACTOR if alibi.shape[-1] > self.least else 1.0), *others)
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize("is_short_first", [False, True])
 @pytest.mark.parametrize(
     ("name", "least"),

@@ -100,6 +100,7 @@ def assert_recorded(model: PreTrainedModel, least: int = 1) -> None:
     assert route_of(model).num_captured_steps >= least or not records_on_cpu()
 
 
+@pytest.mark.slow_cases(but=["*-greedy", "T5*", "Qwen3Next*", "DiffLlama*"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CLASSES)
 def test_replays_give_the_tokens_of_plain(name: str, mode: str) -> None:
@@ -131,6 +132,7 @@ def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
     assert route_of(model).num_captured_steps == 0
 
 
+@pytest.mark.slow
 def test_rows_outgrow_the_graph() -> None:
     """Blocks of more tokens than the first graph's tables have room for."""
     model = build("T5ForConditionalGeneration")
@@ -302,6 +304,7 @@ def test_a_decoder_that_reads_its_encoder_is_not_recorded() -> None:
     assert route_of(model).num_captured_steps == 0
 
 
+@pytest.mark.slow_cases(but=["*-greedy", "Qwen3_5*-beams"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "name",

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_paged import PagedCache, PagedEngine, memory_stats
-from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, format_bytes, memory_html
+from hf_paged.tools.figures import format_bytes
+from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, memory_html
 from tests.support import models
 
 

@@ -238,7 +238,8 @@ class RectangleRunner(Runner):
         replayed = recorder.run(rectangle, prepared)
         if replayed is None:
             return None
-        if not recorder.is_checked:
+        assert self.recorder is not None
+        if not self.recorder.is_checked:
             logits = self._compute(rectangle, prepared)
             recorder.check(rectangle, replayed, logits)
             return logits

@@ -1,0 +1,85 @@
+"""The mode in which models are served by continuous batching, and how it ends. It runs no step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .. import compat, forks
+from ..interrupts import restoring
+from ..model.forwards import compute_device
+from ..switches import NOTHING
+
+# prefix of attention implementations that only transformers' own loop can call
+NATIVE_ATTENTION = "paged|"
+
+
+class _ServedModel:
+    """The training modes and attention implementations of a model that is in `serving_mode`, as
+    they are to be restored."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.num_contexts = 0
+        self.training_modules: list[torch.nn.Module] = []
+        self.attention_names: list[tuple[PreTrainedConfig, str]] = []
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig):
+                name = compat.attention_of(config)
+                if isinstance(name, str) and name.startswith(NATIVE_ATTENTION):
+                    self.attention_names.append((config, name))
+
+    def evaluate(self, model: PreTrainedModel) -> None:
+        """Sets evaluation mode, and records the modules that were in training mode, if any."""
+        self.training_modules = _training_modules(model) or self.training_modules
+        model.eval()
+
+
+def _training_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+    return [module for module in model.modules() if module.training]
+
+
+_served_models: weakref.WeakKeyDictionary[PreTrainedModel, _ServedModel]
+_served_models = weakref.WeakKeyDictionary()
+_served_lock = forks.lock()
+
+
+def evaluate_again(model: PreTrainedModel) -> None:
+    """Sets evaluation mode in a `serving_mode` in which a caller may have set training mode."""
+    _served_models[model].evaluate(model)
+
+
+@restoring
+def serving_mode(model: PreTrainedModel) -> Iterator[None]:
+    """A context that prepares a model as transformers' continuous batching does: sets evaluation
+    mode, and replaces attention implementations named `paged|...`, which only transformers' own
+    loop can call, by the implementation after the prefix. If contexts overlap, the last one to exit
+    restores both."""
+    device = compute_device(model)
+    entered = list[_ServedModel]()  # empty if an error interrupts entering
+    try:
+        with _served_lock:
+            state = _served_models.setdefault(model, _ServedModel(model))
+            state.num_contexts += 1
+            entered.append(state)
+            state.evaluate(model)
+            for config, name in state.attention_names:
+                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION))
+        # each thread has its own current device
+        with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
+            yield
+    finally:
+        with _served_lock:
+            for state in entered:
+                state.num_contexts -= 1
+                if not state.num_contexts:
+                    del _served_models[model]
+                    # a training mode that a caller has set meanwhile stays as it is
+                    if not _training_modules(model):
+                        for module in state.training_modules:
+                            module.training = True
+                    for config, name in state.attention_names:
+                        compat.set_attention(config, name)

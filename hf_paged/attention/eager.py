@@ -115,7 +115,9 @@ def _convert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Changes the nominal dtype; attention is computed in float32 regardless."""
+    """Changes the nominal dtype; the backends sum in float32 regardless."""
+    if kwargs and not isinstance(x, DeferredTensor):
+        raise NotPackable(f"`{function.__name__}` takes options beside a packed tensor's dtype")
     # `type_as` takes a tensor, possibly a deferred one
     args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
@@ -127,7 +129,10 @@ def _convert(
         empty = torch.empty(0, dtype=x.kind, device=x.device)
         converted = function(empty, *args, **kwargs)
         if not isinstance(converted, Tensor) or converted.device != x.device:
-            raise NotPackable(f"`{function.__name__}` is called on packed keys, values or scores")
+            raise NotPackable(
+                f"`{function.__name__}` moves packed keys, values or scores to another device, or"
+                " returns no tensor"
+            )
         dtype = converted.dtype
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
@@ -151,7 +156,7 @@ def _dropout(
 
 @defer("transpose", "permute")
 def _transpose(function: Any, x: Any, *dims: Any) -> Any:
-    """Swaps the last two axes of keys."""
+    """Swaps the last two axes of keys or values."""
     ndim = len(x.sizes)
     axes = list(range(ndim))
     if function.__name__ == "transpose":
@@ -188,14 +193,20 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
     ndim = len(sizes)
     if not isinstance(right, RowTensor) or ndim != len(right.sizes):
-        raise NotPackable("packed keys, values or scores are multiplied by another tensor")
+        raise NotPackable(
+            "packed keys, values or scores are multiplied by another tensor, or the numbers of axes"
+            " differ"
+        )
     if isinstance(left, Scores):
         return _attend(left, right)
     kv_heads = right.blocks.shape[1]
     has_all_tokens = sizes[-2] == right.step.num_tokens
     has_groups = sizes[-3] % kv_heads == 0
     if not right.is_transposed or not has_all_tokens or not has_groups:
-        raise NotPackable(f"queries of shape {sizes} are multiplied by keys of shape {right.sizes}")
+        raise NotPackable(
+            f"a tensor of shape {sizes} is multiplied by packed keys or values of shape"
+            f" {right.sizes}"
+        )
     query = left
     if ndim != 3:
         query = left.view(sizes[1:])
@@ -215,24 +226,32 @@ def _baddbmm(
     scores = _matmul(torch.bmm, batch1, batch2)
     if not isinstance(scores, Scores):
         raise NotPackable("a tensor is added to attention's output")
+    scores = scores.replace(scale=float(alpha))
+    if beta == 0:  # torch ignores `x`, which may be uninitialised
+        return scores
     if beta != 1:
         x = x * beta
-    bias = _bias(scores.key.step, x)
-    return scores.replace(scale=float(alpha)).add_bias(bias)
+    return scores.add_bias(_bias(scores.key.step, x))
 
 
 @defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
 def _scale(function: Any, scores: Any, factor: Any) -> Any:
+    is_division = "div" in function.__name__
     if not isinstance(scores, Scores):
+        if is_division:
+            raise NotPackable("packed keys or values are divided, or a tensor by packed scores")
         scores, factor = factor, scores
     is_number = isinstance(factor, (int, float))
     if isinstance(factor, Tensor):
         is_number = factor.numel() == 1
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or not is_number or not factor > 0:
-        raise NotPackable("packed keys, values or attention weights are scaled")
+        raise NotPackable(
+            "packed keys, values or attention weights are scaled, or packed scores by something"
+            " other than one positive number"
+        )
     factor = float(factor)
-    if "div" in function.__name__:
+    if is_division:
         factor = 1 / factor
     bias = scores.bias
     if bias is not None:
@@ -246,7 +265,10 @@ def _add(function: Any, scores: Any, other: Any) -> Any:
         scores, other = other, scores
     is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
     if not isinstance(scores, Scores) or not is_dense:
-        raise NotPackable("a tensor is added to packed keys or values")
+        raise NotPackable(
+            "something is added to packed keys or values, or something other than a plain tensor to"
+            " packed scores"
+        )
     return scores.add_bias(scores.key.step.plan(_bias, other))
 
 
@@ -267,7 +289,9 @@ def _clamp_min(function: Any, scores: Any, minimum: Any) -> Any:
     """Ignores a lower bound of at most `MAX_HIDING_BIAS`, with which models replace `-inf`."""
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or not minimum <= MAX_HIDING_BIAS:
-        raise NotPackable(f"packed keys, values or scores are clamped to at least {minimum}")
+        raise NotPackable(
+            f"`{function.__name__}` with {minimum} is called on packed keys, values or scores"
+        )
     return scores
 
 
@@ -277,12 +301,20 @@ def _softmax(
     scores: Any,
     dim: int | None = None,
     *args: Any,
-    **kwargs: Any,
+    dtype: torch.dtype | None = None,
+    _stacklevel: int = 3,
 ) -> Any:
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or dim not in (-1, len(scores.sizes) - 1):
-        raise NotPackable("a softmax of packed keys or values, or along another axis than the last")
-    return scores.replace(is_softmax=True, dtype=kwargs.get("dtype") or scores.kind)
+        raise NotPackable(
+            "a softmax of packed keys, values or attention weights, or along an axis other than the"
+            " last"
+        )
+    # `torch.softmax` also takes the dtype by position
+    for argument in args:
+        if isinstance(argument, torch.dtype):
+            dtype = argument
+    return scores.replace(is_softmax=True, dtype=dtype or scores.kind)
 
 
 @defer("scaled_dot_product_attention")
@@ -333,7 +365,7 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
 
 
 def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
-    """Returns the `_bias` of a boolean mask, which hides keys where it is `hides`."""
+    """Returns the `_bias` of a boolean mask that hides the keys where it equals `hides`."""
     hidden = mask if hides else ~mask
     added = torch.zeros(mask.shape, device=mask.device)
     return _bias(step, added.masked_fill_(hidden, -math.inf))
@@ -359,7 +391,10 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     step = key.step
     is_value = isinstance(value, RowTensor) and not value.is_transposed
     if not weights.is_softmax or not is_value or value.step is not step:
-        raise NotPackable("packed values are multiplied by a tensor other than attention weights")
+        raise NotPackable(
+            "packed values are transposed, or multiplied by something other than attention weights"
+            " of their layer"
+        )
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.bias

@@ -1,5 +1,5 @@
-"""Checks and converts callers' arguments, and names invalid ones in its errors before memory is
-allocated. Prompts are converted in `prompt_forms.py`."""
+"""Checks and converts callers' arguments before memory is allocated; its errors name the invalid
+argument. Prompts are converted in `prompt_forms.py`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class ServedByGenerateError(ValueError):
 
 MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
-# limits per request, since every step compares its stop strings while all requests wait; a program
-# may raise them
+# limits per request, since every step compares all stop strings of a request while the others wait;
+# a program may raise these limits
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 
@@ -78,7 +78,8 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
 
 
 def requested_new_tokens(generation_config: Any) -> int:
-    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is not set."""
+    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is not an
+    int."""
     options = generation_config
     if isinstance(options, GenerationConfig):
         options = vars(options)
@@ -103,14 +104,14 @@ def reject_engine_arguments(options: Mapping[str, Any]) -> None:
     if not options:
         return
     fields = PagedConfig.__annotations__
-    request_options = options.keys() & generation_options()
-    hint = suggest(options, [*fields, *request_options, "config", "tokenizer"])
+    misplaced_options = options.keys() & generation_options()
+    hint = suggest(options, [*fields, *misplaced_options, "config", "tokenizer"])
     arguments = [f"{name}={shown(value)}" for name, value in options.items() if name in fields]
     remedy = (
         "Memory options go into the config, PagedEngine(model,"
         f" PagedConfig({', '.join(arguments) or 'num_blocks=4096'}))"
     )
-    if request_options:
+    if misplaced_options:
         remedy = (
             'Generation options go with the prompts, engine.generate(prompts, {"max_new_tokens":'
             " 64})"
@@ -189,7 +190,7 @@ def check_path(name_or_path: Any) -> None:
         )
 
 
-def check_config(config: Any) -> None:
+def reject_tokenizer_as_config(config: Any) -> None:
     """Raises `ValueError` for a tokenizer passed as an engine's config."""
     if callable(getattr(config, "decode", None)):
         raise ValueError(
@@ -248,7 +249,7 @@ def checked_options(options: RequestOptions, default_salt: str | None) -> Reques
 
 def check_logprobs(options: RequestOptions) -> int:
     """Checks the options for log-probabilities, and returns `top_logprobs` as an int. Raises
-    `ValueError`."""
+    `ValueError` if one is invalid, or if alternatives are requested without log-probabilities."""
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
@@ -261,7 +262,7 @@ def check_logprobs(options: RequestOptions) -> int:
         options.top_logprobs,
         0,
         MAX_TOP_LOGPROBS,
-        after=" (alternatives of a token)",
+        after=" (alternatives per token)",
     )
     if count and not (options.return_logprobs or options.prompt_logprobs):
         raise ValueError(
@@ -284,16 +285,18 @@ def as_list(name: str, value: Any) -> list[Any]:
 
 
 def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
-    """Raises `ValueError` unless `value` is a string or a list of strings, and for more than
-    `MAX_STOP_STRINGS` strings or `MAX_STOP_CHARACTERS` characters."""
+    """Raises `ValueError` unless `value` is a string or a non-empty list or tuple of strings, and
+    for more than `MAX_STOP_STRINGS` strings or `MAX_STOP_CHARACTERS` characters."""
     strings = [value] if isinstance(value, str) else value
     is_list = isinstance(strings, (list, tuple)) and bool(strings)
     if not is_list or not all(isinstance(text, str) for text in strings):
-        raise ValueError(f"`{name}` is {shown(value)}: it must be text, or a list of texts")
+        raise ValueError(
+            f"`{name}` is {shown(value)}: it must be a string, or a non-empty list of strings"
+        )
     if len(strings) > MAX_STOP_STRINGS:
         raise ValueError(
-            f"`{name}` has {len(strings)} texts: a request may have at most {MAX_STOP_STRINGS}"
-            f" (`MAX_STOP_STRINGS` in `{__name__}`)"
+            f"`{name}` has {len(strings)} strings: a request may have at most"
+            f" {MAX_STOP_STRINGS} (`MAX_STOP_STRINGS` in `{__name__}`)"
         )
     length = sum(map(len, strings))
     if length > MAX_STOP_CHARACTERS:
@@ -321,9 +324,10 @@ def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
 
 
 def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
-    """Raises `ValueError` unless `value` is `None` or an int64 or int32 tensor `(rows, length)`
-    with at least one row. If no cached tokens or embeddings precede the ids (`is_whole_prompt`),
-    each row needs at least one. A 2-D `mask` must have the ids' shape."""
+    """Raises `ValueError` unless `value` is `None` or an int64 or int32 tensor `(rows, length,
+    ...)` with at least one row. If no cached tokens or embeddings precede the ids
+    (`is_whole_prompt`), each row needs at least one. If both are 2-D, `mask` must have the ids'
+    shape."""
     if value is None:
         return
     if not isinstance(value, Tensor):
@@ -352,8 +356,9 @@ def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` for counts and lengths of tokens that are not numbers; with `check_range`
-    also for a `num_beams` or `num_return_sequences` that is a bool or below 1."""
+    """Raises `ValueError` unless `num_beams` and `num_return_sequences` are integers and the limits
+    on tokens are numbers or tensors; each may also be `None`. With `check_range`, the two counts
+    must also be at least 1, and not bools."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         if value is None:
@@ -398,14 +403,14 @@ def check_generation_config(value: Any) -> None:
         raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        # as `generate` does for None as a keyword argument
-        if value.get(name, 1) is None and not is_saved(value):
+        # `generate` also rejects `None` passed as a keyword argument
+        if value.get(name, 1) is None and not is_saved_config(value):
             raise ValueError(
                 f"`{name}` is None: leave it out, or pass a whole number of at least 1"
             )
 
 
-def is_saved(value: Any) -> bool:
+def is_saved_config(value: Any) -> bool:
     """Whether `value` is a dict from `GenerationConfig.to_dict`, in which `None` means "not
     set"."""
     return isinstance(value, Mapping) and "transformers_version" in value

@@ -23,12 +23,12 @@ from ..rooms import TiersRoom, room
 from ..seams import DEFAULT_PARTS, EngineParts
 from .arguments import (
     RequestOptions,
-    check_config,
     check_generates,
     check_path,
     check_tokenizer,
     reject_engine_arguments,
     reject_request_arguments,
+    reject_tokenizer_as_config,
 )
 from .engine_core import EngineCore
 from .engine_reports import EngineReports
@@ -90,7 +90,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         **unknown: Any,
     ) -> None:
         reject_engine_arguments(unknown)
-        check_config(config)
+        reject_tokenizer_as_config(config)
         self.model: PreTrainedModel = base_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
@@ -130,7 +130,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         reject_engine_arguments(
             {name: value for name, value in load_kwargs.items() if name in fields}
         )
-        check_config(config)
+        reject_tokenizer_as_config(config)
         config = PagedConfig.coerce(config, "config")
         check_tokenizer(tokenizer)
         check_path(name_or_path)

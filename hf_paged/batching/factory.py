@@ -1,5 +1,5 @@
 """Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
-`StepLoop`. Leaves the checks behind the choice to `model/capability.py`."""
+`StepLoop`. `model/capability.py` makes the checks behind the choice."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def make_loop(
 ) -> StepLoop:
     """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
     model's empty cache. `config` is an argument of its own, since calls of other threads may
-    replace the memory's config; `max_num_seqs` overrides its option. Raises `RoomMissingError` if
-    an option needs a room that is not installed."""
+    replace the memory's config; `max_num_seqs` overrides the config's value. Raises
+    `RoomMissingError` if an option needs a room that is not installed."""
     memory = cache.memory
     processes = memory.processes
     make_recorder = parts.recorder
@@ -97,7 +97,8 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # if a call's own options ask for drafts, `reason_against` has already imported the room
+        # the error names the config's `speculation`: for drafts that a request's own options ask
+        # for, `reason_against` has imported the room earlier
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)

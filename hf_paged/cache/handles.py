@@ -3,6 +3,7 @@ their values. Attention, which reads the blocks in place, is implemented elsewhe
 
 from __future__ import annotations
 
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ READ_ONLY = (
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
+NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can"
 
 
 class LazyTensor(Tensor):
@@ -344,9 +346,7 @@ class DeferredTensor(LazyTensor):
         return type(self)(**arguments)
 
     def dense(self) -> Tensor:
-        raise NotPackable(
-            "the model's code reads packed keys, values or scores, which only attention can"
-        )
+        raise NotPackable(NOT_READABLE)
 
     @classmethod
     def __torch_function__(
@@ -361,9 +361,29 @@ class DeferredTensor(LazyTensor):
             functions = cls.functions
             function = functions.get(name) or functions.get(name.strip("_"))
             if function is not None:
-                return function(func, *args, **(kwargs or {}))
+                kwargs = kwargs or {}
+                try:
+                    return function(func, *args, **kwargs)
+                except TypeError as error:
+                    if _accepts(function, func, *args, **kwargs):
+                        raise
+                    raise NotPackable(
+                        f"the arguments of `{name}` on packed keys, values or scores are not"
+                        " supported"
+                    ) from error
+            if func in _MEMORY_READERS:
+                raise NotPackable(NOT_READABLE)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def _accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether the function's parameters allow these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 class RowTensor(DeferredTensor):

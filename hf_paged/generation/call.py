@@ -1,5 +1,5 @@
-"""One `generate` call: the caches that it builds, the attention that it switches, its route. It
-runs no forward."""
+"""One `generate` call: the caches that it builds, the attention that it switches, its route. This
+module runs no forward."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def rows_per_prompt(config: GenerationConfig) -> int:
 
 
 def first_rows(value: Any, repeats: int) -> Any:
-    """Selects every `repeats`-th row of the tensors in a model's input, of which the following rows
-    are copies; `None` if they are not."""
+    """Returns a model's input with only the first of every `repeats` rows of its tensors; `None` if
+    the other rows are not copies of it."""
     for tensor in tensors_of(value):
         if len(tensor) % repeats:
             return None
@@ -75,7 +75,8 @@ class Call:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        self.claim = contextlib.ExitStack()  # the claim on blocks, while the caches may hold any
+        # holds the claim on blocks until the caches are dropped
+        self.claim = contextlib.ExitStack()
         self.memory: PagedMemory | None = None  # the model's, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
@@ -146,7 +147,9 @@ class Call:
             )
             if capturing.get() is None:
                 note_route(self.model, route)
-            self.built_caches, self.caches = [], []  # they may hold blocks
+            # dropped before the claim ends, since they may hold blocks
+            self.built_caches = []
+            self.caches = []
             self.claim.close()
             if self.memory is not None:
                 self.memory.end_call(self, plain_bytes)
@@ -183,8 +186,9 @@ class Call:
     def use_caches(
         self, caches: list[PagedCache], config: GenerationConfig, are_built: bool
     ) -> None:
-        """Makes the call store keys and values in `caches`, where attention reads them in place.
-        `are_built`: whether they were built for the call, so that they end with it."""
+        """Notes that the call stores keys and values in `caches`. Attention is switched to read
+        them in place, unless `config` asks for attention weights. `are_built`: whether they were
+        built for the call, so that they end with it."""
         self.route_name = "hf_loop"
         self.repeats = rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
@@ -205,8 +209,9 @@ class Call:
             self._switch()
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
-        """Waits until the caches that the call built can hold all rows of a decoding loop with
-        these arguments, next to other calls that cannot be preempted."""
+        """Claims blocks for all rows of a decoding loop with these arguments, in the caches that
+        the call built, until the call ends. First waits, as long as other calls progress, until
+        they fit alongside the claims of earlier calls that cannot be preempted."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoded = model_kwargs.get("encoder_outputs")
@@ -257,7 +262,8 @@ class Call:
             return
         config = self.model.config.get_text_config(decoder=True)
         if getattr(config, "cross_attention_layers", None):
-            # these layers do not store the padded text
+            # cross-attention layers store the image's positions, to which the text's padding does
+            # not apply
             return
         columns = mask.visible_columns
         if columns is None:
@@ -271,6 +277,6 @@ class Call:
 
 
 current_call: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
-# The call of a model whose overridden `generate` bypasses ours: made when the model prepares its
-# cache, and run with the model's decoding loop.
+# The call of a model whose own `generate` bypasses ours: made when the model prepares its cache,
+# and run with the model's decoding loop.
 prepared_call: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)

@@ -4,8 +4,9 @@ message and the end of its forward, would leave the others waiting for it.
 Python runs signal handlers between any two bytecodes of the main thread. Within
 [`deferring_signals`] signals are only recorded; at its end their handlers are called. Exceptions
 that one thread sets in another (`PyThreadState_SetAsyncExc`) are not deferred, nor are signals
-outside `SIGNALS`, a short list, since every `deferring_signals` looks up the handlers of all of
-them. A model in one process needs no deferral (`interrupts`).
+outside `SIGNALS`. That list is short, since every `deferring_signals` looks up the handler of each
+signal in it. A model in one process needs no deferral: `interrupts.py` restores the state that an
+interrupt leaves changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SIGNALS: tuple[int, ...] = tuple(
     int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")
 )
 
-_NOT_IN_PYTHON = (None, signal.SIG_DFL, signal.SIG_IGN)
+_NON_PYTHON_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
 # the handlers that `_defer` replaces, by signal; `None` while signals are not deferred
 _handlers: dict[int, Any] | None = None
 _deferring_thread = 0  # ident of the thread that defers signals
@@ -39,14 +40,14 @@ def _defer(signum: int, frame: FrameType | None) -> None:
 
 
 def _begin_deferring() -> None:
-    """Starts to defer signals. If a handler raises meanwhile, raises its error, and signals are not
-    deferred."""
+    """Starts to defer signals. If a handler raises meanwhile, handles the signals deferred so far
+    and raises its error, and signals are not deferred."""
     global _handlers, _deferring_thread
     # only Python handlers: "ignore" and "default" raise nothing, and C handlers cannot be restored
     handlers = {}
     for signum in SIGNALS:
         handler = _signal.getsignal(signum)
-        if handler not in _NOT_IN_PYTHON:
+        if handler not in _NON_PYTHON_HANDLERS:
             handlers[signum] = handler
     try:
         for signum in handlers:
@@ -54,16 +55,16 @@ def _begin_deferring() -> None:
         _handlers = handlers
         _deferring_thread = threading.get_ident()
     except BaseException:
-        _restore_handlers(handlers)
+        _end_deferring(handlers)
         raise
 
 
-def _end_deferring() -> None:
-    """Restores the handlers, and calls those of the deferred signals."""
+def _end_deferring(handlers: dict[int, Any]) -> None:
+    """Restores these handlers, and calls those of the deferred signals."""
     global _handlers
-    handlers, _handlers = _handlers, None
+    _handlers = None
     try:
-        _restore_handlers(handlers or {})
+        _restore_handlers(handlers)
     finally:  # also if a restored handler has just raised
         if _pending:
             _handle_pending()
@@ -97,7 +98,7 @@ def _handle_pending() -> None:
     handler = _signal.getsignal(signum)
     try:
         if callable(handler):
-            # called directly: raising the signal would write to `signal.set_wakeup_fd` again
+            # called directly: raising the signal would write to the wakeup file descriptor again
             handler(signum, sys._getframe())
         elif handler == signal.SIG_DFL:  # set by the caller's code meanwhile
             signal.raise_signal(signum)
@@ -107,23 +108,24 @@ def _handle_pending() -> None:
 
 
 class deferring_signals:
-    """A context that defers signals until the outermost `deferring_signals` ends."""
+    """A context that defers signals until it ends. Inside another one, or outside the main thread,
+    it has no effect."""
 
-    __slots__ = ("_is_outermost",)
+    __slots__ = ("_starts_deferral",)
 
     def __enter__(self) -> None:
-        self._is_outermost = _handlers is None and threading.get_ident() == _main_thread
-        if self._is_outermost:
+        self._starts_deferral = _handlers is None and threading.get_ident() == _main_thread
+        if self._starts_deferral:
             _begin_deferring()
 
     def __exit__(self, *error: object) -> None:
-        if self._is_outermost:
-            _end_deferring()
+        if self._starts_deferral:
+            _end_deferring(_handlers or {})
 
     def handle(self) -> None:
         """Handles the signals deferred so far, and goes on deferring."""
-        if self._is_outermost:
-            _end_deferring()
+        if self._starts_deferral:
+            _end_deferring(_handlers or {})
             _begin_deferring()
 
 
@@ -160,7 +162,7 @@ def _reset_in_child() -> None:
     _main_thread = threading.get_ident()
     if _handlers is not None and threading.get_ident() != _deferring_thread:
         _pending.clear()
-        _end_deferring()
+        _end_deferring(_handlers)
 
 
 if hasattr(os, "register_at_fork"):

@@ -125,7 +125,8 @@ class CudaGraphs:
 
 class RecordedGraph:
     """A CUDA graph that is freed only after its last replay. `done`: an event recorded after every
-    replay. `host_results`: tensors that the graph reads, and so keeps alive."""
+    replay. `host_results`: results of transfers that the graph reads; this object keeps them
+    alive."""
 
     def __init__(
         self,

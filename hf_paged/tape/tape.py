@@ -1,5 +1,5 @@
-"""[`Tape`]: a recorded forward that replays on the CPU, on fixed memory. Depends on neither the
-model nor the source of its inputs."""
+"""[`Tape`]: a recorded forward that replays on the CPU, on fixed memory. This module needs
+no knowledge of the model, nor of where the inputs come from."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def store_bytes(retained: list[Any], data: bytes) -> int:
 
 
 class Tape:
-    """Recorded operations that run again, in order, on the same memory. One call runs all
-    consecutive C++ entries; PyTorch's operations run between these calls. The tape owns memory for
+    """Recorded operations that run again, in order, on the same memory. Each run of consecutive C++
+    entries is one call; PyTorch's operations run between these calls. The tape owns memory for
     intermediate results; the model, blocks and inputs must stay at their addresses."""
 
     def __init__(self, entries: list[Entry], buffers: Buffers) -> None:
         self._arena = Arena(buffers, lifetimes(entries))
         self._retained: list[Any] = [buffers.retained_tensors]
         self._store = functools.partial(store_bytes, self._retained)
-        self._failed_index = ctypes.c_int64()  # of the kernel in its call that failed
-        self.names: list[str] = []  # of the C++ kernels, in order
+        self._failed_index = ctypes.c_int64()  # index, within its call, of the kernel that failed
+        self.kernel_names: list[str] = []  # of the C++ entries, in order
         self._runs: list[Callable[[], None]] = []
         batch: list[PackedCall] = []
         for entry in entries:
@@ -76,8 +76,8 @@ class Tape:
         """Appends one call that runs all kernels of `batch`."""
         if not batch:
             return
-        first = len(self.names)
-        self.names += [name for name, _ in batch]
+        first = len(self.kernel_names)
+        self.kernel_names += [name for name, _ in batch]
         packed_entries = b""
         for name, packed in batch:
             packed_entries += _ENTRY.pack(address_of(name), self._store(packed))
@@ -88,7 +88,7 @@ class Tape:
         def run() -> None:
             error = function(call)
             if error:
-                name = self.names[first + self._failed_index.value]
+                name = self.kernel_names[first + self._failed_index.value]
                 raise RuntimeError(
                     f"the kernel {name!r} of a recorded step failed with error {error}"
                 )

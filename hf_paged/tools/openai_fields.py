@@ -311,7 +311,7 @@ def _logprobs_options(endpoint: str, requested: Mapping[str, Any]) -> dict[str, 
     has_logprobs = requested.get("logprobs", False)
     if endpoint == COMPLETION:  # a number of alternatives
         name = "logprobs"
-        unit = " (alternatives of a token)"
+        unit = " (alternatives per token)"
         has_logprobs = name in requested
     num_alternatives = as_whole(name, requested.get(name, 0), 0, MAX_TOP_LOGPROBS, after=unit)
     if not isinstance(has_logprobs, bool):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged import kernels
+from hf_paged.attention import eager
 from hf_paged.attention.eager import with_key_len
 from hf_paged.cache.handles import RowTensor
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
@@ -154,6 +155,17 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "causal by index": lambda x: F.scaled_dot_product_attention(
         x.query, x.key, x.value, is_causal=True
     ),
+    "divided by scores": lambda x: torch.tensor(2.0) / (x.query @ x.key.transpose(-1, -2)),
+    "transposed by name": lambda x: x.key.transpose(dim0=-1, dim1=-2),
+    "permuted by name": lambda x: x.key.permute(dims=(0, 1, 3, 2)),
+    "memory format": lambda x: x.key.contiguous(memory_format=torch.contiguous_format),
+    "maximum by name": lambda x: (x.query @ x.key.transpose(-1, -2)).max(dim=-1, keepdim=True),
+    "scaled bias": lambda x: torch.add(x.query @ x.key.transpose(-1, -2), x.mask, alpha=2),
+    "rounded": lambda x: torch.div(x.query @ x.key.transpose(-1, -2), 2.0, rounding_mode="floor"),
+    "written elsewhere": lambda x: torch.softmax(
+        x.query @ x.key.transpose(-1, -2), -1, out=torch.empty(0)
+    ),
+    "copied": lambda x: x.query.to(x.key, copy=True),
 }
 
 
@@ -161,8 +173,45 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
 @torch.no_grad()
 def test_nothing_else_is_done_with_packed_rows(what: str) -> None:
     _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(NotPackable):
         REFUSED[what](mine)
+
+
+@torch.no_grad()
+def test_a_type_error_of_the_backends_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any) -> None:
+        raise TypeError("a fault of ours")
+
+    _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
+    monkeypatch.setattr(eager.backends, "attend", fail)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        mpt(mine)
+
+
+@torch.no_grad()
+def test_baddbmm_with_beta_0_ignores_its_input() -> None:
+    def attend(x: Mine) -> Tensor:
+        heads, queries, dim = x.query.shape[1:]
+        empty = torch.full((heads, queries, x.key.shape[-2]), math.nan)
+        key = x.key.reshape(heads, -1, dim).transpose(-1, -2)
+        scores = torch.baddbmm(empty, x.query[0], key, beta=0, alpha=0.4)
+        weights = F.softmax(scores.view(1, heads, queries, -1) + x.mask, dim=-1)
+        return weights @ x.value
+
+    built, mine = packed(Case(MIXED, heads=4, kv_heads=4))
+    torch.testing.assert_close(attend(mine), alone(built, attend), atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_softmax_takes_the_dtype_by_position_and_by_name() -> None:
+    _, x = packed(Case(MIXED, heads=4, kv_heads=4, dtype=torch.bfloat16))
+    scores = x.query @ x.key.transpose(-1, -2)
+    assert torch.softmax(scores, -1).dtype is torch.bfloat16
+    assert torch.softmax(scores, -1, torch.float32).dtype is torch.float32
+    assert torch.softmax(scores, -1, dtype=torch.float32).dtype is torch.float32
+    assert F.softmax(scores, -1, 3, torch.float32).dtype is torch.float32
 
 
 def test_steps_that_show_no_rows() -> None:

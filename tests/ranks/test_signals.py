@@ -132,3 +132,41 @@ def test_a_handler_that_raises_before_the_next_is_put_back_leaves_none_out(
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
+
+
+def test_a_signal_deferred_before_another_handler_raised_is_handled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None: ...
+
+    def put(signum: int, handler: Any) -> Any:
+        if signum == signal.SIGTERM and handler is not handle:
+            signal.raise_signal(signal.SIGINT)  # deferred by now
+            raise Nowhere  # as the handler of a signal that arrives here
+        return signal.signal(signum, handler)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
+    monkeypatch.setattr(rank_signals, "_signal", fake)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, deferring_signals():
+            pytest.fail("signals are not deferred")
+        assert isinstance(caught.value.__context__, Nowhere)
+        assert rank_signals._pending == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_as_deferral_begins_leaves_it_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = deferring_signals()
+    with monkeypatch.context() as patch:
+        fake = SimpleNamespace(get_ident=lambda: idents.pop())
+        idents = [threading.get_ident()]  # for `__enter__`; there is none for `_begin_deferring`
+        patch.setattr(rank_signals, "threading", fake)
+        with pytest.raises(IndexError):
+            context.__enter__()
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt), deferring_signals():
+        signal.raise_signal(signal.SIGINT)
+        reached.append("deferred")
+    assert reached == ["deferred"]

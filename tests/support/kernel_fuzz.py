@@ -366,7 +366,7 @@ def pick(draws: Draws) -> None:
         ids.random_(0, table.num_embeddings)
 
     tape = play(lambda: table(ids), lambda: table(ids), change)
-    assert tape.names.count("pick") == 1
+    assert tape.kernel_names.count("pick") == 1
     ids[0, 0] = choose.choice((-1, table.num_embeddings, 1 << 40))
     try:
         tape.replay()

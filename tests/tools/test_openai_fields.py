@@ -151,7 +151,7 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
         ({"sequence_bias": [[[5], float("inf")]]}, "`logit_bias` has the bias inf"),
         ({"sequence_bias": [[[5], 3e38]]}, r"`logit_bias` has the bias 3e\+38"),
         ({"stop_strings": "a" * 4097}, "`stop` has 4097 characters"),
-        ({"stop_strings": ["a"] * 65}, "`stop` has 65 texts"),
+        ({"stop_strings": ["a"] * 65}, "`stop` has 65 strings"),
         ({"stop_strings": ["end", ""]}, "`stop` has an empty text"),
         ({"stop_strings": ""}, "`stop` has an empty text"),
         ({"num_beams": 129}, "`num_beams` is 129: it must be a whole number up to 128"),

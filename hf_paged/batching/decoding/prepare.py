@@ -37,7 +37,7 @@ from ..arguments import (
     check_stop_strings,
     check_streamer,
     generation_options,
-    is_saved,
+    is_saved_config,
     option_for_drafts,
 )
 from .base import LoopInputs
@@ -336,7 +336,7 @@ def _generate_keywords(
     defaults = model.generation_config
     if isinstance(generation_config, Mapping):
         options = dict(generation_config)
-        if is_saved(options):
+        if is_saved_config(options):
             names = generation_options()
             options = {name: options[name] for name in names if options.get(name) is not None}
         elif options.get("max_length", 0) is None:

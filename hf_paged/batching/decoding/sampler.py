@@ -1,5 +1,5 @@
 """One step of many decodings: their tokens are chosen from logits on the device, copied to the host
-and accepted there. Leaves sequences and block tables to the ledger."""
+and accepted there. The ledger updates sequences and block tables."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class SampledBatch:
             try:
                 if _NO_TOKEN in chosen:
                     raise RuntimeError(
-                        "the scores of the next token contain nan, or no token has a finite score"
+                        "the scores of the next token contain nan or +inf, or no token has a finite"
+                        " score"
                     )
                 results.append(decoding.accept(chosen, records))
             except BaseException as error:
@@ -84,9 +85,9 @@ def sample_step(
     fetch: Fetch | None = None,
 ) -> list[Result]:
     """Takes one step of each decoding with its logits: one row for each of its open rows, or `n +
-    1` rows for a decoding with a draft of `n` tokens. Such a decoding accepts the tokens that equal
-    the draft's, and one more, each as if it were sampled in a separate step. `fetch` as in
-    `sample_position`."""
+    1` rows for a decoding with a draft of `n` tokens. Such a decoding accepts the leading tokens
+    that equal the draft's, and one more, each as if it were sampled in a separate step. `fetch` as
+    in `sample_position`; it is not called if any decoding has a draft."""
     drafted = [index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
@@ -123,7 +124,7 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
     for token in tokens:
         if not 0 <= token < num_embeddings:
             return IndexError(  # as the embedding raises
-                f"token id {token} was chosen, but ids from 0 to {num_embeddings - 1} have an"
+                f"token id {token} was chosen, but only ids from 0 to {num_embeddings - 1} have an"
                 " embedding: a logits processor widened the scores, or a stopping criterion wrote"
                 " the id"
             )
@@ -131,7 +132,8 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
 
 
 def _with_earlier(previous: Result | None, result: Result) -> Result:
-    """Returns the result of a position with the tokens of the `previous` position's result."""
+    """Returns `result` with all tokens of `previous`, the result of the position before, as its
+    `earlier` tokens."""
     if isinstance(previous, SampledTokens) and isinstance(result, SampledTokens):
         earlier = (*previous.earlier, *previous.tokens)
         return result._replace(earlier=earlier)
@@ -203,8 +205,9 @@ def _choose_or_fail(
     batches: list[SampledBatch],
     results: dict[int, Result],
 ) -> None:
-    """Samples the decodings at these indices as one batch, and adds it to `batches`. If that fails,
-    samples each decoding separately, and adds the errors of decodings that fail to `results`."""
+    """Samples the decodings at these indices as one batch and adds it to `batches`; the result of a
+    beam search goes to `results`. If that fails, samples each decoding separately, and adds the
+    errors of decodings that fail to `results`."""
     decoding, rows = ready[indices[0]]
     try:
         if isinstance(decoding, BeamDecoding):
@@ -240,8 +243,8 @@ def _choose(
         tokens = _draw(decodings, scores)
     else:
         tokens = argmax(scores)
-    records = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
-    recorded = [row for row, is_recorded in enumerate(records) if is_recorded]
+    are_recorded = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
+    recorded = [row for row, is_recorded in enumerate(are_recorded) if is_recorded]
     logprobs: list[Tensor] = []
     if recorded:
         chosen = select_rows(tokens, recorded).clamp_min(0)
@@ -264,8 +267,8 @@ def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
         return decodings[0].draw(probs)
     is_drawable = probs.sum(dim=-1) > 0
     if not probs.is_cpu or not is_drawable.all():
-        # rows without a token draw from uniform probabilities, since each row's draw advances the
-        # random numbers of the rows after it
+        # rows without a token still draw, uniformly, so that the rows after them get the random
+        # numbers that they would otherwise get
         probs = torch.where(is_drawable[:, None], probs, 1.0)
     return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
 

@@ -25,8 +25,9 @@ COMMON_FLAGS = (
 
 
 def find_compiler() -> list[str]:
-    """Returns the command of the C++ compiler: that of `CXX` with its options, else the first one
-    that is installed. Raises `RuntimeError` if there is none."""
+    """Returns the command of the C++ compiler: `CXX` with its options if it is set, otherwise the
+    first of `c++`, `g++` and `clang++` that is installed. Raises `RuntimeError` if it is not found,
+    and on Windows."""
     if sys.platform == "win32":
         raise RuntimeError("the kernels cannot be built on Windows")
     configured = shlex.split(os.environ.get("CXX") or "")
@@ -43,7 +44,8 @@ def link_flags(compiler: list[str]) -> tuple[str, ...]:
     """Returns the flags that link the C++ standard library, which a C compiler does not link by
     itself; none for a C++ compiler. (`CXX` may name a C compiler: PEFT's BOFT sets `CXX=gcc`, and
     leaves it set when it cannot build its own kernels.)"""
-    if any("++" in Path(part).name for part in compiler):
+    programs = [part for part in compiler if not part.startswith("-")]  # without `-std=c++17`
+    if any("++" in Path(program).name for program in programs):
         return ()
     return ("-lc++" if sys.platform == "darwin" else "-lstdc++", "-lm")
 

@@ -14,8 +14,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as
 
 @triton.jit
 def dot(a, b, acc):
-    """Computes `a @ b + acc` in float32, without TF32. Converts operands for Triton's interpreter,
-    which would multiply the bits of bfloat16."""
+    """Computes `a @ b + acc` in float32, without TF32. Converts operands to float32 for Triton's
+    interpreter, which would otherwise multiply bfloat16 bit patterns as integers."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -29,7 +29,7 @@ def find_item(
     seq_lens,
     starts,
     item,
-    rows,
+    num_rows,
     programs_per_item,
     target_programs,
     window,
@@ -38,50 +38,53 @@ def find_item(
     MIN_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Returns an item's row and split, the row's number of splits and first item, and the tokens
-    per split, the same for all rows and such that about `target_programs` programs have work. For
-    an unused item the row is at least `rows`. Every row has a split, so that rows without tokens
-    get zeros."""
+    """Returns the item's row, its split within the row, the row's number of splits, the row's first
+    item, and the tokens per split, which is the same for all rows and gives work to about
+    `target_programs` programs. An item is one split of one row's keys; for an unused item the row
+    is at least `num_rows`. Every row has a split, so that rows without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
-    key_ends = tl.load(seq_lens + i, mask=i < rows, other=0)
-    key_starts = tl.load(starts + i, mask=i < rows, other=0)
+    key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
+    key_starts = tl.load(starts + i, mask=i < num_rows, other=0)
     if window is not None:  # from the oldest key of the first query's window
         key_starts = tl.maximum(key_starts, key_ends - query_len + 1 - window)
     num_keys = tl.maximum(key_ends - key_starts // TILE * TILE, 0)
-    size = tl.cdiv(tl.sum(num_keys.to(tl.int64), axis=0) * programs_per_item, target_programs)
-    size = tl.cdiv(tl.maximum(size, MIN_SPLIT), TILE).to(tl.int32) * TILE
-    num_splits = tl.where(i < rows, tl.maximum(tl.cdiv(num_keys, size), 1), 0)
+    total_keys = tl.sum(num_keys.to(tl.int64), axis=0)
+    split_size = tl.cdiv(total_keys * programs_per_item, target_programs)
+    split_size = tl.cdiv(tl.maximum(split_size, MIN_SPLIT), TILE).to(tl.int32) * TILE
+    num_splits = tl.where(i < num_rows, tl.maximum(tl.cdiv(num_keys, split_size), 1), 0)
     # The running sum is constant past the last row, so that unused items get row BLOCK_ROWS.
     row = tl.sum((tl.cumsum(num_splits, axis=0) <= item).to(tl.int32), axis=0)
     first_item = tl.sum(tl.where(i < row, num_splits, 0), axis=0)
     row_splits = tl.sum(tl.where(i == row, num_splits, 0), axis=0)
-    return row, item - first_item, row_splits, first_item, size
+    return row, item - first_item, row_splits, first_item, split_size
 
 
 @triton.jit
-def find_row(query_start, tile, rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_row(query_start, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
     the tiles that it needs; a tile belongs to the last row that begins at or before it. Counts the
-    rows that do: that takes one load per 256 rows, where a binary search would take eight."""
+    rows that do, with one load for up to 256 rows; a binary search would take eight, each waiting
+    for the one before."""
     row = -1
-    for first_row in range(0, rows, 256):
+    for first_row in range(0, num_rows, 256):
         i = first_row + tl.arange(0, 256)
-        first_tiles = tl.load(query_start + i, mask=i < rows, other=0) * GROUP // BLOCK_M + i
-        row += tl.sum(((first_tiles <= tile) & (i < rows)).to(tl.int32), axis=0)
+        is_row = i < num_rows
+        first_tiles = tl.load(query_start + i, mask=is_row, other=0) * GROUP // BLOCK_M + i
+        row += tl.sum(((first_tiles <= tile) & is_row).to(tl.int32), axis=0)
     return row, tile - (tl.load(query_start + row) * GROUP // BLOCK_M + row)
 
 
 @triton.jit
-def load_tile(pointers, is_visible, is_real, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
+def load_tile(pointers, is_visible, is_dim, MASK_TOKENS: tl.constexpr, MASK_DIMS: tl.constexpr):
     """Loads a tile of keys, values or queries, with zeros where masked. The caller turns off masks
     that hide no elements, since masks cost registers and branches."""
     if MASK_TOKENS and MASK_DIMS:
-        return tl.load(pointers, mask=is_visible & is_real, other=0.0)
+        return tl.load(pointers, mask=is_visible & is_dim, other=0.0)
     elif MASK_TOKENS:
         return tl.load(pointers, mask=is_visible, other=0.0)
     elif MASK_DIMS:
-        return tl.load(pointers, mask=is_real, other=0.0)
+        return tl.load(pointers, mask=is_dim, other=0.0)
     else:
         return tl.load(pointers)
 
@@ -89,8 +92,9 @@ def load_tile(pointers, is_visible, is_real, MASK_TOKENS: tl.constexpr, MASK_DIM
 @triton.jit
 def convert_tile(tile, like, STORED: tl.constexpr):
     """Converts a tile of keys or values to the dtype of `like`; codes (`STORED`: their number in
-    `quantized.DTYPE_NUMBERS`) exactly and unscaled. Shifts the bits of an 8-bit float to those of a
-    float16, which differ only in the exponent's bias, since that works on every chip."""
+    `quantized.DTYPE_NUMBERS`) exactly and unscaled. Shifts the bits of an 8-bit float into a
+    float16, since that works on every chip; for E4M3, multiplies by 256 for the difference in
+    exponent bias."""
     if STORED == 0:
         return tile.to(like.dtype)
     elif STORED == 1:
@@ -105,11 +109,11 @@ def convert_tile(tile, like, STORED: tl.constexpr):
 
 
 @triton.jit
-def scale_tile(tile, factors, STORED: tl.constexpr):
+def scale_tile(tile, scales, STORED: tl.constexpr):
     """Multiplies converted float16 codes of values by their scales. For other dtypes, the kernel
     scales the softmax weights instead."""
     if STORED and tile.dtype == tl.float16:
-        return (tile.to(tl.float32) * factors[:, None]).to(tl.float16)
+        return (tile.to(tl.float32) * scales[:, None]).to(tl.float16)
     else:
         return tile
 

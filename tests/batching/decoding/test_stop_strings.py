@@ -190,12 +190,12 @@ def test_the_longest_strings_make_no_table(form: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (["a"] * 65, "65 texts"),
+        (["a"] * 65, "65 strings"),
         ("a" * 4097, "4097 characters"),
         (["a" * 2048, "b" * 2049], "4097 characters"),
-        ([], "must be text"),
-        (["a", 1], "must be text"),
-        (7, "must be text"),
+        ([], "non-empty list of strings"),
+        (["a", 1], "non-empty list of strings"),
+        (7, "non-empty list of strings"),
     ],
     ids=str,
 )

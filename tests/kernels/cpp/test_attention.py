@@ -17,6 +17,7 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.cache.store import choose_store
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.compiler import link_flags
 from tests.attention.test_backends import Case, build, check
 from tests.support.attention import attend
 
@@ -130,6 +131,14 @@ def test_a_c_compiler_builds_the_library(tmp_path: Path, monkeypatch: pytest.Mon
     command = [sys.executable, "-c", "from hf_paged.kernels import cpp; print(cpp.is_available())"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "is_c"),
+    [("gcc -std=c++17", True), ("cc", True), ("ccache g++ -O2", False), ("clang++-18", False)],
+)
+def test_options_do_not_make_a_c_compiler_one_of_cpp(command: str, is_c: bool) -> None:
+    assert bool(link_flags(command.split())) == is_c
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")

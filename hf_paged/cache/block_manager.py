@@ -34,7 +34,7 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at its multiples, where blocks of all groups end (powers of two)
+        # cached prefixes end at its multiples: sizes are powers of two, so all blocks end there
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -202,8 +202,8 @@ class BlockManager:
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
-        """Makes tokens writable in a group's tables, in the half-open interval `ranges[i]` of each
-        `tables[i]`: copies shared blocks at once, and extends tables that are too short. Returns
+        """Makes the tokens `ranges[i]`, a half-open interval, writable in each `tables[i]` of a
+        group: copies shared blocks at once, and extends tables that are too short. Returns
         whether a table got new blocks. Raises `OutOfBlocksError` with no table changed; after any
         other error, the pool must be recounted."""
         pool = self.groups[group].pool

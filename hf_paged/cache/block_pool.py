@@ -39,7 +39,7 @@ class BlockPool:
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
         self.take = take
         self._write_error: str | None = None
-        # whether a table was garbage-collected while it held blocks, or `recount` was interrupted
+        # whether a table was garbage-collected while it held blocks, or `recount` has raised
         self.needs_recount = False
         self.grow(num_blocks)
 

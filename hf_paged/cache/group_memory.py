@@ -279,8 +279,8 @@ class GroupMemory:
         num_new_tables: int | None,
     ) -> KVBlocks:
         """Returns the blocks of layer `index` of `num_layers` for K/V like `keys` and `values`
-        `(batch, heads, n, dim)`. Before any content, allocates them and evicts cached blocks; later
-        converts stored K/V of other dtypes. `num_new_tables` as in `LayerGroup`. Raises
+        `(batch, heads, n, dim)`. If the layer has no such blocks, converts its content or, if it
+        has none, evicts cached blocks and allocates it. `num_new_tables` as in `LayerGroup`. Raises
         `ValueError` if stored K/V have other heads, dims or device, `OutOfBlocksError` if memory or
         the budget runs out."""
         layer: KVBlocks | None = self.storage.layers.get(index)

@@ -76,7 +76,7 @@ class ReadOnlyTensor(LazyTensor):
     would change only a copy."""
 
     has_read_only_views = True
-    # our implementations of torch functions for these tensors, by torch function
+    # our replacements for torch functions called with these tensors, by function
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -240,7 +240,7 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy before the blocks change, unless `dense` needs none. Takes no lock."""
+        """Gathers a copy before the blocks change, unless `dense` has a tensor. Takes no lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
             # not in this thread's mode: garbage collection may have called this from any code

@@ -338,7 +338,7 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a tensor over an array's buffer, which is three times as fast as from a list."""
+    """Returns a tensor over an array's buffer: three times as fast as making one from a list."""
     if values:
         tensor = torch.frombuffer(values, dtype=dtype)
     else:

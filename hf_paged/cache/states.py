@@ -31,7 +31,7 @@ class StateRows:
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
-        """Copies each `row` in `block_ids` back to its layers' device, as the state of slot
+        """Copies each `row` in `block_ids` back to its original device, as the state of slot
         `block_ids[row]`. Ignores `index` and `num_layers`, which `HostLayer.put_back` needs."""
         rows = StateRows([(self.state_layers, list(block_ids))])
         group.storage.keep(block_ids.values(), rows)
@@ -191,7 +191,7 @@ def gather_states(
 ) -> None:
     """Sets the states of `layers` to copies of rows of other layers of the same model. `parts`:
     pairs of source layers and of the row indices to copy, in order. The copies are on `device`, by
-    default that of the first source."""
+    default the `device` attribute of the source layer."""
     for index, layer in enumerate(layers):
         sources = [(part_layers[index], rows) for part_layers, rows in parts]
         first_source, _ = sources[0]

@@ -122,9 +122,8 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer that has fewer than `num_blocks` blocks: to the reserved size or by
-        half, whichever is more, limited to `most`, but at least to `num_blocks`; only to that if
-        memory runs out. Raises as `make`."""
+        """Grows every layer with fewer than `num_blocks` blocks to that size or, if memory allows,
+        to the reserved size or by half, but not beyond `most`. Raises as `make`."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:

@@ -116,7 +116,7 @@ def _targets(
     device: torch.device,
 ) -> tuple[Any, Tensor | None]:
     """Returns the index into blocks of the tokens to store, and these tokens' positions in the
-    flattened `slots` (`None`: all). Synchronizes with the device unless the last call was equal."""
+    flattened `slots` (`None`: all). Synchronizes with the device if called for new `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
     targets: tuple[Any, Tensor | None]

@@ -105,8 +105,7 @@ class Claim:
             self.withdraw()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """Called in a forked child: withdraws the claim if its thread, which is another, does not
-        exist there."""
+        """Called in a forked child: withdraws the claim of a thread that does not exist there."""
         if self.thread != threading.get_ident():
             self.withdraw()
 

@@ -34,8 +34,7 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # sizes are powers of two, so blocks of all groups end together only at multiples of the
-        # largest: a cached prefix ends there
+        # cached prefixes end at its multiples: sizes are powers of two, so all blocks end there
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -50,16 +49,16 @@ class BlockManager:
         # owners of blocks with other content (adapter weights); each has a `recover` method
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
-        self.has_states = bool(states)  # `truncate` cannot restore them
+        self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
         # index of the first group whose states are not empty
         self._state_group = next(
             (index for index, spec in states.items() if not spec.is_empty), None
         )
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
-        # cached prefixes attached to sequences or restored from the tier
+        # how often a cached prefix was attached to a sequence, or restored from the tier
         self.num_hits = 0
-        # error of a group in the last `take`; `None` if it succeeded or `num_free` was too small
+        # error of a group in the last `take`; `None` if that succeeded or `num_free` was too small
         self.take_error: OutOfBlocksError | None = None
 
     @property
@@ -110,7 +109,8 @@ class BlockManager:
         ]
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
-        """Whether `take(needs)` would succeed and leave at least `reserve` blocks available."""
+        """Whether `take(needs)` would succeed and leave at least `reserve` blocks available; with
+        several groups, evicts as `take` does."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
@@ -144,10 +144,10 @@ class BlockManager:
         skips: bool = False,
         num_committed: int | None = None,
     ) -> bool:
-        """Extends the sequence by `num_tokens` tokens and allocates their slots; returns `False` if
-        too few blocks are free. First frees window blocks, as `trim` does; pass `num_committed` if
-        `truncate` may go back to that many tokens. With `skips`, an empty sequence never stores the
-        blocks that no query after the new tokens sees."""
+        """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
+        with the sequence not extended, if too few blocks are free. First frees window blocks, as
+        `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
+        `skips`, an empty sequence gets only blocks that queries after the new tokens see."""
         tables = blocks.tables
         if skips and not any(table.block_ids for table in tables):
             length = 0
@@ -172,7 +172,7 @@ class BlockManager:
             return False
         for table, copies, new_ids in zip(tables, self._copies, allocated_ids):
             unused_ids = new_ids[table.num_needed(end - table.num_tokens) :]
-            if unused_ids:  # `take` evicted this sequence's snapshot, which then needs no copy
+            if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
                 table.pool.release(unused_ids)
                 new_ids = new_ids[: -len(unused_ids)]
             copy = table.append(end - table.num_tokens, new_ids)
@@ -184,8 +184,8 @@ class BlockManager:
         return True
 
     def reserve_next(self, blocks: SequenceBlocks) -> bool:
-        """Allocates a slot for the next token, so that a step only has to count it. Returns `False`
-        if too few blocks are free, or if a block must be copied first."""
+        """Allocates a slot for the next token, so that a step only has to count the token. Returns
+        `False` if too few blocks are free, or if a block must be copied first."""
         tables = blocks.tables
         if tables[0].num_tokens < blocks.capacity:
             return True
@@ -202,10 +202,10 @@ class BlockManager:
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
-        """Makes the tokens in the half-open interval `ranges[i]` of each `tables[i]` of a group
-        writable: copies shared blocks at once, and extends tables that are too short. Returns
-        whether a table got new blocks. Raises `OutOfBlocksError` with nothing changed; any other
-        error requires a recount."""
+        """Makes the tokens `ranges[i]`, a half-open interval, writable in each `tables[i]` of a
+        group: copies shared blocks at once, and extends tables that are too short. Returns
+        whether a table got new blocks. Raises `OutOfBlocksError` with no table changed; after any
+        other error, the pool must be recounted."""
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
@@ -236,8 +236,9 @@ class BlockManager:
         return num_needed > 0
 
     def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
-        """Frees window blocks that no later query sees, or none after the first `num_committed`
-        tokens. Must not be called between the scheduling of tokens and their computation."""
+        """Frees window blocks that no later query sees; with `num_committed`, only those that no
+        query after the first `num_committed` tokens sees. Must not be called between the scheduling
+        of tokens and their computation."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
@@ -252,8 +253,8 @@ class BlockManager:
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
         """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably blocks that
-        follow those of `tables[i]`. Returns their ids by group; `None` if too few are free. If it
-        returns `None` or raises, nothing is allocated."""
+        follow those of `tables[i]`. Returns their ids by group; `None` if limits or free memory
+        allow too few. If it returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
@@ -302,8 +303,8 @@ class BlockManager:
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Removes all tokens from `num_tokens` on. Raises `ValueError` if the new end lies in
-        blocks that left the window."""
+        """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, with
+        earlier groups truncated, if the new end lies in blocks that left the window."""
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)
@@ -311,7 +312,7 @@ class BlockManager:
             blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
-        """Returns a second sequence with the same tokens; both share all blocks, copy-on-write."""
+        """Returns a sequence with the same tokens, which shares their blocks (copy-on-write)."""
         if not blocks.tables:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
@@ -404,7 +405,7 @@ class BlockManager:
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Returns how many registered blocks of a sequence have more holders than the `num_rows`
-        rows of its request; 0 if cached prefixes need snapshots of states."""
+        rows of its request; 0 without prefix caching, or if cached prefixes need snapshots."""
         if not self.prefix_caching or self.keeps_states:
             return 0
         num_tokens = blocks.num_registered * self.node_size
@@ -428,12 +429,11 @@ class BlockManager:
         num_tokens: int,
         namespace: Hashable,
     ) -> None:
-        """Registers those blocks of the first `num_tokens` tokens that have become full in the
-        prefix index, and at one of the sequence's `stops` also its state slot, as a snapshot: the
-        step that begins now must copy it before the state changes. Registered blocks must be
-        computed before another sequence reads them."""
+        """Registers in the prefix index the blocks that the first `num_tokens` tokens fill, up to
+        the last token at which blocks of all groups end. At one of the sequence's `stops`, also
+        registers its state slot as a snapshot: the step that begins now must copy the state before
+        it changes. Registered blocks must be computed before another sequence reads them."""
         size = self.node_size
-        # nodes up to the last token at which blocks of all groups end
         num_nodes = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
         if num_nodes <= blocks.num_registered or not is_cached:
@@ -467,20 +467,20 @@ class BlockManager:
 
     def forget_before_period(self) -> None:
         """Drops all blocks registered before the current period, since the model has changed.
-        Sequences that began before it register no more blocks."""
+        Sequences that began before the period register no more blocks."""
         self.index.remove_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:
-        """Drops the prefix cache and the tier's unverified blocks. Sequences keep their blocks but
-        register no more of them."""
+        """Drops the prefix cache and the tier's unverified blocks. Current sequences keep their
+        blocks but register no more of them."""
         self.epochs.drop()
         self.index.clear()
         if self.tier is not None:
             self.tier.discard()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless tables, index and pools agree. Other managers may hold
-        blocks of the same pools."""
+        """Raises `AssertionError` unless tables, index and pools agree. Sequences of other managers
+        may hold blocks of the same pools."""
         self.index.check_integrity()
         for index, group in enumerate(self.groups):
             tables = (table.block_ids for table in self.tables(index))

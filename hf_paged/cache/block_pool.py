@@ -13,7 +13,7 @@ from ..topics import Topic, TopicError
 BlockSelector: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
 """Selects free blocks, removes them from the dict of free ids, and returns them. Arguments: the
 free ids, the size of the pool in blocks, the number of blocks to select, and the block ids of the
-table that gets them, whose last block they should follow."""
+table that gets the selected blocks, which should follow its last one."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
@@ -33,13 +33,14 @@ class BlockPool:
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # each kept block's `on_evict`: of cached blocks, and of used ones that `release` will cache
+        # `on_evict` by kept block: a cached one, or a used one that `release` will cache
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
         self.take = take
         self._write_error: str | None = None
-        self.needs_recount = False  # a table was garbage-collected while it held blocks
+        # whether a table was garbage-collected while it held blocks, or `recount` has raised
+        self.needs_recount = False
         self.grow(num_blocks)
 
     @property
@@ -84,7 +85,7 @@ class BlockPool:
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether all used blocks may be written to: none is shared or kept."""
+        """Whether no block is shared or kept, so that all used blocks may be written to."""
         return not (self.num_shared or self._kept)
 
     def grow(self, num_blocks: int) -> None:
@@ -95,7 +96,7 @@ class BlockPool:
         self._free.update(dict.fromkeys(new_ids))
 
     def shrink(self) -> None:
-        """Evicts all cached blocks and removes unused blocks from the end."""
+        """Evicts all cached blocks, removes unused blocks from the end, and resets `peak_used`."""
         self.evict(self.num_cached)
         while self._refcounts and not self._refcounts[-1]:
             self._refcounts.pop()
@@ -104,8 +105,8 @@ class BlockPool:
 
     def allocate(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Returns the ids of `num_blocks` newly used blocks, each with refcount 1; evicts cached
-        blocks if too few are free. `after`: the ids already in the table that gets them, for
-        `take`. Raises `OutOfBlocksError` with nothing changed."""
+        blocks if too few are free. `after`: the ids already in the table that gets the new ones,
+        for `take`. Raises `OutOfBlocksError` with nothing changed."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
@@ -137,8 +138,8 @@ class BlockPool:
             self._refcounts[block_id] = refcount + 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Removes a holder from each block; blocks without holders become cached or free, in the
-        order given. Raises `ValueError` for a block that has none."""
+        """Removes a holder from each block. Blocks left without holders become cached or free, in
+        the order given. Raises `ValueError` for a block that has no holder."""
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
@@ -151,7 +152,7 @@ class BlockPool:
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
         """Makes a used block become cached, not free, when it is released; its eviction calls
-        `on_evict(block_id)`. Raises `ValueError` if it is not used, or kept already."""
+        `on_evict(block_id)`. Raises `ValueError` if the block is unused or already kept."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
             raise ValueError(f"block {block_id} is not used or already kept")
         self._kept[block_id] = on_evict
@@ -179,8 +180,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees `num_blocks` cached blocks, or all if there are fewer, least recently released
-        first, and those that `on_evict` drops. Returns how many it freed."""
+        """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
+        released first; more if `on_evict` drops others. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -274,8 +275,8 @@ class BlockTable:
         return num_blocks * self.block_size - self.num_tokens
 
     def num_new_blocks(self, num_tokens: int) -> int:
-        """Returns how many blocks `append(num_tokens)` adds to the table; a copy-on-write replaces
-        one, and is not counted."""
+        """Returns how many blocks `append(num_tokens)` adds to the table, not counting one that a
+        copy-on-write replaces."""
         if num_tokens == 0:
             return 0
         length = self.num_tokens + num_tokens
@@ -302,7 +303,7 @@ class BlockTable:
         return self.block_ids[index - self.num_dropped]
 
     def shared_blocks(self, first: int, end: int) -> list[int]:
-        """Returns the blocks of tokens `[first, end)` that must not be written to, since they are
+        """Returns those blocks of tokens `[first, end)` that must not be written to, since they are
         shared or kept."""
         pool = self.pool
         if pool.is_exclusive:
@@ -364,9 +365,9 @@ class BlockTable:
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
         """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed(num_tokens)`
-        allocated blocks; `None` allocates them. Returns the copy `(source, target)` of a block
-        that must precede any write, or `None`. Raises `OutOfBlocksError` with the table
-        unchanged."""
+        allocated blocks; `None` allocates them. If a tail block is replaced, returns the copy
+        `(source, target)` that must precede any write; otherwise `None`. Raises `OutOfBlocksError`
+        with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.shared_tail
@@ -389,8 +390,8 @@ class BlockTable:
         num_tokens: int | None = None,
     ) -> None:
         """Adds computed blocks, which other tables may share, to this empty table, after
-        `num_dropped` dropped ones. `num_tokens`: tokens up to the end of the last block; `None` if
-        it is full. Raises `ValueError` if the table is not empty."""
+        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens; `None`
+        if the last block is full. Raises `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
                 f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"
@@ -404,7 +405,7 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Adds the blocks that contain the table's tokens to a table that has no blocks."""
+        """Sets the blocks, which contain the table's tokens, of a table without blocks."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 
@@ -431,14 +432,13 @@ class BlockTable:
             )
 
     def truncate(self, num_tokens: int) -> None:
-        """Removes all tokens from `num_tokens` on, and frees the blocks that held no others. Raises
-        `ValueError` if the new end lies in dropped blocks."""
+        """Removes all tokens from `num_tokens` on, and frees the blocks that hold no earlier ones.
+        Raises `ValueError` if the new end lies in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         self.check_truncate(num_tokens)
         num_blocks = -(-num_tokens // self.block_size) - self.num_dropped
-        # tail first, so that it is evicted first: the head of a sequence is more likely to be
-        # reused
+        # tail first, so that it is evicted first: a sequence's head is more likely to be reused
         self.pool.release(reversed(self.block_ids[num_blocks:]))
         del self.block_ids[num_blocks:]
         self.num_tokens = num_tokens

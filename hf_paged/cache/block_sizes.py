@@ -11,8 +11,8 @@ from typing import NamedTuple
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_LENGTHS = 1024  # recorded, of the sequences that ended last
-MIN_GAIN = 0.02  # least reduction of the loss that justifies rebuilding a pool
+MAX_LENGTHS = 1024  # lengths recorded, of the sequences that ended last
+MIN_GAIN = 0.02  # smallest reduction of the loss that justifies rebuilding a pool
 # after this many ended sequences without a prefix cache hit, cached blocks count as worthless
 MIN_ENDED_WITHOUT_HIT = 64
 
@@ -51,8 +51,8 @@ class Occupancy(NamedTuple):
         return cls(num_tokens, num_partial_blocks)
 
     def losses(self, block_size: int, times: dict[int, float]) -> tuple[float, float]:
-        """Returns the share of the group's memory that holds no tokens, with partly filled blocks
-        half full on average, and the share of the kernel's time that the fastest block size would
+        """Returns the share of the group's memory that holds no tokens, if partly filled blocks are
+        half full on average, and the share of the attention time that the fastest block size would
         save."""
         num_unused_slots = self.num_partial_blocks * block_size / 2
         memory_loss = num_unused_slots / (self.num_tokens + num_unused_slots)
@@ -61,8 +61,8 @@ class Occupancy(NamedTuple):
 
 
 def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> Choice:
-    """Chooses the block size with the least loss: a loss of 1% of the group's memory counts as much
-    as one of 1% of its kernel's time.
+    """Chooses the block size with the least loss, where 1% of the group's memory counts as much as
+    1% of its attention time; `DEFAULT_BLOCK_SIZE` without lengths or times.
 
     Args:
         lengths: Final lengths, in tokens, of finished sequences.
@@ -86,8 +86,8 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
 
 class BlockSizes:
     """The block sizes of one memory. Chooses a group's block size when the group is created, from
-    lengths known when the memory was created. Records the lengths of sequences that end in
-    `lengths`, for the model's next memory."""
+    lengths known when the memory was created. `lengths` records how long sequences were when they
+    ended, for the model's next memory."""
 
     def __init__(
         self, costs: Costs | None = None, expected: Iterable[int] = (), observed: Iterable[int] = ()
@@ -117,8 +117,8 @@ class BlockSizes:
         self.lengths.append(length)
 
     def rechoose(self) -> BlockSizes | None:
-        """Returns sizes chosen for the lengths recorded so far; `None` unless one reduces a group's
-        loss by at least `MIN_GAIN`."""
+        """Returns sizes chosen for the lengths recorded so far; `None` unless they reduce the loss
+        of some group by at least `MIN_GAIN`."""
         if not self.num_ended:
             return None
         renewed = BlockSizes(self.costs, observed=self.lengths)

@@ -1,5 +1,5 @@
 """Limits the bytes of all pools of a process together, and frees idle pools. Each `PagedMemory`
-reports its bytes itself."""
+reports its own bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import forks
 from ..config import is_whole
 from ..threads import attempt
 
-# to wait for a lock of an idle pool: other threads hold it for microseconds, to read its figures
+# seconds to wait for an idle pool's lock: threads that only read its figures hold it for less
 WAIT_SECONDS = 0.1
 
 PATIENCE = 10.0  # seconds for which a request waits for memory that other models use
@@ -25,10 +25,10 @@ _pools: tuple[weakref.ref[Any], ...] = ()
 
 def budget(num_bytes: int | None) -> None:
     """Limits the total bytes of the blocks of all models and caches of this process, from now on. A
-    pool that needs more than remains first frees idle pools, least recently used first, then evicts
-    its cached prefixes; a request that still does not fit waits, or raises [`OutOfBlocksError`].
-    Pools that already exceed the limit stop growing, and shrink once they are idle. Host memory of
-    swapped requests and of `prefix_tiers` does not count.
+    pool that needs more than remains frees idle pools, least recently used first, and evicts its
+    cached prefixes; a request that still does not fit waits, or raises [`OutOfBlocksError`]. While
+    the pools exceed the limit, they do not grow, and are freed once idle. Host memory of swapped
+    requests and of `prefix_tiers` does not count.
 
     Args:
         num_bytes (`int`, *optional*): At least 1. `None` removes the limit.
@@ -48,7 +48,7 @@ def budget(num_bytes: int | None) -> None:
 
 
 def limit(memory: Any = None) -> int | None:
-    """Returns the budget in bytes; `None` without one, or if this pool is exempt from it."""
+    """Returns the budget in bytes; `None` without a budget, or if `memory` is exempt from it."""
     if memory is None or memory.is_bounded:
         return _limit
     return None
@@ -64,7 +64,7 @@ def join(memory: Any) -> None:
 
 def share(memory: Any) -> int | None:
     """Returns the most bytes that this pool may hold: the budget less the bytes of all other pools
-    that are in use; `None` without a budget."""
+    that are in use; `None` without a budget for it."""
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None
@@ -74,7 +74,7 @@ def share(memory: Any) -> int | None:
 
 def charge(memory: Any, more: int = 0) -> bool:
     """Charges this pool, whose lock the caller holds, for its current bytes plus `more`. Returns
-    `False`, with nothing charged, if they exceed the budget even after every idle pool is freed."""
+    `False`, with nothing charged, if these exceed the budget even after idle pools are freed."""
     needed = memory.occupied_bytes + more
     if limit(memory) is None or needed <= memory.charged_bytes:
         memory.charged_bytes = needed
@@ -101,7 +101,7 @@ def num_uncharged_bytes() -> int | None:
 
 
 def release_idle(memory: Any) -> None:
-    """Frees all other idle pools, before this one allocates its full size on a device at once."""
+    """Under a budget, frees all other idle pools before this one allocates its full size."""
     with _lock:
         if _limit is None:
             return
@@ -123,14 +123,14 @@ def _others(memory: Any) -> list[Any]:
 
 
 def _idle(pools: list[Any]) -> list[Any]:
-    """Returns those of the pools that could be freed, least recently used first."""
+    """Returns the pools that hold memory and no used block, least recently used first."""
     idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
     return sorted(idle, key=operator.attrgetter("last_used"))
 
 
 def _shrink(needed: int, memory: Any) -> bool:
-    """Frees idle pools until `needed` bytes fit in the budget beside the other pools; returns
-    whether they do."""
+    """Frees idle pools until `needed` bytes of `memory` fit in the budget beside the other pools.
+    Returns whether they fit."""
     while (total := _limit) is not None:
         other_pools = _others(memory)
         charged_bytes = sum(pool.charged_bytes for pool in other_pools)
@@ -143,8 +143,8 @@ def _shrink(needed: int, memory: Any) -> bool:
 
 
 def _release(memory: Any) -> bool:
-    """Frees an idle pool; returns whether it did."""
-    # with timeouts: threads that hold one pool's lock and wait for another's must not deadlock
+    """Frees a pool unless it is in use or locked; returns whether it did."""
+    # with timeouts, since two threads that each hold the lock of a pool may free the other's
     with attempt(memory.outer_lock or memory.lock, WAIT_SECONDS) as is_outer_held:
         if not is_outer_held:
             return False

@@ -15,12 +15,12 @@ from ..step import numbers_on
 
 class BlockCopier:
     """Copies blocks in all tensors of a storage: on a GPU with one transfer of the block ids and
-    one launch per device, over a table of the tensors' addresses that is rebuilt when they change.
-    With `can_launch=False`, for tensors that are not contiguous, copies in PyTorch."""
+    one launch per device, over a table of the tensors' addresses, which is rebuilt when they
+    change; elsewhere in PyTorch. `can_launch`: `False` for tensors that are not contiguous."""
 
     def __init__(self, can_launch: bool = True) -> None:
         self._can_launch = can_launch
-        # by device: the addresses, and the same as a tensor on the device
+        # by device: the addresses as a list, and as a tensor on the device
         self._tables: dict[torch.device, tuple[list[tuple[int, int]], Tensor]] = {}
 
     def copy(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:

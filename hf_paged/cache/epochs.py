@@ -1,5 +1,5 @@
-"""Tracks whether the current weights computed a sequence's blocks. Never reads a model
-(`model.weights` does), and drops no blocks."""
+"""Tracks whether the current weights computed a sequence's blocks. Neither reads a model
+(`model.weights` does) nor drops blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .sequence_blocks import SequenceBlocks
 
 class Epochs:
     """Counts epochs. A new one begins when user code may have changed the model, and when the whole
-    cache is dropped. A sequence belongs to the epoch in which its first token was stored."""
+    cache is dropped. A sequence belongs to the epoch of its oldest block, cached ones included."""
 
     def __init__(self) -> None:
         self.current = 0

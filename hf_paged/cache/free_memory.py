@@ -1,5 +1,5 @@
-"""Free memory of a device: its amount, the part of it that a call reserves, and the errors that
-mean that it ran out. The limits of `PagedConfig` are in `cache.memory`."""
+"""Free memory of a device: its amount, the part that a call reserves, and the errors that mean that
+memory ran out. `cache.memory` enforces the limits of `PagedConfig`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def commits_when_touched(device: torch.device) -> bool:
 class Reservation:
     """Expected memory use of a call or an engine, allocated at once instead of step by step: per
     layer, `num_blocks[spec]` blocks, within `share` of the memory that is free when the first layer
-    is allocated. On a device that commits memory when it is allocated, at most
-    `num_live_blocks[spec]`, the most that running sequences hold. `num_layers[spec]` layers have
-    that spec; memory that one layer does not need is divided among the others."""
+    is sized. On a device that commits memory when it is allocated, at most `num_live_blocks[spec]`
+    blocks, the most that running sequences hold, within the rest of the budget. `num_layers[spec]`
+    layers have that spec; memory that one layer does not need is divided among the others."""
 
     num_blocks: dict[GroupSpec, int]
     num_live_blocks: dict[GroupSpec, int]
@@ -54,12 +54,12 @@ class Reservation:
         self._max_bytes = -1
 
     def num_layer_blocks(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
-        """Returns how many blocks to allocate for a layer with this spec, each of `block_bytes`
-        bytes."""
+        """Returns how many blocks, of `block_bytes` bytes each, to allocate for a layer with this
+        spec."""
         if self._max_bytes < 0:
             try:
                 self.set_limit(free_bytes(device))
-            except ValueError:  # free memory is unknown: allocate blocks as they are used
+            except ValueError:  # free memory is unknown: reserve nothing
                 self.set_limit(0)
             num_uncharged = budget.num_uncharged_bytes()
             if num_uncharged is not None and not commits_when_touched(device):
@@ -81,9 +81,9 @@ class Reservation:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the bytes of free memory on `device`, including unused memory that torch's allocator
-    holds; on the CPU, at most the addresses that the process may still map (`ulimit -v`). Raises
-    `ValueError` for a device whose free memory torch does not report."""
+    """Returns the bytes of free memory on `device`, including (except on MPS) unused memory that
+    torch's allocator holds; on the CPU, at most the addresses that the process may still map
+    (`ulimit -v`). Raises `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
         allocated = torch.mps.driver_allocated_memory()
@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
                 f"torch does not report the free memory of {device}: set `num_blocks` instead of"
                 " `memory_fraction`"
             )
-        # memory of freed tensors, which the allocator reuses, or returns before the device runs out
+        # the allocator reuses the memory of freed tensors, or returns it before the device runs out
         reserved = module.memory_reserved(device)
         unused = reserved - module.memory_allocated(device)
         free = int(module.mem_get_info(device)[0])
@@ -110,7 +110,7 @@ def free_bytes(device: torch.device) -> int:
 
 def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:
     """Returns how many bytes of blocks fit in free memory, given the bytes of one block on each
-    device: the first device to fill up sets the limit."""
+    device (without any, on the CPU): the first device to fill up sets the limit."""
     total = sum(block_bytes.values())
     limits = []
     for device, device_block_bytes in block_bytes.items():
@@ -132,7 +132,7 @@ def address_limit() -> int | None:
 
 def reserve_addresses(size: int, protection: int) -> mmap.mmap:
     """Maps `size` bytes of host addresses on Linux, which take memory only once they are written
-    to. Raises `MemoryError`."""
+    to. Raises `MemoryError` if the system refuses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     try:
         return mmap.mmap(-1, size, flags, protection)
@@ -148,16 +148,16 @@ def mapping_error(size: int, error_number: int | None) -> MemoryError:
 
 
 def reserved_tensor(size: int) -> torch.Tensor:
-    """Returns a `(size,)` uint8 tensor in host memory on Linux, which is committed when written to.
-    Such tensors never make `fork` fail: Linux charges ordinary allocations to the child, too, and
-    refuses more than the machine has. Raises `MemoryError`."""
+    """Returns a `(size,)` uint8 tensor in host memory on Linux, committed when written to. Such
+    tensors never make `fork` fail: Linux charges ordinary allocations to the child, too, and
+    refuses more than the machine has. Raises `MemoryError` if the addresses cannot be mapped."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def trim() -> None:
-    """Returns freed host memory that the C library still holds to the system. (The library unmaps
-    large tensors when they are freed, but keeps the memory of small ones.)"""
+    """Gives the system the freed host memory that glibc still holds. (It unmaps large tensors when
+    they are freed, but keeps the memory of small ones.) Does nothing with other C libraries."""
     malloc_trim = _malloc_trim()
     if malloc_trim is not None:
         malloc_trim(0)
@@ -172,8 +172,8 @@ def _malloc_trim() -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or its cause, means that an allocation failed. Torch has no single error
-    type for that."""
+    """Whether `error`, or its cause, means that an allocation failed, for which torch has several
+    error types."""
     cause = error.__cause__
     if cause is not None and is_out_of_memory(cause):
         return True

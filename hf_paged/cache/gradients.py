@@ -1,5 +1,5 @@
 """Keys and values with an autograd graph, beside their copies in blocks, which have none.
-`cache.layers` decides when they are kept."""
+`cache.layers` decides when to keep the former."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GraphStates(NamedTuple):
         return cls(keys, values, _versions(keys, values))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GraphStates:
-        """Returns the results of `function` on keys and on values."""
+        """Returns states with `function` applied to keys and to values."""
         keys = function(self.keys)
         values = function(self.values)
         return GraphStates.of(keys, values)
@@ -42,8 +42,8 @@ class GraphStates(NamedTuple):
         return self.map(lambda states: states[:, :, surplus:])
 
     def check(self) -> None:
-        """Raises `RuntimeError` if the tensors were written to in place, since the blocks did not
-        change with them."""
+        """Raises `RuntimeError` if the tensors were written to in place, since the blocks still
+        hold the old values."""
         if _versions(self.keys, self.values) != self.versions:
             raise RuntimeError(READ_ONLY)
 
@@ -51,7 +51,7 @@ class GraphStates(NamedTuple):
         return self  # shared, since its tensors are never written to
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a pickle has the keys and values of blocks, without a graph
+        return type(None), ()  # `None`: a pickled cache has the K/V of blocks, without a graph
 
 
 def extend(
@@ -61,8 +61,8 @@ def extend(
     key_states: Tensor,
     value_states: Tensor,
 ) -> GraphStates:
-    """Returns the states of `past`, none if `None`, followed by the step's new K/V `(batch, heads,
-    n, dim)`, rounded as `blocks` store them."""
+    """Returns the states of `past`, if any, followed by the step's new K/V `(batch, heads, n,
+    dim)`, rounded as `blocks` store them."""
     query_len = key_states.shape[2]
     new_states = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
@@ -83,7 +83,7 @@ def visible_states(
     states: GraphStates, step: StepMetadata, blocks: KVBlocks
 ) -> tuple[Tensor, Tensor]:
     """Returns the keys and values of `step.columns`, each `(batch, heads, len(columns), dim)`: the
-    last ones from `states`, the earlier ones from `blocks` and without a graph."""
+    last ones from `states`, the missing earlier ones from `blocks`, without a graph."""
     assert step.columns is not None
     num_visible = len(step.columns)
     keys, values, _ = states.last(num_visible)

@@ -1,5 +1,5 @@
 """`GroupMemory`: the pool and the storage of one layer group, and how they grow within the limits
-of their memory. The limits themselves are in `cache.memory`."""
+that `cache.memory` sets."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .states import StateStorage
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Blocks are added a few at a time, so that freed ones, whose pages are warm, are reused first.
+# Blocks added at a time: few, so that freed ones, whose pages are warm, are reused first.
 GROWTH_STEP = 16
-KEPT_STATES = 16  # snapshots up to which a pool without a limit grows instead of evicting
+KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,
 # and grows instead of evicting them.
 CACHED_RATIO = 2
 
 
 def mirrored(move: Callable[..., Any]) -> Any:
-    """Decorates a function that moves the content of a [`GroupMemory`]'s blocks: the memory's other
-    processes repeat each call. Only such functions may call code that writes to blocks
-    (`tests/ranks/test_mirror.py` checks the callers)."""
+    """Decorates a function that moves the content of a [`GroupMemory`]'s blocks, so that the
+    memory's other processes repeat each call. Only decorated functions may call code that moves
+    content (`tests/ranks/test_mirror.py` checks the callers)."""
 
     @functools.wraps(move)
     def mirrored_move(group: GroupMemory, *arguments: Any) -> Any:
@@ -74,7 +74,7 @@ class GroupMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers, estimated until all are allocated; 0 if unknown."""
         return max(self._expected_bytes, self.storage.block_bytes)
 
     @property
@@ -95,7 +95,7 @@ class GroupMemory:
 
     @property
     def is_sized(self) -> bool:
-        """Whether the bytes of a block are known, or no limit needs them."""
+        """Whether the bytes of a block are known, or no budget needs them."""
         if budget.limit(self.memory) is None or self.holds_states:
             return True
         return self.block_bytes > 0
@@ -106,8 +106,8 @@ class GroupMemory:
         return self._is_allocating or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """Sets the expected bytes of a block over all layers, unless they are known to be more.
-        Raises `OutOfBlocksError` if the pool then exceeds the budget."""
+        """Raises the expected bytes of a block over all layers to `block_bytes`, if more. Raises
+        `OutOfBlocksError` if the pool then exceeds the budget."""
         expected_bytes = max(block_bytes, self._expected_bytes)
         self._expected_bytes, self._is_short = expected_bytes, False
         if not budget.charge(self.memory):
@@ -130,9 +130,9 @@ class GroupMemory:
 
     def ensure_free(self, num_blocks: int) -> None:
         """Makes `num_blocks` blocks available, or raises `OutOfBlocksError`. With a limit, the pool
-        grows up to it before it evicts cached blocks, unless its tensors would have to grow.
-        Without one, it evicts first, except for a few snapshots of states, and for cached blocks of
-        an engine (`PagedMemory.keeps_cached`) while the machine has memory for them."""
+        grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
+        Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
+        engine with memory to spare (`keeps_cached`), cached blocks up to `CACHED_RATIO`."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
@@ -194,7 +194,8 @@ class GroupMemory:
         return min(GROWTH_STEP, pool.num_blocks)
 
     def _grow(self, num_blocks: int, num_missing: int) -> None:
-        """Adds at least `num_missing` blocks, so that `num_blocks` are available."""
+        """Adds `num_missing` blocks, more to grow less often, or fewer at a limit if cached blocks
+        can be evicted. Raises `OutOfBlocksError` unless `num_blocks` are then available."""
         memory = self.memory
         pool = self.pool
         storage = self.storage
@@ -278,10 +279,10 @@ class GroupMemory:
         num_new_tables: int | None,
     ) -> KVBlocks:
         """Returns the blocks of layer `index` of `num_layers` for K/V like `keys` and `values`
-        `(batch, heads, n, dim)`. Allocates them on first use, and converts stored K/V of other
-        dtypes. `num_new_tables`: how many tables begin in this step; `None` if one of them has
-        content already. Raises `ValueError` if stored K/V have other heads, dims or device,
-        `OutOfBlocksError` if memory runs out."""
+        `(batch, heads, n, dim)`. If the layer has no such blocks, converts its content or, if it
+        has none, evicts cached blocks and allocates it. `num_new_tables` as in `LayerGroup`. Raises
+        `ValueError` if stored K/V have other heads, dims or device, `OutOfBlocksError` if memory or
+        the budget runs out."""
         layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
             if layer.fits(keys, values):
@@ -317,8 +318,8 @@ class GroupMemory:
 
     @mirrored
     def release(self) -> None:
-        """Frees all memory, and keeps the bytes of a block as the expected ones. No table may hold
-        a block."""
+        """Frees all memory; the bytes of a block stay known, as expected ones. No table may hold a
+        block."""
         self.pool.shrink()
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()
@@ -338,7 +339,7 @@ def over_limit_error(
     total: int,
     option: str,
 ) -> OutOfBlocksError:
-    """Returns the error of a call that needs more than the `free` blocks of the `total` that
+    """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
     `option` allows."""
     return OutOfBlocksError(
         f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option}"

@@ -24,9 +24,9 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """Returns the most counted blocks that tokens `[first, end)` hold at once, beside the
-        `num_held` blocks of earlier tokens, if at most `chunk` of them are appended at a time.
-        `first` must be the first token of a block."""
+        """Returns how many counted blocks tokens `[first, end)` hold at most at once, beside the
+        `num_held` blocks of earlier tokens, if up to `chunk` tokens are appended at a time. `first`
+        must be the first token of a block."""
         end_block = -(-end // block_size)
         span = end_block - first // block_size
         if self.window is not None:  # the oldest visible token may be the last of its block
@@ -77,14 +77,14 @@ class StateSpec(GroupSpec):
 
     @property
     def prefix_window(self) -> int | None:
-        """2, so that the snapshot after the previous token is visible; 1, so that none is, if the
-        model has no states."""
+        """2, so that the snapshot after the previous token is visible; 1 if the model has no
+        states, so that none is needed."""
         return 1 if self.is_empty else 2
 
 
 def group_label(key: Hashable) -> str:
-    """Returns the name of a layer group for messages. `key`: a window, of a cache without a name,
-    or the `GroupSpec.label`."""
+    """Returns the name of a layer group for messages. `key`: a `GroupSpec.label`, or only the
+    window if the kind is "self"."""
     kind, window = key if isinstance(key, tuple) else ("self", key)
     if kind == "cross":
         return "cross attention"

@@ -1,5 +1,5 @@
-"""Lazy tensors that stand for a layer's cached keys or values and gather them only when code reads
-their values. Attention, which reads the blocks in place, is implemented elsewhere."""
+"""Lazy tensors that stand for a layer's cached keys or values, and gather them only when code reads
+them. `attention` implements the functions that read the blocks in place."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class LazyTensor(Tensor):
         return self.dense()
 
     def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the result of an operation that does not read values of this tensor, else
-        `NotImplemented`."""
+        """Returns the result of an operation if it does not depend on this tensor's values;
+        otherwise `NotImplemented`."""
         return NotImplemented
 
     def refuse_write(self) -> None:
-        """Raises an error if a write in place to this tensor would be lost."""
+        """Raises an error if a write in place to this tensor would be lost; by default, never."""
 
     @classmethod
     def __torch_dispatch__(
@@ -76,7 +76,7 @@ class ReadOnlyTensor(LazyTensor):
     would change only a copy."""
 
     has_read_only_views = True
-    # replacements by torch function, for calls with such tensors
+    # our replacements for torch functions called with these tensors, by function
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -96,7 +96,7 @@ class ReadOnlyTensor(LazyTensor):
             return result
         dense = base.dense()
         with torch.inference_mode(base.is_inference()):
-            # as for `base`, since torch makes the result a view of it
+            # the mode in which `base` was made, since torch makes the result a view of `base`
             return tree_map_only(
                 Tensor,
                 lambda x: ViewTensor(x) if torch._C._is_alias_of(x, dense) else x,
@@ -124,7 +124,7 @@ class ReadOnlyTensor(LazyTensor):
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
         if func in _MEMORY_READERS or not are_lazy:
-            # other tensor subclasses (quantized weights) handle the call
+            # other subclasses (quantized weights), and functions on memory, get ordinary tensors
             read = operator.methodcaller("read")
             args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
@@ -171,7 +171,7 @@ class ViewTensor(ReadOnlyTensor):
 
 class PagedTensor(ReadOnlyTensor):
     """A handle to a layer's keys or values in blocks, `(batch, heads, length, dim)`. Our attention
-    function reads `blocks` through `step`. Any other operation gathers a contiguous tensor or, for
+    function reads `blocks` through `step`. Any other operation gets the tensor of `dense` or, for
     packed rows `(1, heads, num_tokens, dim)`, raises [`NotPackable`]."""
 
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}  # set by attention
@@ -193,9 +193,8 @@ class PagedTensor(ReadOnlyTensor):
         has_read_only_views: bool = False,
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
-        or rows are packed. `reader.should_gather` is set to `True` when code other than our
-        attention function reads the values. `has_read_only_views`: whether views are read-only,
-        too."""
+        or rows are packed. `reader.should_gather` becomes `True` when code other than our attention
+        function reads the values. `has_read_only_views`: whether views are also read-only."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape = fresh.shape
@@ -222,7 +221,8 @@ class PagedTensor(ReadOnlyTensor):
         return handle
 
     def dense(self) -> Tensor:
-        """Returns an ordinary tensor, gathered once. Raises [`NotPackable`] for packed rows."""
+        """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
+        [`NotPackable`] for packed rows, `KeysReadError` if only the device has the lengths."""
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable(
@@ -240,11 +240,10 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy, unless `dense` has already done so, before the blocks change. Takes no
-        lock."""
+        """Gathers a copy before the blocks change, unless `dense` has a tensor. Takes no lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
-            # whatever the mode of this thread, which may be collecting a cache
+            # not in this thread's mode: garbage collection may have called this from any code
             with torch.inference_mode(False):
                 self._dense = gather(self.step, self.blocks, self.dtype)
 
@@ -286,7 +285,7 @@ class PagedTensor(ReadOnlyTensor):
 
     def make_contiguous(self) -> bool:
         """Makes this layer return contiguous tensors from now on, for model code that relies on
-        strides. Returns `False` if they already were contiguous."""
+        strides. Returns `False`, with nothing changed, if this handle's tensor is contiguous."""
         if self.read().is_contiguous():
             return False
         contiguous = self.dense().contiguous()
@@ -297,8 +296,9 @@ class PagedTensor(ReadOnlyTensor):
 
 
 class Handles:
-    """Weak references to the live handles of a cache. The memory also holds this object, since
-    Python clears the weak references to a garbage cycle before it calls the cycle's finalizers."""
+    """Weak references to the live handles of a cache. The memory also holds this object: if it
+    were part of a garbage cycle with its cache, Python would clear the references that it contains
+    before it calls the cache's finalizer."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
@@ -331,8 +331,8 @@ class Handles:
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step, whose values only our attention can read. Functions named in
-    `functions` are deferred until then; any other read raises [`NotPackable`]."""
+    """A tensor of a packed step, whose values only our attention can read. `functions`, by name,
+    defer an operation until attention runs; any other read raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     # shape and dtype, for our own code: torch's attributes are slower
@@ -341,7 +341,7 @@ class DeferredTensor(LazyTensor):
     arguments: dict[str, Any]  # of the constructor
 
     def replace(self: DeferredT, **changes: Any) -> DeferredT:
-        """Returns the same data with some constructor arguments changed."""
+        """Returns a tensor with the same constructor arguments except `changes`."""
         arguments: dict[str, Any] = {**self.arguments, **changes}
         return type(self)(**arguments)
 
@@ -357,7 +357,7 @@ class DeferredTensor(LazyTensor):
         kwargs: Any = None,
     ) -> Any:
         name = func.__name__
-        if name != "__get__":  # shape, dtype and other attributes
+        if name != "__get__":  # which reads shape, dtype and other attributes
             functions = cls.functions
             function = functions.get(name) or functions.get(name.strip("_"))
             if function is not None:
@@ -387,9 +387,9 @@ def _accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 class RowTensor(DeferredTensor):
-    """Keys or values of a packed step in the shape that a model's own attention code expects, where
-    each query sees those of its row: `(1, heads, key_len, dim)`, possibly without the first axis or
-    with the last two transposed."""
+    """Keys or values of a packed step, in the shape that a model's own attention code expects:
+    `(1, heads, key_len, dim)`, possibly without the first axis or with the last two transposed.
+    Each query sees the keys and values of its own row."""
 
     step: StepMetadata
     layer: KVBlocks
@@ -433,7 +433,7 @@ _READS_STRIDES = {
     torch.ops.aten._reshape_alias.default,
 }
 
-# Functions that torch does not dispatch, since they access a tensor's memory: a handle has none.
+# Functions that torch does not dispatch, since they access a tensor's memory, which handles lack.
 _MEMORY_READERS = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -452,7 +452,7 @@ _ARRAYS = {Tensor.__array__, Tensor.numpy}
 
 _GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
-# Functions that write, and that torch does not dispatch, or only as several operations.
+# Functions that write, but that torch does not dispatch, or dispatches as several operations.
 _WRITERS = {
     Tensor.__setitem__,
     Tensor.apply_,
@@ -469,7 +469,7 @@ _CHANGE_NO_VALUES = {
 
 def _make_without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Returns a tensor of a subclass, without memory. Native code that asks for its address
-    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error instead of torch's 0."""
+    (`torch.utils.dlpack.to_dlpack`, extensions) gets an error instead of the address 0."""
     tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
     torch._C._set_throw_on_mutable_data_ptr(tensor)
     return tensor

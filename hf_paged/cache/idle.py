@@ -1,5 +1,5 @@
-"""Frees idle pools after `idle_release_seconds`, in one thread for all pools. `PagedMemory.release`
-frees a pool."""
+"""Decides when to free idle pools (`idle_release_seconds`), in one thread for all pools.
+`PagedMemory.release` frees a pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # seconds between attempts to free a pool that a caller's cache still uses
+MIN_WAIT = 1.0  # seconds at least between attempts to free a pool that a cache still uses
 _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system supports
 
 # Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
@@ -39,8 +39,8 @@ def begin_use(memory: PagedMemory) -> None:
 
 def end_use(memory: PagedMemory) -> None:
     """Marks the end of a call, or of an engine's last request. Unless the pool is used again, it is
-    freed after `idle_release_seconds`; 0 frees it at once. A caller's cache that holds blocks keeps
-    the whole pool."""
+    freed after `idle_release_seconds` (0: at once; `None`: only under `hf_paged.budget`), but not
+    while a caller's cache holds blocks."""
     seconds = memory.config.idle_release_seconds
     # the leader frees the pools of several processes, whose clocks differ
     is_follower = memory.processes is not None and not memory.processes.leads
@@ -52,13 +52,13 @@ def end_use(memory: PagedMemory) -> None:
 
 
 def _schedule(memory: PagedMemory, seconds: float) -> None:
-    """Schedules the release of a pool after `seconds`; starts the thread unless it runs."""
+    """Schedules the release of a pool in `seconds`; starts the thread unless that is running."""
     global _is_running
     with _lock:
         earliest = min(_deadlines.values(), default=float("inf"))
         _deadlines[memory] = deadline = time.monotonic() + seconds
         was_running, _is_running = _is_running, True
-        if deadline < earliest:  # else the thread wakes early enough
+        if deadline < earliest:  # otherwise the thread wakes early enough
             _condition.notify_all()
     if was_running:
         return
@@ -67,7 +67,7 @@ def _schedule(memory: PagedMemory, seconds: float) -> None:
         begin(thread)
     finally:
         if not thread.is_alive():
-            with _lock:  # the next `end_use` tries again
+            with _lock:  # so that the next `end_use` tries again
                 _is_running = False
 
 
@@ -111,7 +111,7 @@ def _pop_due() -> list[weakref.ref[PagedMemory]]:
 
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:
-    """Frees a pool or, if it is in use, schedules the next attempt."""
+    """Frees a pool or, if it is in use or locked, schedules the next attempt."""
     memory = ref()
     if memory is None:
         return
@@ -126,7 +126,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
 
 
 def _stop() -> None:
-    """Stops the thread before interpreter shutdown, during which it must not free memory."""
+    """Stops the thread before the interpreter shuts down, when freeing memory is unsafe."""
     with _lock:
         _deadlines.clear()
         _condition.notify_all()
@@ -134,7 +134,7 @@ def _stop() -> None:
 
 
 def _reset_in_child() -> None:
-    """Resets the state in a child process, which has no such thread."""
+    """Resets the state in a forked child, where the thread does not exist."""
     global _lock, _condition, _is_running
     _lock = forks.rlock()
     _is_running = False

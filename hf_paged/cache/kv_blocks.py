@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # from here on, the C library, too, maps each allocation
+MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each allocation of this size or more
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
@@ -29,12 +29,11 @@ KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` are views of
     `data`. `dtypes` are those of the model's K/V, which blocks may store in another dtype.
-    If K and V agree in heads, dims and dtype, `data` is one tensor `(num_blocks, 2 * kv_heads,
-    block_size, head_dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
-    `(num_blocks, kv_heads, block_size, key_dim + value_dim)`; else two. With quantization, `data`
-    are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
-    (`kernels.quantized`): one tensor for a latent and its rotary key, two for other K and V of
-    different dims."""
+    If stored K and V agree in heads, dim and dtype, `data` is one tensor `(num_blocks, 2 * heads,
+    block_size, dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
+    tensor `(num_blocks, heads, block_size, key_dim + value_dim)`; otherwise two tensors. With
+    quantization, `data` are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
+    (`kernels.quantized`): as above, but two tensors if dims differ and there are several heads."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
@@ -78,8 +77,8 @@ class KVBlocks:
 
     @property
     def is_exact(self) -> bool:
-        """Whether blocks represent every value of K/V of `dtypes`: they are neither quantized nor
-        of a narrower dtype."""
+        """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
+        narrower dtype."""
         if self.quantized_dtype is not None:
             return False
         for stored, dtype in self.pair:
@@ -89,7 +88,7 @@ class KVBlocks:
 
     @property
     def tiles(self) -> tuple[Tensor, ...]:
-        """`data` as tensors `(num_blocks, heads, block_size, dim)`; if quantized, of codes."""
+        """`data` as tensors `(num_blocks, heads, block_size, dim)`, of codes if quantized."""
         *_, codes = self.form
         return _tiles(self.data, codes)
 
@@ -112,13 +111,13 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self.store_signature = None  # so that an error between the two leaves no wrong pair
+            self.store_signature = None  # the new function never gets the old signature
             self._store = store
             self.store_signature = signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether these blocks store such K/V, `(batch, heads, n, dim)`, without conversion."""
+        """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device, `dtypes`."""
         if self.dtypes != (keys.dtype, values.dtype):
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
@@ -129,12 +128,12 @@ class KVBlocks:
         return _empty_states(self.formats, device)
 
     def select(self, block_ids: list[int]) -> KVBlocks:
-        """Returns a copy of these blocks."""
+        """Returns a copy of the blocks `block_ids`."""
         return self.like([tensor[block_ids] for tensor in self.data])
 
     def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
-        """Writes all of `blocks`, which have the same heads and dims and may be on any device, to
-        `block_ids`."""
+        """Writes all of `blocks` to `block_ids`. They have the same heads, dims and quantization,
+        and may be on any device."""
         if self.rows is not None:
             self.rows.preserve_views()
         if self.quantized_dtype is not None:
@@ -147,8 +146,8 @@ class KVBlocks:
 
     @property
     def latents(self) -> KVBlocks:
-        """For keys and values stored side by side: the same blocks as one tensor, which serves both
-        as keys and as values."""
+        """For keys and values stored side by side: the same blocks, with the joined tensor as both
+        `keys` and `values`."""
         if self._latents is None:
             (tile,) = self.tiles
             self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
@@ -212,8 +211,8 @@ class KVBlocks:
         dtypes: tuple[torch.dtype, torch.dtype],
         codes: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
-        """Returns blocks whose keys, of `heads` and `key_dim`, and values are views of `data`.
-        `codes`: the block size and the dtype of the codes of quantized blocks."""
+        """Returns blocks whose keys (with `heads` and `key_dim`) and values are views of `data`.
+        `codes`: for quantized blocks, the block size and the dtype of the codes."""
         tiles = _tiles(data, codes)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
@@ -243,7 +242,7 @@ class KVBlocks:
         return KVBlocks.view, (self.data, *self.form)
 
     def grown(self, num_blocks: int) -> KVBlocks:
-        """Returns a copy with `num_blocks` blocks, of which the new ones are uninitialised."""
+        """Returns a copy enlarged to `num_blocks` blocks, with the new ones uninitialised."""
         tensors = [
             _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
             for tensor in self.data
@@ -254,7 +253,7 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """The formats in which a layer stores the keys and values of a token."""
+    """The formats in which the model computes a layer's keys and values (`KVBlocks.formats`)."""
 
     spec: GroupSpec
     layer_index: int
@@ -283,7 +282,7 @@ def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> t
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # the tensor outlives the call: an inference tensor could not be written to outside that mode
+    # not in inference mode, outside of which later calls could not write to the tensor
     with torch.inference_mode(False):
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"

@@ -1,5 +1,5 @@
 """The block tables of one layer group of a cache, advanced once per step for all of its layers.
-Leaves operations on the rows of all groups to `cache.rows`."""
+`cache.rows` runs the operations on rows of all groups."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_new_tables(self, context_len: int) -> int | None:
-        """Returns how many tables with blocks begin in a step after `context_len` positions; `None`
-        if one of them has content already."""
+        """Returns how many tables that already have blocks get their first content in a step after
+        `context_len` positions; `None` if a table of the step has content already."""
         step = self.packed
         if step is None:
             if context_len:
@@ -97,10 +97,10 @@ class LayerGroup:
         query_len: int,
         device: torch.device | str = "cpu",
     ) -> StepMetadata:
-        """Makes logical positions `[context_len, context_len + query_len)` writable in every row
-        and returns the step on `device`. Raises `OutOfBlocksError` with nothing allocated,
-        `ValueError` if the batch size differs from the rows, `NotPackable` if the sizes differ from
-        the packed step's."""
+        """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
+        Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError` with
+        nothing allocated, `ValueError` if the batch size differs from the rows or the layer cannot
+        catch up with others, `NotPackable` if the sizes differ from the packed step's."""
         if self.packed is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed.num_tokens):
@@ -123,7 +123,7 @@ class LayerGroup:
             sequences = self.rows.sequences
             if not sequences:
                 sequences = [self.rows.manager.new() for _ in range(batch_size)]
-            # one statement, since `undo_first` takes the step as begun if there are paddings
+            # one statement, since `undo_first` assumes that the step has begun if paddings are set
             self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
         step = self._step
@@ -139,7 +139,7 @@ class LayerGroup:
         have_slots = (padding + table.num_tokens >= length for table, padding in rows)
         follows_last_step = self.rows.is_borrowed and context_len == self.length
         if follows_last_step and all(have_slots):
-            # the owner of the tables has allocated blocks and copied shared ones
+            # the tables' owner has already allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
         else:
             self._make_writable(tables, context_len, length)
@@ -149,9 +149,9 @@ class LayerGroup:
 
     @guarded
     def undo_first(self, length: int) -> None:
-        """Undoes a failed first step of `length` positions: empties the tables, and drops the rows
-        if all other groups are empty, too. Other rows may then begin, or the same step may be
-        retried with the same paddings. Leaves borrowed rows to their owner."""
+        """Undoes a failed first step of `length` positions, so that it can be retried with the same
+        paddings: empties the tables. If all other groups are empty, too, drops the rows, so that
+        others may begin. Does nothing to borrowed rows."""
         if self.rows.is_borrowed or not self.paddings:
             return
         with self.memory.changing():
@@ -173,9 +173,9 @@ class LayerGroup:
         context_len: int,
         length: int,
     ) -> None:
-        """Makes logical positions `[context_len, length)` writable. Another layer of the group may
-        have stored some of them already. Of borrowed tables, the owner has allocated blocks for all
-        tokens except those that the model's own code adds."""
+        """Makes logical positions `[context_len, length)` writable, some of which another layer of
+        the group may have stored already. Borrowed tables lack blocks only for tokens that the
+        model's own code adds."""
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
@@ -189,8 +189,8 @@ class LayerGroup:
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
-        """Raises `ValueError` if another layer of the group holds more positions and this one
-        cannot catch up."""
+        """Raises `ValueError` if another layer of the group holds more positions, and the updated
+        layer cannot catch up."""
         if context_len >= self.length:
             return
         if context_len == 0 and any(self.paddings):
@@ -208,7 +208,7 @@ class LayerGroup:
         context_len: int,
         length: int,
     ) -> None:
-        """Frees blocks outside the window and makes tokens `ranges[i]` of each table writable."""
+        """Frees blocks outside the window and makes tokens `ranges[i]` of `tables[i]` writable."""
         window = self.spec.window
         is_longer = length > self.length and not self.record_past
         if is_longer and window is not None:
@@ -240,7 +240,7 @@ class LayerGroup:
 
     @property
     def _freed_before(self) -> int:
-        """The largest logical position before which some row has freed its blocks."""
+        """The largest logical position before which some row has freed its blocks; 0 if none."""
         freed_before = (
             padding + table.first_token
             for table, padding in zip(self.tables, self.paddings)
@@ -249,7 +249,7 @@ class LayerGroup:
         return max(freed_before, default=0)
 
     def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
-        """Frees the blocks that no query after `length` positions sees."""
+        """Frees the blocks that no query after the first `length` positions sees."""
         for table, padding in zip(tables, self.paddings):
             first_visible = self.spec.first_visible(length)
             first_token = max(0, first_visible - padding)
@@ -303,7 +303,8 @@ class LayerGroup:
         )
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
-        """Returns a step without queries over the first `length` logical positions."""
+        """Returns a step without queries over the first `length` logical positions. Raises
+        `ValueError` if visible ones were freed."""
         view = self._view
         if (
             view is None
@@ -337,7 +338,7 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a tensor over an array's buffer, three times as fast to make as one from a list."""
+    """Returns a tensor over an array's buffer: three times as fast as making one from a list."""
     if values:
         tensor = torch.frombuffer(values, dtype=dtype)
     else:

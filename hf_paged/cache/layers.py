@@ -1,5 +1,5 @@
-"""`transformers` cache layers whose keys and values are in blocks: subclasses of the stock layers
-that they replace. Their block tables belong to `cache.layer_group`."""
+"""Cache layers that store keys and values in blocks: subclasses of the `transformers` layers that
+they replace. `cache.layer_group` owns the block tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .reading import read_rows
 from .store import StoreSignature, store_signature
 from .waits import Shortage
 
-# Up to 5.17, `crop` also accepted the length to keep, as a positive number.
+# Before transformers 5.18, `crop` also accepted the length to keep, as a positive number.
 _CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
 # Layers that store nothing, such as those that read another layer's K/V. Older versions of
@@ -32,19 +32,19 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 
 class PagedLayer(cache_utils.DynamicLayer):
-    """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. Its
-    `update`, `keys` and `values` return [`PagedTensor`] handles. During a packed step
-    (`PagedCache.begin`) the layer holds no rows. Keys and values computed with gradients are also
-    kept as tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows
-    runs without gradients, or until `PagedCache.detach`."""
+    """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. `keys` and
+    `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step
+    (`PagedCache.begin`) the layer holds no rows. K/V computed with gradients are also kept as
+    tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows runs
+    with gradients disabled, or until `reset` or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
         self.group = group
         self.index = index
         self.num_positions = 0
-        # whether the model's own code has read values in a decode: from then on, decodes gather in
-        # `update`
+        # whether the model's own code has read a handle to values in a decode: from then on,
+        # `update` returns dense tensors in decodes
         self.should_gather = False
         # handles returned in the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
@@ -60,12 +60,12 @@ class PagedLayer(cache_utils.DynamicLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Stores new K/V `(batch, heads, n, dim)` and returns handles to all visible K/V. Raises
-        `OutOfBlocksError` with nothing allocated, `ValueError` with nothing stored if the batch
-        size differs or K/V do not fit, `NotPackable` if the shape does not match the packed step.
-        With gradients enabled, returns tensors through which gradients reach the new K/V and those
-        stored with gradients earlier; raises `RuntimeError`, with nothing stored, for K/V that a
-        function transform traces (`torch.func`, forward-mode differentiation)."""
+        """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V as handles, as dense
+        tensors in decodes (`should_gather`), or, if gradients reach new or stored K/V, as tensors
+        with their graph. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
+        batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
+        `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
+        differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)
@@ -100,7 +100,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raises the errors of `update` for K/V that blocks cannot hold."""
+        """Raises `ValueError` or `RuntimeError` if `update` must not store these K/V."""
         key_shape = key_states.shape
         value_shape = value_states.shape
         have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
@@ -124,8 +124,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         values: Tensor,
         signature: StoreSignature,
     ) -> tuple[StepMetadata, KVBlocks]:
-        """Stores new K/V in blocks; if too few are free, first waits for blocks that calls of other
-        threads hold. Returns the step and the blocks that it reads."""
+        """Stores new K/V in blocks. If too few are free and the rows are not borrowed, first waits
+        for calls of other threads to free some. Returns the step and the layer's blocks."""
         group = self.group
         context_len = self.num_positions
         batch_size = keys.shape[0]
@@ -172,8 +172,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to the new K/V of a layer's first tokens, or of a packed step. Packed
-        steps reuse their handles."""
+        """Returns handles to the new K/V of a layer's first tokens, or of a packed step. A packed
+        step reuses the handles of the last one if K/V have an equal signature."""
         handles = self.packed_handles
         is_packed = step.columns is None
         if is_packed and handles is not None and self._packed_signature == signature:
@@ -185,7 +185,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles = None  # so that an error between the two leaves no wrong pair
+            self.packed_handles = None  # old handles never get the new signature
             self._packed_signature = signature
             self.packed_handles = handles
         return handles
@@ -196,8 +196,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         blocks: KVBlocks,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns handles to all visible K/V, or dense tensors in a decode once the model's own
-        code has read values."""
+        """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
         if self.should_gather and is_decode:
             key_dtype, value_dtype = blocks.dtypes
             dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
@@ -238,8 +237,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         return visible
 
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Applies a selection to `graph_states`, or drops them while gradients are disabled, as
-        operations on `DynamicLayer` do."""
+        """Applies a selection to `graph_states`. Drops them if gradients are disabled, since
+        `DynamicLayer` would lose its graph, too."""
         states = self.graph_states
         if states is None:
             return
@@ -268,7 +267,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 visible = gradients.visible_states(self.graph_states, step, blocks)
                 return visible[is_value]
             rows = self.group.rows
-            # an engine, whose rows the cache borrows, only reads
+            # borrowed rows belong to an engine, which does not write to views
             has_read_only_views = not rows.is_borrowed
             handle = PagedTensor(step, blocks, is_value, has_read_only_views=has_read_only_views)
             return rows.track(handle)
@@ -291,7 +290,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
-        of `length` positions."""
+        of `length` positions; 0 before the first update."""
         blocks = self.group.blocks.storage.layers.get(self.index)
         if blocks is None:
             return 0
@@ -307,8 +306,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         return self.num_positions
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys that the next `query_length` queries get, and the position of
-        the first one."""
+        """Returns the number of keys that attention gets with the next `query_length` queries, and
+        the position of the first key."""
         packed = self.group.packed
         if packed is not None and packed.key_len is not None:
             return packed.key_len, 0
@@ -317,7 +316,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def _run_once(self, operation: Callable[..., None], *args: Any) -> None:
         """Runs an operation on all rows, unless another layer has already requested it. An
-        operation that raises is not counted."""
+        operation that raises is not counted. Raises `NotPackable` in a packed step."""
         if self.group.packed is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         if self.graph_states is not None:
@@ -341,7 +340,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row `i` a copy of row `beam_idx[i]`, `(n,)` int32 or int64, by permuting block
-        tables. Raises `IndexError` with nothing changed."""
+        tables. Raises `IndexError`, with nothing changed, for other tensors or missing rows."""
         beam_idx = _as_tensor(beam_idx)
         is_vector = beam_idx.dim() == 1
         is_integer = beam_idx.dtype in (torch.int32, torch.int64)
@@ -355,7 +354,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._select_in_graph(lambda states: states[indices])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
         num_rows = len(self.group.rows.sequences)
         self.reorder_cache(row_indices(indices, num_rows))
 
@@ -366,7 +365,8 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
-        the window."""
+        the window. Raises `RuntimeError` if the window is full and the past is not recorded, and,
+        from transformers 5.18 on, `ValueError` for a positive number."""
         count = int(tokens_to_remove)
         if count > 0:
             if not _CROP_TAKES_A_LENGTH:
@@ -382,7 +382,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         removed = min(self.num_positions, -count)
-        # another layer of the group may hold more: the next update overwrites its excess tokens
+        # another layer of the group may hold more positions: its next update overwrites the excess
         self._run_once(self.group.rows.crop, removed)
         self.num_positions -= removed
         if removed:
@@ -465,15 +465,15 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns `rows` as a tensor; a new one is on the CPU, as the default device may be `meta`."""
+    """Returns `rows` as a tensor. A new one is on the CPU: the default device may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
 
 
 def row_indices(indices: Tensor, num_rows: int) -> Tensor:
-    """Returns the row indices `(n,)` of `indices`, which are such indices or a boolean mask
-    `(num_rows,)`. Raises `IndexError` for a mask of another shape."""
+    """Converts a boolean mask `(num_rows,)` to row indices `(n,)`; returns other `indices`
+    as a tensor. Raises `IndexError` for a mask of another shape."""
     indices = _as_tensor(indices)
     if indices.dtype != torch.bool:
         return indices

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TierCounts(NamedTuple):
-    """The figures of a tier: the bytes that it holds, and its counts of blocks so far."""
+    """The figures of a tier: the bytes that it holds, and how many blocks went in and out."""
 
     host_bytes: int = 0
     disk_bytes: int = 0  # in the folder, as far as this process knows
@@ -37,20 +37,20 @@ class MemoryStats:
             the `reason` for it (`cache.block_sizes.Choice`).
         kv_dtype (`str`, *optional*): The dtype of stored keys and values (`PagedConfig.kv_dtype`).
         used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
-        used_bytes, peak_bytes (`int`): Bytes of those blocks, over all layers.
-        call_bytes (`int`): The most bytes of keys and values in use at once during the last
-            `generate` call that no other call on the model overlapped; states of linear attention
-            are not counted.
+        used_bytes, peak_bytes (`int`): Bytes of blocks in use, over all layers.
+        call_bytes (`int`): Bytes of keys and values in use at the peak (in blocks) of the last
+            completed `generate` call that no other call on the model overlapped; states of linear
+            attention are not counted.
         plain_bytes (`int`): Bytes of keys and values that the `DynamicCache` of plain transformers
             would hold at the end of that call: every row as long as the longest, with padding, and
             one copy for each sample or beam.
         held_bytes (`int`): Bytes of all blocks of the pool: used, cached and free.
-        waste (`float`): Share of the allocated slots that were unused at the peak.
+        waste (`float`): Share of the slots of used blocks that held no token at the peak.
         copied_blocks (`int`): Blocks copied by copy-on-write.
         cached_blocks (`int`): Blocks that no table holds, kept for the prefix cache until evicted.
         shared_blocks (`int`): Blocks in use that more than one block table holds.
-        budget_bytes (`int`, *optional*): Limit of `hf_paged.budget` on all pools of the process
-            together.
+        budget_bytes (`int`, *optional*): Limit set by `hf_paged.budget` for all pools of the
+            process together.
         tier_host_bytes (`int`): Bytes of evicted prefix blocks in host memory.
         tier_disk_bytes (`int`): Bytes of the files in the folder of `prefix_tiers`, as far as this
             process knows.
@@ -117,8 +117,8 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
 
 
 def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
-    """Returns the share of the slots of used blocks that hold no token; groups of states do not
-    count."""
+    """Returns the share of the slots of used blocks that hold no token, without groups of
+    states."""
     num_slots = num_unused = 0
     for group in groups:
         if group.holds_states:

@@ -27,7 +27,7 @@ from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
-# Attributes of a layer that `continue_from` does not copy, since they belong to its cache.
+# Attributes of a layer that `continue_from` does not copy, since they belong to the layer's cache.
 _NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
@@ -35,8 +35,8 @@ DEFAULT_SHARE = 0.5  # share of free memory that may be reserved without `memory
 
 
 class _WeaklyBound:
-    """A method that a model sets on a cache (RecurrentGemma), bound by a weak reference, so that it
-    does not keep the cache and its blocks alive."""
+    """A method that a model sets on a cache (RecurrentGemma), bound by a weak reference: a strong
+    one would form a cycle that delays freeing the cache's blocks."""
 
     def __init__(self, function: Callable[..., Any], cache: PagedCache) -> None:
         self._function = function
@@ -52,19 +52,19 @@ class _WeaklyBound:
 
 class PagedCache(DynamicCache):
     """A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention,
-    arXiv 2309.06180, section 4). Layers of one kind share block tables; rows share blocks until one
-    writes (copy-on-write); layers with a sliding window free blocks once they leave it.
-    `copy.deepcopy` shares blocks.
+    arXiv 2309.06180, section 4). Layers with equal specs share block tables; rows share blocks
+    until one row writes (copy-on-write); layers with a sliding window free the blocks that leave
+    it. A copy by `copy.deepcopy` shares blocks in the same way.
 
     Args:
         config ([`PreTrainedConfig`], *optional*): The model's configuration, which defines the
-            kinds of its layers. Without it, every layer is a full attention layer, created on its
+            kinds of its layers. Without one, every layer has full attention and is created on its
             first update.
         paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this
-            cache.
+            cache; with `memory`, they must equal those of that memory.
         memory ([`PagedMemory`], *optional*): A memory to share with other caches; by default, a new
             one.
-        kind (`str`): The name of this cache's groups in the memory.
+        kind (`str`): The kind of this cache's groups in the memory (`GroupSpec.kind`).
         offloading, offload_only_non_sliding (`bool`): Ignored, since blocks are not offloaded.
             Accepted for models that rebuild a cache.
 
@@ -78,7 +78,7 @@ class PagedCache(DynamicCache):
 
     _positions: torch.Tensor | None = None  # of the tokens in the current packed forward
     cross: PagedCache | None = None
-    """The cache of the cross attention, of a model with an encoder."""
+    """The cross-attention cache of a model with an encoder; otherwise `None`."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class PagedCache(DynamicCache):
         kind: str = "self",
         owner_counters: ReadCounters | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache`. With `owner_counters`,
-        the read counters of the owner of its rows, it borrows the tables passed to `take` and owns
-        none."""
+        """Returns a paged cache with the layers of an empty `DynamicCache`. `owner_counters`: the
+        read counters of the rows' owner; with them, the cache borrows the rows passed to `take`
+        and owns none."""
         paged = cls.__new__(cls)
         paged._setup(memory, kind, cache, owner_counters)
         return paged
@@ -143,8 +143,8 @@ class PagedCache(DynamicCache):
         owner_counters: ReadCounters | None = None,
         kind: str | None = None,
     ) -> PagedCache:
-        """Returns an empty cache on `memory` with the same layers; `owner_counters` as in
-        `from_empty`."""
+        """Returns an empty cache on `memory` with the layers of this one (of which only paged ones
+        may hold tokens); `owner_counters` as in `from_empty`."""
         layers = []
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
@@ -167,8 +167,8 @@ class PagedCache(DynamicCache):
 
     def continue_from(self, other: PagedCache) -> None:
         """Copies everything except blocks from `other`, a cache with the same layers, into this
-        empty cache. Both share tensors, which must not be written to before an operation on rows
-        replaces them."""
+        empty cache. The two caches then share tensors, which must not be written to in place
+        before an operation on rows replaces them."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._make_next_layer())
         for layer, other_layer in zip(self.layers, other.layers):
@@ -205,7 +205,7 @@ class PagedCache(DynamicCache):
 
     @property
     def layer_class_to_replicate(self) -> Any:
-        """A function that makes the next layer of a cache without a configuration; else `None`."""
+        """A function that makes the next layer, if there is no configuration; otherwise `None`."""
         return self._make_next_layer if self._can_grow else None
 
     @layer_class_to_replicate.setter
@@ -218,8 +218,8 @@ class PagedCache(DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """`False`, since block tables are on the host: otherwise transformers would compile a cache
-        that has only Mamba states."""
+        """`False`, since block tables are on the host. transformers would compile a cache that has
+        only Mamba states."""
         return False
 
     @property
@@ -229,15 +229,15 @@ class PagedCache(DynamicCache):
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
         """Sets the number of leading padding positions of each row, which are not stored, for a
-        first prefill of `length` positions."""
+        first prefill of `length` positions. A prefill of another shape ignores them."""
         for group in self.groups.values():
             if not group.paddings:
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory at once, instead of step by step: per layer, for `num_blocks` blocks of
-        the largest size, or as many tokens in smaller blocks, and for `num_sequences` sequences at
-        a time."""
+        """Reserves memory at once, instead of step by step: in each layer, for the tokens of
+        `num_blocks` blocks of the largest size, with at most `num_sequences` sequences running at a
+        time."""
         config = self.memory.config
         num_tokens = num_blocks * self.memory.block_size
         reservation = Reservation({}, {}, {}, config.memory_fraction or DEFAULT_SHARE)
@@ -248,7 +248,7 @@ class PagedCache(DynamicCache):
             num_live_blocks = num_sequences * blocks_per_sequence + blocks_per_step
             reservation.num_blocks[spec] = -(-num_tokens // size)
             reservation.num_live_blocks[spec] = num_live_blocks
-            reservation.num_layers[spec] = max(1, group.num_layers)  # without a configuration: one
+            reservation.num_layers[spec] = max(1, group.num_layers)  # 0: layers come with updates
         with self.memory.lock:
             for group in self.groups.values():
                 blocks = group.blocks
@@ -261,9 +261,9 @@ class PagedCache(DynamicCache):
         paddings: tuple[int, ...],
         length: int | None,
     ) -> None:
-        """Takes over these rows or, if the cache borrows, borrows them for a step. `paddings`:
-        leading positions of each row that are not in its tables. `length`: logical positions of
-        every row, including padding; `None` keeps the lengths of layers and groups."""
+        """Takes over these rows and frees the former ones, or only borrows them for a step.
+        `paddings`: leading positions of each row that are not in its tables. `length`: logical
+        positions of every row, including padding; `None` keeps the lengths of layers and groups."""
         with self.memory.lock:
             if not self.rows.is_borrowed:
                 self.rows.free()
@@ -274,7 +274,7 @@ class PagedCache(DynamicCache):
                 group.forget_steps()
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
-                # dropped, since a deep copy would gather stale handles
+                # handles are dropped, since a deep copy would gather stale ones
                 layer.num_positions, layer.packed_handles = length, None
                 layer.graph_states = None
                 blocks = layer.group.blocks.storage.layers.get(layer.index)
@@ -297,21 +297,21 @@ class PagedCache(DynamicCache):
         positions: torch.Tensor | None = None,
     ) -> None:
         """Starts a packed forward of `[1, sum(query_len)]` tokens of many sequences, at `positions`
-        of the same shape, with one step per group of `groups`; a step of `None` ends it. Meanwhile
-        the cache itself holds no rows."""
+        of the same shape, with one step per group of `groups`; steps of `None` end the forward.
+        During it, the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed = step
         if None in steps:
             for layer in self.layers:
-                # handles are reused: they release their tensors now, since blocks may be replaced
+                # handles are reused, but must not keep tensors alive that the storage may replace
                 for handle in getattr(layer, "packed_handles", None) or ():
                     handle.step = handle.fresh = handle.layer = handle.blocks = None
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns the number of logical positions so far, including padding. In a packed forward, a
-        layer that passes its index gets the offsets `(sum(query_len),)` that turn 0, 1, 2, ... into
-        the positions of the tokens."""
+        """Returns the number of logical positions so far, including padding. In a packed forward,
+        a caller that passes a layer's index gets the offsets `(sum(query_len),)` to add to 0, 1, 2,
+        ... for the positions of the tokens."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]
@@ -319,8 +319,8 @@ class PagedCache(DynamicCache):
         return positions - offsets
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Returns the offset, or in a packed forward the offsets `(sum(query_len),)`, that turn 0,
-        1, 2, ... into the positions of the queries in a mask."""
+        """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In
+        a packed forward with a `key_len`, returns the offsets `(sum(query_len),)`."""
         if self._positions is None:  # a model may override `get_seq_length`
             return super().get_query_offset(layer_idx)
         has_row_keys = any(
@@ -332,7 +332,7 @@ class PagedCache(DynamicCache):
 
     @property
     def _num_rows(self) -> int:
-        """Number of rows; of a cache with states alone, that of the states."""
+        """Number of rows, also if the cache has only states of linear attention."""
         num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
@@ -345,7 +345,7 @@ class PagedCache(DynamicCache):
         self.reorder_cache(repeated_rows(self._num_rows, repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` (positions or a boolean mask), in that order."""
+        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
         self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
@@ -375,8 +375,8 @@ class PagedCache(DynamicCache):
         self.reset()
 
     def discard(self) -> None:
-        """Frees the cache after a failure. Does not gather handles, which a traceback may still
-        hold."""
+        """Empties the cache after a failure, without gathering the handles that a traceback may
+        still hold."""
         self.rows.free(should_gather=False)
         self.reset()
 
@@ -385,8 +385,8 @@ class PagedCache(DynamicCache):
         return self.memory.stats()
 
     def plain_bytes(self, num_rows: int | None = None, length: int | None = None) -> int:
-        """Returns the bytes of keys and values that a `DynamicCache` holds for `num_rows` rows of
-        `length` positions, including padding; by default, for the rows and positions of this
+        """Returns the bytes of keys and values that a `DynamicCache` would hold for `num_rows` rows
+        of `length` positions, including padding; by default, the rows and positions of this
         cache."""
         if num_rows is None:
             num_rows = len(self.rows.sequences)

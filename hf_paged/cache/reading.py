@@ -1,5 +1,5 @@
-"""Reads a layer's keys or values from blocks as one dense tensor: as a view of virtual storage, or
-gathered."""
+"""Reads a layer's keys or values from blocks as one dense tensor: a view of virtual storage, or a
+gathered copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Units(NamedTuple):
     stride: tuple[int, int]
 
     def read(self, blocks: Tensor, out: Tensor | None = None) -> Tensor:
-        """Gathers the matrix rows `indices` of `blocks`, `(len(indices), width)`, into `out` if
+        """Gathers the matrix rows `indices` of `blocks` into `(len(indices), width)`: `out`, if
         given."""
         matrix = blocks.as_strided(self.shape, self.stride)
         return torch.index_select(matrix, 0, self.indices, out=out)
@@ -41,10 +41,10 @@ class BlockLayout(NamedTuple):
         return cls(blocks.shape, blocks.stride(), blocks.element_size())
 
     def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
-        """Returns the units of the heads `heads`. Without `positions`: of the blocks `tables`
-        `(rows, n)`, as tiles if the strides allow it, else (keys and values are interleaved) as
-        tokens. With `positions` `(rows, n)`: of the tokens at these positions of rows with these
-        block tables."""
+        """Returns the units of these heads. Without `positions`, they cover the blocks `tables`
+        `(rows, n)`: as tiles, or as tokens if keys and values are interleaved. With `positions`
+        `(rows, n)`, they are the tokens at these positions in rows with the block tables
+        `tables`."""
         _, _, size, dim = self.shape
         block_stride, head_stride, token_stride, _ = self.stride
         if positions is None and token_stride == dim:
@@ -79,7 +79,7 @@ def read_rows(
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns a layer's keys or values `(batch, heads, len(columns), dim)`: a view if virtual
-    storage maps the rows contiguously, else `gather`."""
+    storage maps the rows contiguously, otherwise the result of `gather`."""
     view = None
     if layer.rows is not None:
         view = layer.rows.strided_view(step, blocks is layer.values)
@@ -117,8 +117,8 @@ def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Units:
-    """Returns the units of all `step.columns`, which are the same for all layers with one layout.
-    Padding gets the units of an arbitrary token."""
+    """Returns the units of all `step.columns`: the same for all layers with this layout. Padding
+    gets the units of an arbitrary token."""
     tables = step.block_tables.to(device, torch.long)
     if not tables.shape[1]:  # all columns are padding
         tables = tables.new_zeros(step.num_rows, 1)

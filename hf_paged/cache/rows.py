@@ -1,5 +1,5 @@
-"""The rows of a cache, owned or borrowed: select, crop, free, copy and pickle. Leaves keys and
-values to `cache.kv_blocks`, and what a layer does in these operations to `cache.layers`."""
+"""The rows of a cache, owned or borrowed: select, crop, free, copy and pickle. `cache.layers` calls
+these operations, and `cache.kv_blocks` stores the keys and values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
 class CacheRows:
     """The sequences of a batch, one per row, each with one block table per layer group. Borrowed
     sequences belong to the caller of `PagedCache.take`, who selects and frees them. Every layer of
-    a cache requests each operation on rows, and counts it; the first request runs it for all layers
-    and increments `num_operations`."""
+    a cache requests and counts each operation on rows; the first request runs the operation for all
+    layers and increments `num_operations`."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class CacheRows:
         self._handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
-        """Frees the sequences, unless they are borrowed, at once or when the memory's lock is free:
-        a finalizer may run in any thread and under any lock, so it must not wait."""
-        if "_handles" in self.__dict__:  # else `__init__` has raised
+        """Frees the sequences, unless they are borrowed, without waiting for the memory's lock
+        (`PagedMemory.abandon`), since a finalizer may run in any thread and under any lock."""
+        if "_handles" in self.__dict__:  # otherwise `__init__` has raised
             del self.memory.handles[id(self)]
             if self.sequences and not self.is_borrowed:
                 self.memory.abandon(self.manager, self.sequences, self._handles)
 
     @property
     def is_only_holder(self) -> bool:
-        """Whether these rows hold all used blocks of the memory, so that no other owner can free
-        any."""
+        """Whether these rows hold all used blocks of the memory, so that no one else can free
+        blocks."""
         tables_by_group = zip(*(sequence.tables for sequence in self.sequences))
         num_used = self.memory.num_used
         num_held = 0
@@ -71,14 +71,14 @@ class CacheRows:
         return handle
 
     def gather_handles(self) -> None:
-        """Gathers all tracked handles that are still alive. Call it before their blocks change."""
+        """Gathers the tracked handles that are still alive. Call this before blocks change."""
         self._handles.gather()
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` a copy of the former row `indices[i]`, counted from the end if negative, by
         permuting and forking tables; no keys or values are copied. Does nothing to borrowed rows,
-        which their owner selects. Raises `IndexError` with nothing changed."""
+        which their owner selects. Raises `IndexError`, with nothing changed, for missing rows."""
         old_rows = self.sequences
         if self.is_borrowed or not old_rows:
             return
@@ -125,8 +125,8 @@ class CacheRows:
     @guarded
     def free(self, should_gather: bool = True) -> None:
         """Drops all rows, and frees their blocks unless they are borrowed. First gathers the
-        handles that are still alive; without `should_gather`, forgets them, and they must not be
-        read any more. If gathering raises, the rows are dropped all the same."""
+        handles that are still alive; without `should_gather`, those must not be read any more. If
+        gathering raises, the rows are dropped all the same."""
         with self.memory.changing():
             try:
                 if should_gather:
@@ -143,7 +143,7 @@ class CacheRows:
     @guarded
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRows:
         """Returns rows over the same blocks: forks or, if borrowed, the same sequences. Deep copies
-        of the groups then attach themselves to these rows."""
+        of the groups then attach themselves to the copied rows."""
         counters = copy.deepcopy(self.counters, memo)
         copied_rows = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
         memo[id(self)] = copied_rows
@@ -154,7 +154,7 @@ class CacheRows:
             else:
                 copied_rows.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
         for group in self.groups.values():
-            # layers that have not yet written in this step must first copy the blocks, now shared
+            # the blocks are now shared: layers that still write in this step must first copy them
             group.forget_steps()
         return copied_rows
 
@@ -162,7 +162,7 @@ class CacheRows:
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle. Its `groups` has, for each layer group, the tables as `(block numbers,
+        """State for pickle. `groups` has, for each layer group, the tables as `(block numbers,
         blocks dropped, tokens)` by row, and copies of their blocks as `KVBlocks` by layer. Blocks
         are numbered from 0 in each group, in the order of the copies."""
         state = {name: getattr(self, name) for name in self._INIT_ARGUMENTS}

@@ -18,30 +18,30 @@ class _WithWeakRefs:
 
 @dataclass(slots=True, eq=False)
 class SequenceBlocks(_WithWeakRefs):
-    """The blocks of one sequence: one block table per layer group, all with the same number of
-    tokens."""
+    """The blocks of one sequence: one block table per layer group. All tables hold the same number
+    of tokens, except in a cache's own rows, whose layers advance one after another."""
 
     tables: tuple[BlockTable, ...] = ()
-    epoch: int = 0  # the manager's epoch when the first token was stored
+    epoch: int = 0  # the manager's epoch when the oldest block was begun
     node: Node | None = None  # node of the last registered block in the prefix index
     num_registered: int = 0  # nodes of the prefix index up to and including `node`
-    # tokens for which the tables have writable slots: up to it, a decode step only counts
+    # tokens for which the tables have writable slots: a decode step within it only counts
     capacity: int = 0
     # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        # it still has blocks if an exception dropped it; no tables, if during construction
+        # a sequence that an exception dropped may hold blocks; an unfinished one has no tables
         for table in getattr(self, "tables", ()):
             table.pool.needs_recount |= bool(table.block_ids)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless the tables agree."""
+        """Raises `AssertionError` unless lengths, blocks and `capacity` agree."""
         lengths = {table.num_tokens for table in self.tables}
-        if self.capacity and len(lengths) != 1:  # tables of a cache's row may differ
+        if self.capacity and len(lengths) != 1:  # in a cache's row (capacity 0) they may differ
             raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
         for table in self.tables:
-            # at most the slots of one block, which `reserve_next` allocates ahead
+            # up to a whole block of them, since `reserve_next` allocates ahead
             num_unused = table.num_unused_slots
             if table.block_ids and not 0 <= num_unused <= table.block_size:
                 raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")

@@ -31,9 +31,9 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 
 
 def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
-    """Returns the paged layer that replaces `layer`, the empty stock layer `index` of a cache, in
-    the group of its spec (`spec_of`). Without a group (Mamba states, a model's own compressed
-    layers), returns the stock layer."""
+    """Returns a new paged layer in place of `layer`, the stock or paged layer `index` of a cache.
+    `group` has the layer's spec (`spec_of`). Without a group (Mamba states, a model's own
+    compressed layers), returns `layer`."""
     if group is None:
         return layer
     stock = type(layer)

@@ -1,5 +1,5 @@
 """Stores states of linear attention and convolutions: one slot per sequence, for any number of
-tokens. Callers decide which states are kept, and which sequence has which slot."""
+tokens. Callers decide which states to keep and which slot a sequence gets."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _StateLayer:
 
 
 class StateRows:
-    """Copies of the states of some rows, which forwards never change. `parts` and `device` as in
-    `gather_states`."""
+    """Copies of the states of some rows; forwards never change the copies. `parts` and `device` as
+    in `gather_states`."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class StateRows:
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
-        """Copies each row `row` of `block_ids` back to its original device, as the state of slot
+        """Copies each `row` in `block_ids` back to its original device, as the state of slot
         `block_ids[row]`. Ignores `index` and `num_layers`, which `HostLayer.put_back` needs."""
         rows = StateRows([(self.state_layers, list(block_ids))])
         group.storage.keep(block_ids.values(), rows)
@@ -39,9 +39,9 @@ class StateRows:
 
 class StateStorage:
     """The storage of a group of states: maps each slot, a block id of `pool`, to the holder of its
-    state and the row there. A holder has `state_layers`: it is a step of the runner, which keeps it
-    alive, or [`StateRows`], which this storage keeps alive. A copied slot refers to the same row
-    until the state of one of the two slots is computed again."""
+    state and the row in that holder. A holder has `state_layers`: it is a step, which its runner
+    keeps alive, or [`StateRows`], which this storage keeps alive. A copied slot refers to the same
+    row until the state of one of the two slots is computed again."""
 
     nbytes = num_rows = growth_step = 0
     is_elastic = True
@@ -51,7 +51,7 @@ class StateStorage:
         self.block_bytes = 0
         self.layers: dict[int, Any] = {}  # always empty: states are not in blocks
         self.pool = pool
-        # by slot: a function that returns the holder, or `None` if it is gone; and the row
+        # by slot: a function that returns the holder (`None` once it is gone), and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
     def grow(self, num_blocks: int, most: int) -> None:
@@ -69,7 +69,7 @@ class StateStorage:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies the state of slot `source` to slot `target`, for each pair, reading all sources
-        before writing."""
+        before writing. Skips sources without a state."""
         new_rows = []
         for source, target in copies:
             if source in self._rows:
@@ -88,8 +88,8 @@ class StateStorage:
         self._rows.update((slot, (lambda: rows, row)) for row, slot in enumerate(slots))
 
     def find(self, slot: int) -> tuple[Any, int]:
-        """Returns the holder of a slot's state, and the row there. Raises `KeyError` if the slot
-        has no state."""
+        """Returns the holder of a slot's state, and the row in the holder. Raises `KeyError` if the
+        slot has no state or its holder is gone."""
         get_holder, row = self._rows[slot]
         holder = get_holder()
         if holder is None:
@@ -97,7 +97,7 @@ class StateStorage:
         return holder, row
 
     def holders(self) -> dict[Any, set[int]]:
-        """Returns the slots of each holder. Forgets slots that are neither used nor kept."""
+        """Returns the slots of each holder. Forgets those not used or kept, or without a holder."""
         slots_by_holder: dict[Any, set[int]] = {}
         for slot, (get_holder, _) in list(self._rows.items()):
             holder = get_holder()
@@ -122,7 +122,7 @@ class StateStorage:
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
         """Returns copies of the states of these slots (at least one) in host memory. Raises
-        `KeyError` if a slot has none."""
+        `KeyError` as `find` does."""
         parts = []
         for slot in slots:
             holder, row = self.find(slot)
@@ -162,7 +162,7 @@ def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
 
 
 def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
-    """Replaces the state tensors of the layers, in the order of `state_tensors`."""
+    """Replaces the state tensors of the layers by `tensors`, in the order of `state_tensors`."""
     new_states = iter(tensors)
     for layer in layers:
         for states in _states_of(layer):
@@ -176,8 +176,8 @@ def _states_of(layer: Any) -> list[dict[int, Tensor | None]]:
 
 
 def copy_state_attributes(layer: Any, source: Any) -> None:
-    """Copies the states of `source`, with the attributes that describe them, to `layer`, in new
-    dicts with the same tensors."""
+    """Copies the states of `source`, and the attributes that describe them, to `layer`. The dicts
+    are new, the tensors shared."""
     for name in (*_STATES, *_STATE_ATTRIBUTES):
         setattr(layer, name, dict(getattr(source, name)))
     for name in ("number_of_states", "record_past", "dtype", "device"):
@@ -189,9 +189,9 @@ def gather_states(
     parts: Sequence[tuple[Sequence[Any], list[int]]],
     device: torch.device | None = None,
 ) -> None:
-    """Fills empty `layers`, of transformers' linear-attention classes, with rows of other layers of
-    the same model. `parts`: pairs of the layers and of the row indices to copy, in order. The
-    states go to `device`, by default that of the source layers."""
+    """Sets the states of `layers` to copies of rows of other layers of the same model. `parts`:
+    pairs of source layers and of the row indices to copy, in order. The copies are on `device`, by
+    default the `device` attribute of the source layer."""
     for index, layer in enumerate(layers):
         sources = [(part_layers[index], rows) for part_layers, rows in parts]
         first_source, _ = sources[0]

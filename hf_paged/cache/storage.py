@@ -1,5 +1,5 @@
 """The memory behind the blocks of one layer group: when layers are allocated and grow, and which
-storage a config selects. Pools choose the blocks."""
+storage a config selects. Pools allocate block ids."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 class BlockStorage:
     """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated when it
-    first writes, for all blocks of the pool or at the reserved size; when full it grows to the
-    reserved size or by half."""
+    first writes, for the pool's blocks or at the reserved size, and grows when full to the reserved
+    size or by half, whichever is more."""
 
     most_bytes: int | None = None
     growth_step = 0
@@ -72,9 +72,9 @@ class BlockStorage:
         return sum(tensor.nbytes for tensor in tensors)
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Sets the sizes of layers that are allocated or grown from now on. With `drops`, allowed
-        only while no block is used or cached, drops layers that are smaller, if this reserves more
-        blocks than before."""
+        """Sets the sizes of layers that are allocated or grown from now on. With `drops`, which is
+        allowed only while no block is used or cached, drops layers that are too small for this
+        reservation if it is larger than the last."""
         old, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if drops and (old is None or old.num_blocks.get(self.spec, 0) < num_blocks):
@@ -85,7 +85,7 @@ class BlockStorage:
             }
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
-        """Returns how many blocks of `block_bytes` are reserved for a layer."""
+        """Returns how many blocks of `block_bytes` bytes to reserve for a layer."""
         reservation = self._reservation
         if reservation is None:
             return 0
@@ -122,8 +122,8 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer that has fewer than `num_blocks` blocks: to the reserved size or by
-        half, whichever is more, limited to `most` blocks, but at least to `num_blocks`."""
+        """Grows every layer with fewer than `num_blocks` blocks to that size or, if memory allows,
+        to the reserved size or by half, but not beyond `most`. Raises as `make`."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:
@@ -150,14 +150,14 @@ class BlockStorage:
         )
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Returns one block of a layer for K/V like these, on the meta device."""
+        """Returns a layer with one block for K/V like these, on the meta device."""
         empty_keys = keys[:, :, :0].to("meta")
         empty_values = values[:, :, :0].to("meta")
         return self._allocate(1, empty_keys, empty_values)
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Allocates layer `index` for K/V like these: for all blocks of the pool, and as many of
-        the reserved ones as memory allows. Raises `MemoryError`, or torch's `RuntimeError`."""
+        """Allocates layer `index` for K/V like these: all blocks of the pool, and as many reserved
+        ones as memory allows. Raises `MemoryError`, or torch's `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
@@ -205,8 +205,8 @@ def storage_of(
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
-    """Returns a config with the least block size, not below the given one, that the storage allows
-    for a model with this configuration. Raises `ValueError` if the device does not support the
+    """Returns a config with the smallest block size, but at least the given one, that the storage
+    allows for this model configuration. Raises `ValueError` if the device does not support the
     storage."""
     room = _room(config)
     return config if room is None else room.fit_blocks(config, model_config, device)

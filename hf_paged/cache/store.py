@@ -1,5 +1,5 @@
-"""Chooses the function that writes new keys and values into blocks, and implements it in plain
-PyTorch. The kernels are in `kernels`."""
+"""Chooses the function that writes new keys and values into blocks: a kernel of `kernels`, or the
+plain PyTorch version here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def store_signature(keys: Tensor, values: Tensor) -> StoreSignature:
-    """Returns the signature of K/V: K/V with equal signatures fit the same blocks and the same
-    store function."""
+    """Returns the signature of K/V. If two K/V have equal signatures, the same blocks and the same
+    store function serve both."""
     return (
         keys.shape,
         keys.stride(),
@@ -44,10 +44,10 @@ def choose_store(
     slots: Tensor,
 ) -> Store:
     """Returns a function of `(keys, values, slots)` that writes K/V `(batch, heads, n, dim)` of any
-    strides into blocks `(num_blocks, heads, block_size, dim)`, converted to their dtype or
+    strides into blocks `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or
     quantized. It may be reused for K/V with an equal `store_signature`, and for any slots. `slots`
-    `(batch, n)` int64: `block_id * block_size + offset` of each token, no slot twice; negative for
-    tokens that are not stored."""
+    `(batch, n)` int64: `block_id * block_size + offset` of each token, without duplicates; negative
+    for tokens that are not stored."""
     write: Callable[..., None] = store_portable
     has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
@@ -105,8 +105,8 @@ def store_portable(
 
 
 # `entry` holds the slots, the key and the result of the thread's last `_targets` call, since all
-# layers of a step have the same slots. It is one attribute, so that an interrupt cannot leave a key
-# beside the targets of other slots.
+# layers of a step have the same slots. The three are one attribute, so that an interrupt cannot
+# leave a key beside the targets of other slots.
 _last_targets = threading.local()
 
 
@@ -115,8 +115,8 @@ def _targets(
     block_size: int,
     device: torch.device,
 ) -> tuple[Any, Tensor | None]:
-    """Returns the index in blocks of the tokens to store, and the positions of these tokens in the
-    flattened `slots` (`None`: all). Synchronizes with the device on the first call for `slots`."""
+    """Returns the index into blocks of the tokens to store, and these tokens' positions in the
+    flattened `slots` (`None`: all). Synchronizes with the device if called for new `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
     targets: tuple[Any, Tensor | None]

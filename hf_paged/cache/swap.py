@@ -18,7 +18,7 @@ from .kv_blocks import KVBlocks
 
 
 class HostLayer(NamedTuple):
-    """Copies of some blocks of one layer in host memory, and the device that the layer is on."""
+    """Copies in host memory of some blocks of one layer, and the layer's device."""
 
     blocks: KVBlocks
     device: torch.device
@@ -32,8 +32,9 @@ class HostLayer(NamedTuple):
     def put_back(
         self, group: GroupMemory, index: int, num_layers: int, block_ids: dict[int, int]
     ) -> None:
-        """Writes row `row` of the copies to block `block_ids[row]` of layer `index`."""
-        # the storage may have grown, changed its dtype or been recreated since
+        """Writes each `row` of the copies in `block_ids` to block `block_ids[row]` of layer
+        `index`."""
+        # since the copy, the storage may have grown, changed its dtype or been recreated
         keys, values = self.blocks.empty_states(self.device)
         target = group.layer(index, keys, values, num_layers, num_new_tables=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
@@ -53,7 +54,7 @@ class HostBlocks(dict[int, Any]):
 
 @mirrored
 def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
-    """Copies blocks to host memory. Raises `KeyError` if a state was never computed."""
+    """Copies blocks to host memory. Raises `KeyError` if a slot has no state."""
     if not group.holds_states:
         layers = group.storage.layers.items()
         copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
@@ -66,7 +67,7 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
 
 @mirrored
 def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) -> None:
-    """Writes row `row` of the copies to block `block_ids[row]`."""
+    """Writes each `row` of the copies in `block_ids` to block `block_ids[row]`."""
     if block_ids:
         for index, layer in host.items():
             layer.put_back(group, index, len(host), block_ids)
@@ -97,8 +98,7 @@ class SwappedSequence:
 
 class BlockSwapper:
     """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks. The
-    request's sequences continue to share blocks. Tables of swapped-out sequences keep their token
-    counts."""
+    request's sequences keep sharing blocks. Tables of swapped-out sequences keep token counts."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self.blocks = blocks
@@ -119,9 +119,9 @@ class BlockSwapper:
         )
 
     def swap_out(self, request: Any) -> bool:
-        """Copies every block of `request` to host memory and releases it; a block with other
-        holders stays in the pool, too. Returns `False`, with nothing changed, if host memory is too
-        small or a state is missing."""
+        """Copies every block of `request` to host memory and releases it; a block that others hold
+        also stays in the pool. Returns `False`, with no block released, if host memory is too small
+        or a state is missing."""
         self.blocks.flush_copies()
         sequences = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.blocks.memory.lock:
@@ -143,7 +143,7 @@ class BlockSwapper:
         return True
 
     def swap_in(self, request: Any) -> bool:
-        """Allocates blocks for the swapped-out sequences of `request` (at least one), copies their
+        """Allocates blocks for the swapped-out sequences of `request` (at least one), copies the
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
         swapped = _swapped(request)
@@ -162,14 +162,13 @@ class BlockSwapper:
                     for table, table_rows, block_ids in zip(tables, state.rows, targets):
                         table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
-            finally:  # by now the tables hold the blocks
+            finally:  # by now the tables hold the blocks, unless there was an error
                 for group, new_ids in zip(self.blocks.groups, allocated_ids):
                     group.pool.release(reversed(new_ids))
         return True
 
     def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
-        """Returns, per group, the rows of the host copies that the sequences still in host memory
-        need."""
+        """Returns, per group, the rows of the host copies that these sequences need."""
         rows_by_group = zip(*(state.rows for _, state in swapped))
         return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
@@ -181,11 +180,11 @@ def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
 
 
 def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:
-    """Returns a number for each distinct block of some tables, from 0 in order of appearance."""
+    """Numbers the distinct blocks of some tables from 0, in order of appearance."""
     block_ids = dict.fromkeys(block_id for table in tables for block_id in table.block_ids)
     return {block_id: number for number, block_id in enumerate(block_ids)}
 
 
 def host_rows(table: BlockTable, numbers: dict[int, int]) -> list[int]:
-    """Returns the numbers of a table's blocks, which are rows of their host copies."""
+    """Returns the numbers of a table's blocks, which are the rows of the host copies."""
     return [numbers[block_id] for block_id in table.block_ids]

@@ -1,5 +1,5 @@
 """Decides which calls wait for blocks that calls of other threads or other models hold, and how
-long, so that no two calls wait for each other, each with half of a memory. Preempts no requests."""
+long, so that no two calls with half a memory each wait for each other. Preempts no requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..interrupts import ends_with_calls, restoring
 from . import budget
 
 _POLL = 0.01  # seconds between attempts
-GRACE = 0.5  # seconds in which callers may drop the caches that finished calls returned
-# Seconds without a step of any call on the memory, after which a waiting call assumes that the
-# calls that hold blocks wait for it, as user code may arrange.
+GRACE = 0.5  # seconds that callers get to drop the caches that finished calls returned
+# If no call on the memory makes a step for this many seconds, a waiting call assumes that the calls
+# that hold blocks wait for it in turn, as user code may arrange.
 MAX_STALL = 60.0
 
 
@@ -30,8 +30,8 @@ class Holder(Protocol):
 
 class Shortage:
     """Decides whether a call that ran out of blocks tries again: while calls of other threads
-    progress, since they will free their blocks, and, unless it `is_alone`, for `GRACE` after they
-    have ended."""
+    progress, since they will free their blocks, and for `GRACE` seconds after the last progress or
+    the start. With `is_alone` (the caller itself holds all used blocks), not after the start."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
@@ -60,8 +60,8 @@ class Shortage:
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
-        """Returns `should_retry`, after a short sleep if it is true. Must not be called while
-        holding a lock."""
+        """Returns `should_retry`, after a short sleep if that is true. The caller must hold no
+        lock."""
         with claims_waiting(self._memory):
             will_retry = self.should_retry()
             if will_retry:
@@ -70,7 +70,7 @@ class Shortage:
 
 
 class Claim:
-    """The most blocks that a call which cannot be preempted will hold."""
+    """The most blocks that a call will hold if it cannot be preempted."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -85,7 +85,7 @@ class Claim:
 
     def fits(self, total: int) -> bool:
         """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
-        earlier claims, or if an earlier one is of this thread, which would wait for itself."""
+        earlier claims, or if this thread made one: it would wait for itself."""
         claims = claims_on(self.memory)
         earlier = claims[: claims.index(self)]
         is_nested = any(claim.thread == self.thread for claim in earlier)
@@ -95,18 +95,17 @@ class Claim:
         return num_blocks <= total
 
     def withdraw(self) -> None:
-        """Removes the claim from the memory's holders, if it is one."""
+        """Removes the claim from the memory's holders, if it is among them."""
         if self in self.memory.holders:
             self.memory.holders.remove(self)
 
     def end_calls(self) -> None:
-        """Withdraws the claim after an interrupt left its call in this thread open."""
+        """Withdraws this thread's claim, in case an interrupt has left its call open."""
         if self.thread == threading.get_ident():
             self.withdraw()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """Called in a forked child: withdraws the claim of another thread, which does not run
-        there."""
+        """Called in a forked child: withdraws the claim of a thread that does not exist there."""
         if self.thread != threading.get_ident():
             self.withdraw()
 
@@ -136,8 +135,8 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits while they do not fit beside the claims of earlier such calls, as long as others
-    progress."""
+    waits until these fit beside the claims of earlier such calls, or no call of another thread
+    progresses."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

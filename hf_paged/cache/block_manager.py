@@ -303,8 +303,10 @@ class BlockManager:
         return is_kept
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, with
-        earlier groups truncated, if the new end lies in blocks that left the window."""
+        """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, and
+        changes nothing, if the new end lies in blocks that left the window."""
+        for table in blocks.tables:
+            table.check_truncate(num_tokens)
         for table in blocks.tables:
             table.truncate(num_tokens)
         blocks.capacity = min(blocks.capacity, num_tokens)

@@ -44,7 +44,7 @@ def end_use(memory: PagedMemory) -> None:
     seconds = memory.config.idle_release_seconds
     # the leader frees the pools of several processes, whose clocks differ
     is_follower = memory.processes is not None and not memory.processes.leads
-    if seconds is None or (seconds == 0 and memory.release()) or is_follower:
+    if seconds is None or is_follower or (seconds == 0 and memory.release()):
         begin_use(memory)
     else:
         _schedule(memory, seconds or MIN_WAIT)

@@ -456,12 +456,12 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        PagedLayer.reorder_cache(self, beam_idx)  # first: if it raises, nothing has changed
         self._linear.reorder_cache(self, _as_tensor(beam_idx))
-        PagedLayer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        self._linear.crop(self, int(tokens_to_remove))
         PagedLayer.crop(self, tokens_to_remove)
+        self._linear.crop(self, int(tokens_to_remove))
 
 
 def _as_tensor(rows: Any) -> Tensor:

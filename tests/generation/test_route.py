@@ -127,9 +127,9 @@ def test_tensors_that_the_kernel_does_not_take(
             model.generate(torch.tensor(PROMPTS[:1]), **OPTIONS, **models.PAGED)
     route = last_route(model)
     assert route is not None and route.road == "engine" and len(route.slowed_by) == 1
-    pointer = "[troubleshooting.md#gathered]"
     assert route.slowed_by[0].endswith(
-        f"queries are float64, keys float64, values float64 {pointer}"
+        "queries are torch.float64 on cpu, keys torch.float64 on cpu, values torch.float64 on cpu"
+        " [troubleshooting.md#gathered]"
     )
     assert warnings(caplog) == [f"LlamaForCausalLM runs slower than it could: {route.slowed_by[0]}"]
 

@@ -281,7 +281,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
         after `timeout` seconds, and when no more outputs can come because the manager is not
         running. Without a timeout, raises `ValueError` if a running manager has no such request:
-        the id was never added, or its last output has been delivered."""
+        the id was never added, or its last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:

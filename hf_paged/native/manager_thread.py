@@ -306,7 +306,8 @@ class ManagerThread:
             if self.run_id is not run_id:
                 return False
             was_paused = False
-            # a stopping thread also waits for a pause to end: when it ends, it changes the model
+            # a stopping thread also waits for the end of a pause: leaving `serving_mode` changes
+            # the model
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pauses)
                 if self.is_paused:

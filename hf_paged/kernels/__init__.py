@@ -18,8 +18,8 @@ BACKEND_NAMES = ("reference", "gather", "cpp", "triton")
 
 def forced() -> str | None:
     """Returns the attention backend that `HF_PAGED_ATTENTION` names, or `None` if it is unset.
-    Raises `ValueError` for unknown names, and `RuntimeError` for `cpp` if the C++ kernels could not
-    be built."""
+    Raises `ValueError` for unknown names, and `RuntimeError` for `cpp` if the C++ kernels are not
+    available."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None

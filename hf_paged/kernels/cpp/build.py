@@ -129,9 +129,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the wheel's library; if there is none, or it does not load, that in the cache folder,
-    compiled first if it is missing. If the folder cannot be used, compiles a library for this
-    process alone."""
+    """Loads the wheel's library or, failing that, the one in the cache folder, compiled if it is
+    missing. If the folder cannot be used, compiles a library for this process alone."""
     if (path := prebuilt.find()) is not None:
         try:
             return ctypes.CDLL(str(path))

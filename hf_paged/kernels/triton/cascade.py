@@ -105,8 +105,7 @@ def plan_cascade(
 ) -> tuple[SharedPrefix, ...]:
     """Returns the prefixes, each row in at most one, that save the most bytes: a shared block is
     read once per `rows_per_read` rows instead of once per row, but each row writes and reads one
-    state per split and one for its tail. Returns `()` if all together save at most
-    `overhead_bytes`.
+    state per split and one for its tail. Returns `()` if that saves no more than `overhead_bytes`.
 
     `tables[i]`: the block ids of row `i`; `seq_lens[i]`: its tokens, including the new one. The
     block of the new token is never shared, since each row writes to its own. A row longer than

@@ -112,7 +112,7 @@ class ManagerThread:
 
     def stop(self, is_hard: bool, should_keep_memory: bool = False) -> None:
         """Refuses further requests, and makes the thread end once all requests are finished or, if
-        `is_hard`, after the step in progress. Does not wait for its end."""
+        `is_hard`, after the step in progress. Does not wait for the thread."""
         with self.lock:
             self.is_draining, self.should_keep_memory = True, should_keep_memory
             self.is_stopping |= is_hard
@@ -306,8 +306,7 @@ class ManagerThread:
             if self.run_id is not run_id:
                 return False
             was_paused = False
-            # a stopping thread also waits for the end of a pause: leaving `serving_mode` changes
-            # the model
+            # pauses also delay the thread's end, since leaving `serving_mode` changes the model
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pauses)
                 if self.is_paused:
@@ -411,10 +410,9 @@ class ManagerThread:
                     self.pending.pop(output.request_id, None)
 
     def _end(self, run_id: object, error: BaseException | None) -> None:
-        """Ends unfinished requests with an error, and frees the engine or, if its memory is to be
-        kept, drops its requests."""
+        """Ends unfinished requests with an error; then frees the engine, or only its requests."""
         with self.lock:
-            if self.run_id is not run_id:  # this thread began too late: the state is another's
+            if self.run_id is not run_id:  # began too late: another thread owns the state
                 return
             self.is_draining = self.is_stopping = True
             self.fatal_error = error

@@ -43,10 +43,9 @@ def sample_together(
     cb_config: ContinuousBatchingConfig,
     paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
-    """Computes the prompts as rows of one `generate` call, for which it changes `config`, and
-    returns the outputs by id. Rows draw from one random stream, so that `torch.manual_seed` gives
-    the tokens of plain `generate`. Returns `None` if such a call cannot return everything that was
-    requested, if it would have more rows than `max_num_seqs`, or if a prompt is invalid."""
+    """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
+    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
+    cannot return all that was requested, exceeds `max_num_seqs`, or has an invalid prompt."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:

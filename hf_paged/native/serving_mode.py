@@ -48,8 +48,7 @@ _served_lock = forks.lock()
 
 
 def evaluate_again(model: PreTrainedModel) -> None:
-    """Sets evaluation mode again, within a `serving_mode` in which a caller may have set training
-    mode; the end of that context then restores the caller's mode."""
+    """Sets evaluation mode within `serving_mode`, whose end restores a mode that a caller set."""
     _served_models[model].evaluate(model)
 
 

@@ -359,8 +359,7 @@ class Follower:
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
-        """Repeats a move of blocks that `RankLeader.moved` reports. `number` identifies its result
-        if that is in host memory."""
+        """Repeats the leader's move of blocks. `number` identifies a result in host memory."""
         local_arguments = [
             self._host_blocks[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments
         ]

@@ -34,8 +34,7 @@ _lock = forks.lock()
 class Ranks:
     """The processes of one sharded model, as a separate process group (gloo, on the CPU), for calls
     that all of them make (`seams.Processes`). All methods except `alone`, `reserve` and `release`
-    are collective: all members must call them in the same order (`receive` where the first sends).
-    They raise [`RankLostError`] if a member has ended or cannot be reached."""
+    are collective: all members must call them in the same order, or get a [`RankLostError`]."""
 
     leads = False
 
@@ -61,8 +60,7 @@ class Ranks:
             self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
-        """Reserves the model as `alone` does, but until `release`, and by default for an engine.
-        Returns the previous user."""
+        """Reserves the model as `alone` does, but until `release`; returns the previous user."""
         with _lock:
             previous_user = self._user
             if previous_user is not None and (previous_user != user or user == _ENGINE):

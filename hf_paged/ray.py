@@ -83,8 +83,7 @@ class LLMPredictor(_Worker):
 
     Each worker creates an engine and runs batches through it; results keep the order of a batch's
     rows. If a row cannot be served, a column holds its error, and the other rows finish. If a
-    worker dies, Ray restarts it and repeats its unfinished batches; rows that are greedy or have a
-    seed get the same results.
+    worker dies, Ray restarts it and repeats its unfinished batches.
 
     Prompts are a column of text, token ids or chat messages. Two more columns are optional.
     `generation_config`: options of the row, which override those of all rows; nulls, with which
@@ -93,18 +92,16 @@ class LLMPredictor(_Worker):
     floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without seeds,
     the samples depend on how rows are batched, ordered and repeated.
 
-    The result has the columns of the batch and these, most of them named as in `ray.data.llm`,
-    which replace columns of the same name: `generated_text` and `generated_tokens` (`list[int64]`)
-    of the first sequence, `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences`
-    (all sequences of the row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`
-    and `prompt_top_logprobs` (null unless requested in `options`), and `__inference_error__`
-    (`"ValueError: ..."`, or empty).
+    The result has the batch's columns and these, which replace namesakes (most names are those of
+    `ray.data.llm`): `generated_text` and `generated_tokens` (`list[int64]`) of the first sequence,
+    `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the
+    row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`, `prompt_top_logprobs`
+    (null unless requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
 
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a
             function that returns a `PagedEngine`; it runs in the worker.
-        generation_config ([`GenerationConfig`] or `dict`, *optional*): Options of all rows, which
-            override the model's.
+        generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own.
         engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the
             function: `config`, `tokenizer`, `dtype`, `device_map`, ...
         prompt_column (`str`): The column of prompts.
@@ -228,8 +225,7 @@ class LLMServer(_Worker):
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`: with status 400 if it is invalid, 500 if it
-        fails."""
+        """Answers a `starlette.requests.Request`: with status 400 if the request is invalid."""
         from starlette.responses import Response, StreamingResponse
 
         try:

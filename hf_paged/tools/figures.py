@@ -26,8 +26,7 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
 
 
 def common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns, as texts by label, the figures that a memory and an engine have in common. `limit`
-    is appended to the numbers of blocks."""
+    """Returns the figures that a memory and an engine share. `limit` follows the block counts."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",

@@ -49,7 +49,7 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Returns the configuration and the generative class for `name`: a folder with a `config.json`,
     the path of such a file, a model type, a class of transformers, or a Hub model that is already
-    cached. Raises `ValueError` for other names."""
+    cached. Raises `ValueError` for other names, and for models that cannot generate."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path

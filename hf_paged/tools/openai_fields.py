@@ -183,7 +183,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class RefusedError(Exception):
-    """A request is invalid, or cannot be served. Its answer has status 400."""
+    """A request is invalid or cannot be served. The answer to it has status 400."""
 
 
 @dataclass
@@ -291,8 +291,7 @@ def _parse_generation_config(app_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_choices(endpoint: str, requested: Mapping[str, Any], num_sequences: Any) -> int:
-    """Returns the number of choices: `n`, or `num_return_sequences` of `generation_config`. Raises
-    `RefusedError` if both are given and differ."""
+    """Returns the number of choices. `n` and `generation_config` must agree if both set it."""
     n = as_whole("n", requested.get("n", 1), 1, MAX_CHOICES, after=" (choices)")
     if num_sequences is None:
         return n

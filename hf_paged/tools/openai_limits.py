@@ -1,6 +1,6 @@
-"""Limits on the options of OpenAI's requests. Beyond these limits, logits would overflow, all
-requests would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has
-the checks for all requests, OpenAI's or not."""
+"""Limits on the options of OpenAI's requests. Beyond them, logits would overflow, all requests
+would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has the
+checks for all requests, OpenAI's or not."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ unchecked."""
 
 
 def check_extremes(options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` for options that would make logits overflow or all requests wait, that
-    are not numbers where they must be, and for an empty stop string."""
+    """Raises `RefusedError` for options that overflow logits, delay all requests or are invalid."""
     _check_overflows(options)
     watermarking = options.get("watermarking_config") or {}
     if not isinstance(watermarking, Mapping):

@@ -66,8 +66,7 @@ class Kind(NamedTuple):
     colour: str
 
 
-# the colours of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers can tell
-# apart
+# Okabe and Ito's colours for colour-blind readers (Color Universal Design, 2008)
 KINDS = (
     Kind(-1, "cached", "#56B4E9"),
     Kind(0, "free", "#D9D9D9"),
@@ -160,9 +159,8 @@ def _add_legend(
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """Plots a square for each block in order of block ids, one group below another; in large pools
-    for several blocks, in the colour of the most frequent kind. In small pools, the squares of
-    shared blocks show the number of holders.
+    """Plots a square for each block (in large pools, for several) in order of block ids, one group
+    below another. Where they fit, shared blocks show their numbers of holders.
 
     Args:
         block_map: By group, the number of holders of each block (0: free, -1: cached). A key is a

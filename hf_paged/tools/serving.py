@@ -50,15 +50,13 @@ from .served_request import (
 
 logger = logging.getLogger(__name__)
 
-# how many JSON schemas may be compiled at a time; how many seconds a request waits for its turn,
-# and then for its schema
+# JSON schemas compiled at a time; seconds that a request waits for its turn, then for its schema
 MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
 _compiling = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
 
-# options of a generation config that are left out: the app passes the first two as arguments, and
-# the others concern transformers' own cache
+# options that are left out: the app passes the first two; the others are for transformers' cache
 NOT_OVERRIDES = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 

@@ -81,7 +81,7 @@ class GrammarCompiler:
 
 def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
     """Returns the name and the value of a request's constraint. Raises `ValueError` for several
-    constraints, and for one that is too long or not text."""
+    constraints, for one that is too long, and for a `regex` or `grammar` that is not text."""
     values = {name: getattr(options, name) for name in COMPILE_METHODS}
     constraints = {name: value for name, value in values.items() if value is not None}
     if len(constraints) > 1:
@@ -100,9 +100,9 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks the tokens that may not follow, for each row of one request. Rows may be beams, which
-    are reordered, so a row's matcher is looked up by the row's tokens. A matcher that several rows
-    continue is forked."""
+    """Masks the tokens that may not follow, for each row of one request; raises `NoTokenError` if
+    that leaves none. Rows may be beams, which are reordered, so a row's matcher is looked up by the
+    row's tokens. A matcher that several rows continue is forked."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled

@@ -1,5 +1,5 @@
 """
-Runs one `PagedEngine` in each Ray worker, on many machines. Needs the extra `ray`.
+Runs one `PagedEngine` in each Ray worker, on one or many machines. Needs the extra `ray`.
 
     # Ray Data
     ds = ds.map_batches(hf_paged.ray.LLMPredictor,
@@ -70,8 +70,8 @@ class _Worker:
             self._options = dict(generation_config)
 
     def _config(self, options: Any) -> Any:
-        """Merges a request's options over the defaults. A value of an invalid type is returned as
-        it is, so that the engine refuses it."""
+        """Returns the defaults, overridden by a request's options. Returns a value of an invalid
+        type unchanged, so that the engine refuses it."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
         return {**self._options, **_options(options)}
@@ -81,27 +81,27 @@ class LLMPredictor(_Worker):
     """
     A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker creates an engine and runs batches through it, in the order of their rows. If a row
-    cannot be served, a column holds its error, and the other rows finish. If a worker dies, Ray
-    restarts it and repeats its unfinished batches, which give the same rows.
+    Each worker creates an engine and runs batches through it; results keep the order of a batch's
+    rows. If a row cannot be served, a column holds its error, and the other rows finish. If a
+    worker dies, Ray restarts it and repeats its unfinished batches.
 
     Prompts are a column of text, token ids or chat messages. Two more columns are optional.
     `generation_config`: options of the row, which override those of all rows; nulls, with which
     Arrow fills missing fields, are ignored. (Where rows set different options, pass
     `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert the column to
-    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without a seed,
+    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without seeds,
     the samples depend on how rows are batched, ordered and repeated.
 
-    The result has the columns of the batch and these, named as in `ray.data.llm`: `generated_text`
-    and `generated_tokens` (`list[int64]`) of the first sequence, `num_input_tokens`,
-    `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the row, as structs with
-    the fields of [`SequenceResult`]), `prompt_logprobs` and `prompt_top_logprobs` (null unless
-    requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
+    The result has the batch's columns and these, which replace namesakes (most names are those of
+    `ray.data.llm`): `generated_text` and `generated_tokens` (`list[int64]`) of the first sequence,
+    `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the
+    row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`, `prompt_top_logprobs`
+    (null unless requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
 
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a
             function that returns a `PagedEngine`; it runs in the worker.
-        generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's.
+        generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own.
         engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the
             function: `config`, `tokenizer`, `dtype`, `device_map`, ...
         prompt_column (`str`): The column of prompts.
@@ -111,6 +111,7 @@ class LLMPredictor(_Worker):
         options: Arguments of `PagedEngine.generate` for all rows.
 
     Raises:
+        TypeError: if `model_source` does not return a `PagedEngine`.
         ValueError: for a model that `PagedEngine` refuses; in a call, for a batch without the
             prompt column.
         torch.AcceleratorError: in a call, if the process has lost the device.
@@ -188,11 +189,11 @@ class LLMServer(_Worker):
 
     Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)`
     streams outputs. Over HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ...,
-    "stream": true}` returns them as server-sent events, or only the result without `stream`, as
-    JSON with the fields of [`RequestOutput`] and [`RequestResult`]. When a client disconnects, or a
-    handle's response is cancelled, its request ends and frees its blocks. `max_ongoing_requests` of
-    the deployment, by default 5, limits the requests that Serve sends to a replica at once: set it
-    to the batch size that the engine should reach.
+    "stream": true}` returns each [`RequestOutput`] as a server-sent event in JSON; without `stream`
+    it returns only the [`RequestResult`], as JSON. When a client disconnects, or a handle's
+    response is cancelled, its request ends and frees its blocks. `max_ongoing_requests` of the
+    deployment, by default 5, limits the requests that Serve sends to a replica at once: set it to
+    the batch size that the engine should reach.
 
     Args:
         model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): Each replica makes
@@ -224,7 +225,7 @@ class LLMServer(_Worker):
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`; an invalid one gets status 400."""
+        """Answers a `starlette.requests.Request`: with status 400 if the request is invalid."""
         from starlette.responses import Response, StreamingResponse
 
         try:
@@ -240,7 +241,7 @@ class LLMServer(_Worker):
                 )
             outputs = self.generate(body.pop("prompt"), **body)
             first = await anext(outputs)
-        except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is one of these
+        except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is a `ValueError`
             return Response(_json({"error": error}), 400, media_type="application/json")
         has_failed = first.result is not None and first.result.error is not None
         if is_stream and not has_failed:
@@ -248,7 +249,7 @@ class LLMServer(_Worker):
         result = first.result
         async for output in outputs:
             result = output.result
-        assert result is not None  # of the last output
+        assert result is not None  # the last output has the result
         status = 200 if result.error is None else 500
         if isinstance(result.error, (IndexError, OutOfBlocksError, TypeError, ValueError)):
             status = 400
@@ -280,7 +281,7 @@ def _error_text(error: Exception | None) -> str:
 
 
 def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the options that a generation config sets."""
+    """Returns the options that a generation config sets, without missing values."""
     options: Mapping[str, Any]
     if isinstance(config, GenerationConfig):
         options = config.to_dict()
@@ -290,7 +291,7 @@ def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, A
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a value is null, which NumPy and pandas represent as NaN among numbers."""
+    """Whether a value is null: `None`, or NaN, as NumPy and pandas represent it among numbers."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

@@ -18,8 +18,8 @@ BACKEND_NAMES = ("reference", "gather", "cpp", "triton")
 
 def forced() -> str | None:
     """Returns the attention backend that `HF_PAGED_ATTENTION` names, or `None` if it is unset.
-    Raises `ValueError` for unknown names, and `RuntimeError` for `cpp` if the C++ kernels could not
-    be built."""
+    Raises `ValueError` for unknown names, and `RuntimeError` for `cpp` if the C++ kernels are not
+    available."""
     name = os.environ.get(VARIABLE)
     if not name:
         return None
@@ -50,9 +50,9 @@ def preferred(tensor: Tensor) -> str:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether calls with tensors on the device of `tensor` go to the Triton kernels that support
-    them. Raises the errors of `forced`, and `RuntimeError` if `triton` is forced but does not run
-    on the device."""
+    """Whether calls with tensors on the device of `tensor` go to the Triton kernels, if these
+    support the call. Raises the errors of `forced`, and `RuntimeError` if `triton` is forced but
+    does not run on the device."""
     name = forced()
     if name is None:
         return not tensor.is_cpu and triton.is_available(tensor.device)

@@ -41,11 +41,11 @@ def find_costs(
     dtype: torch.dtype,
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
-    """Returns the nanoseconds per context token by block size (in tokens) of the kernel that
+    """Returns the nanoseconds per context token, by block size (in tokens), of the kernel that
     computes attention of a model in `dtype` on `device`, and a text that names their source. If
-    none were measured, returns an empty `dict`, and the text is the reason. `kv_dtype` is that of
-    `PagedConfig`. If the processor's instruction level has no times, uses those of the best level
-    with times."""
+    none were measured, returns an empty `dict` and a text with the reason. `kv_dtype` is that of
+    `PagedConfig`. If the processor's instruction level has no times, uses those of the highest
+    level that has some."""
     kernel = preferred(torch.empty(0, device=device))
     entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"

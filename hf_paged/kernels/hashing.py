@@ -28,8 +28,8 @@ _GAMMA, _MIX_1, _MIX_2 = (
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
     """Hashes the elements of tensors of any strides and devices. Returns one hash of all tensors
-    that the C++ kernel reads (`None` if it reads none), then for each device of the others a list
-    with the hash of each tensor, two int64 numbers."""
+    that the C++ kernel reads (`None` if it reads none), then, for each device of the other tensors,
+    a list with the hash of each tensor, two int64 numbers."""
     tensors = [_dense(tensor) for tensor in tensors]
     # `is_cpu` first, so that GPU tensors do not trigger the C++ build
     cpp_tensors = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
@@ -43,7 +43,7 @@ def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
         if not (cpp_tensors and tensor.is_cpu):
             by_device.setdefault(tensor.device, []).append(tensor)
     device_hashes = [_hash_on_device(device_tensors) for device_tensors in by_device.values()]
-    # `tolist` waits for a device, so every device's work is queued before
+    # `tolist` waits for a device, so the work of all devices is queued first
     return [cpp_hash, *(hashes.tolist() for hashes in device_hashes)]
 
 
@@ -71,11 +71,11 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def hash_portable(tensor: Tensor) -> Tensor:
-    """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on its device, which does not
-    depend on the order of summation. Mixes each 8-byte word with its position by a bijection, mixes
-    the results once more, and sums the results of both mixes separately, modulo 2^64. One changed
-    word always changes the first sum; two different contents agree in both sums with a probability
-    of about 2^-128."""
+    """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on the tensor's device. Mixes
+    each 8-byte word with its position by a bijection, mixes the results once more, and sums the
+    results of both mixes separately, modulo 2^64, so that the order of summation does not matter.
+    One changed word always changes the first sum; two different contents agree in both sums with a
+    probability of about 2^-128."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):

@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output: the rows of a packed batch, in ranges with
-one adapter each. `adapters` decides which rows have which adapter."""
+"""Adds the deltas of LoRA adapters to a layer's output, whose rows are those of a packed batch, in
+ranges with one adapter each. The room `adapters` decides which rows have which adapter."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ Part = tuple[int, int, LoraWeights]
 
 
 class Deltas:
-    """Adds the deltas of one layer, each part by a separate product (segmented products, as in
-    Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in rank
-    and dtype, and a row's delta depends only on the rows of its part."""
+    """Adds the deltas of one layer, with a separate product for each part (segmented products, as
+    in Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in
+    rank and dtype, and a row's delta depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
@@ -77,8 +77,8 @@ class Deltas:
 
 class RecordedDeltas:
     """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows from the device,
-    where the caller changes them between replays. `ranges`: `(n, 2)` int64, `[start, end)` of at
-    most `max_rows` rows each; `weights`: the index of a range, and the weights for its rows."""
+    where the caller changes them between replays. The arguments are those of
+    `triton.lora.make_range_table`."""
 
     def __init__(
         self, ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]

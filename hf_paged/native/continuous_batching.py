@@ -43,17 +43,17 @@ class PagedBatchingManager(ContinuousBatchingManager):
     transformers' `ContinuousBatchingManager` on a [`PagedEngine`] that runs in a separate thread;
     `model.init_continuous_batching` returns such a manager.
 
-    A request gets the tokens that `model.generate` returns for its prompt alone with its options;
+    A request gets the same tokens as `model.generate` with this prompt alone and the same options;
     requests that sample without a `seed` draw from torch's global generator in turn. A request that
     cannot be served ends with the error in its output. A step that raises is logged and repeated;
-    if it raises again, its requests end with that error, and others continue. If the thread still
-    dies, for instance from `SystemExit`, `fatal_error` holds the error, all unfinished requests end
-    with it, and waiting methods return.
+    if it raises again, its requests end with that error, and other requests continue. If the thread
+    still dies, for instance from `SystemExit`, `fatal_error` holds the error, all unfinished
+    requests end with it, and waiting methods return.
 
     Args:
         model ([`PreTrainedModel`]): Any model that [`PagedEngine`] serves.
-        generation_config ([`GenerationConfig`]): The default options of requests, which override
-            the model's; each request may override them.
+        generation_config ([`GenerationConfig`]): The default options of requests. They override the
+            model's options, and each request may override them.
         continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED` lists the
             fields that have an effect, `IGNORED` the others.
 
@@ -101,7 +101,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @property
     def background_thread_status(self) -> Any:
-        """An object with `fatal_error`, where transformers has it."""
+        """The object whose `fatal_error` transformers' callers read."""
         return self._thread
 
     def warmup(self) -> None:
@@ -132,11 +132,11 @@ class PagedBatchingManager(ContinuousBatchingManager):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Refuses further requests and ends the thread, once all requests are finished or, with
-        `hard_stop`, after the step in progress; then fails the unfinished requests. The thread ends
-        only after all pauses. Frees the memory, unless `keep_for_next_session`. With `block`, waits
-        for the thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has
-        paused the manager."""
+        """Refuses further requests at once. The thread ends when all requests are finished or, with
+        `hard_stop`, after the step in progress, but not during a pause. It then fails unfinished
+        requests and, unless `keep_for_next_session`, frees the memory. With `block`, waits for the
+        thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has paused
+        the manager."""
         if threading.get_ident() in self._thread.pauses.values():
             raise RuntimeError(
                 "this thread has paused the manager, which cannot stop before the pause ends: leave"
@@ -169,11 +169,11 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
     @restoring
     def pause(self) -> Iterator[None]:
-        """A context without steps, in which the caller may change the model. After it, unfinished
-        requests continue with the keys and values that they have, and cached prefixes that other
-        weights computed are dropped. Steps run in evaluation mode; if the caller sets training mode
-        within the context, the manager restores that mode when its thread ends. Raises
-        `RuntimeError` if the manager is not running, or if its thread ends before the pause
+        """A context in which no step runs, so that the caller may change the model. Afterwards
+        unfinished requests continue with the keys and values that they have, and cached prefixes
+        that other weights computed are dropped. Steps run in evaluation mode; if the caller sets
+        training mode within the context, the manager restores that mode when its thread ends.
+        Raises `RuntimeError` if the manager is not running, or if its thread ends before the pause
         begins."""
         if not self.is_running():
             raise RuntimeError("the manager is not running, so it cannot pause: call `start` first")
@@ -202,7 +202,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         Args:
             input_ids (`list[int]`): The prompt.
             request_id (`str`, *optional*): The id, by default `"req_{number}"`.
-            max_new_tokens (`int`, *optional*): Most tokens to generate.
+            max_new_tokens (`int`, *optional*): The maximum number of tokens to generate.
             streaming (`bool`): Whether to deliver an output after each new token, with all tokens
                 so far; log-probabilities come with the last output.
             record_timestamps (`bool`): Whether to record the `time.perf_counter()` of each token.
@@ -255,8 +255,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         record_timestamps: bool = False,
         **options: Any,
     ) -> list[str]:
-        """Queues requests in order and returns their ids. Takes the arguments and raises the errors
-        of `add_request`."""
+        """Queues requests in order and returns their ids. Takes the arguments of `add_request`,
+        except `request_id`, and raises its errors; requests queued before an error stay queued."""
         return [
             self.add_request(
                 input_ids,
@@ -279,13 +279,13 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
         """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
-        after `timeout` seconds, and when no more outputs can come because the manager has stopped
-        or died (`fatal_error`). Without a timeout, raises `ValueError` for an id that was never
-        added, or whose last output has been read."""
+        after `timeout` seconds, and when no more outputs can come because the manager is not
+        running. Without a timeout, raises `ValueError` if a running manager has no such request:
+        the id was never added, or its last output has been read."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """Yields outputs as they come, until the manager has stopped or died."""
+        """Yields outputs as they come, until the manager is no longer running."""
         while (output := self.get_result()) is not None:
             yield output
 
@@ -300,7 +300,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self, request_id: str, callback: Callable[[GenerationOutput], None]
     ) -> None:
         """Makes the running event loop call `callback` with each output of a request, including
-        unread ones. The request may also be added later, while this manager runs."""
+        unread ones. The request may also be added later, but before the manager stops. Raises
+        `RuntimeError` if no event loop is running in this thread."""
         with self._thread.lock:
             self._thread.handlers[request_id] = callback, asyncio.get_running_loop()
             for output in self._thread.outputs.pop(request_id, ()):
@@ -388,7 +389,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # raises for active adapters that compute more than layers in the model
+    # raises for active adapters that compute more than the model's layers do
     base_adapters = adapters_for(base_model(model))
     if base_adapters is not None:
         base_adapters.check_served(base_model(model), None)
@@ -419,8 +420,7 @@ def _generate_batch(
             for request_id in request_ids
             for output_id in make_output_ids(request_id, num_sequences)
         ]
-        # only with a progress bar, since tqdm takes a lock, which a fork may leave locked in a
-        # child
+        # only on request, since tqdm takes a lock, which a fork may leave locked in a child
         if progress_bar:
             output_ids = tqdm(output_ids, unit="request")
         for output_id in output_ids:

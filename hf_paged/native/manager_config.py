@@ -34,8 +34,8 @@ MAPPED: dict[str, str] = {
     ),
     "max_queue_size": "requests that may wait for the engine's thread",
 }
-"""The fields of `ContinuousBatchingConfig` that have an effect, each with the option that it sets
-or the effect."""
+"""The fields of `ContinuousBatchingConfig` that have an effect, each with the option that it sets,
+or with its effect."""
 
 IGNORED: dict[str, str] = {
     "max_blocks_per_request": "sizes the block table of a flash kernel; hf_paged's tables grow",
@@ -57,24 +57,24 @@ IGNORED: dict[str, str] = {
     "cpu_group_timeout": "for tensor parallelism, which managers do not support",
     "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""The other fields, which tune transformers' own implementation and change no token, each with the
-reason why it is ignored."""
+"""The other fields, which tune transformers' own implementation and change no token, each with what
+it does there or the reason why it is ignored."""
 
-_default_config: list[PagedConfig] = [PagedConfig()]  # the one passed to `install`
+_default_config: list[PagedConfig] = [PagedConfig()]  # one config, which `set_default` replaces
 
 
 def set_default(config: PagedConfig) -> None:
-    """Sets the default `PagedConfig` of managers. A model's `cache_config` replaces it, and fields
-    of a `ContinuousBatchingConfig` override it."""
+    """Sets the default `PagedConfig` of managers. A model's `cache_config` replaces the default,
+    and fields of a `ContinuousBatchingConfig` override either."""
     _default_config[:] = [config]
 
 
 def make_paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """Returns the `PagedConfig` for a `ContinuousBatchingConfig`, whose fields override
-    `cache_config` or the default config where they differ from their defaults. Raises `ValueError`
-    for unknown fields and values that cannot be served."""
+    """Returns `cache_config`, or the default config, overridden by those fields of a
+    `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for unknown
+    fields and for values that cannot be served."""
     changed_fields = _changed_fields(cb_config)
     unknown = sorted(set(changed_fields) - set(MAPPED) - set(IGNORED))
     if unknown:
@@ -129,9 +129,9 @@ def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
 def make_request_config(
     model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig:
-    """Returns the generation config of one request: `config` with `options`, and with a limit of
-    the length. Raises `ValueError` for options that `GenerationConfig` does not have, and if
-    neither they nor the model limit the length."""
+    """Returns the generation config of one request: `config` overridden by `options`, and by the
+    model's maximum length if neither limits the length. Raises `ValueError` for options that
+    `GenerationConfig` does not have, and if the model does not limit the length, either."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (

@@ -33,9 +33,9 @@ from .serving_mode import evaluate_again, serving_mode
 logger = logging.getLogger(__name__)
 
 MAX_NEW_REQUESTS = 32  # added to the engine between two steps, for which running requests wait
-MAX_QUEUE_SECONDS = 10.0  # that `add` waits while the queue is full, as in transformers
+MAX_QUEUE_SECONDS = 10.0  # how long `add` waits while the queue is full, as in transformers
 POLL_SECONDS = 0.25  # between checks whether the manager was collected or the thread vanished
-MAX_EXIT_SECONDS = 10.0  # that the interpreter's exit waits for a thread
+MAX_EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for a thread
 
 
 class ManagerThread:
@@ -63,7 +63,7 @@ class ManagerThread:
         # code, in which a signal's handler may raise and leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
-        self.run_id: object = None  # of the last start; a thread of an earlier one ends at once
+        self.run_id: object = None  # identifies the last start; an earlier thread ends at once
         self.pending: dict[str, PendingRequest] = {}  # unfinished requests by output id
         self.waiting: deque[PendingRequest] = deque()  # to be added to the engine
         self.cancelled: deque[str] = deque()  # request ids
@@ -112,7 +112,7 @@ class ManagerThread:
 
     def stop(self, is_hard: bool, should_keep_memory: bool = False) -> None:
         """Refuses further requests, and makes the thread end once all requests are finished or, if
-        `is_hard`, after the step in progress. Does not wait for that."""
+        `is_hard`, after the step in progress. Does not wait for the thread."""
         with self.lock:
             self.is_draining, self.should_keep_memory = True, should_keep_memory
             self.is_stopping |= is_hard
@@ -169,8 +169,8 @@ class ManagerThread:
             self.changed.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request after the step in progress; does nothing if it has ended. Raises
-        `ValueError` for the id of a further sequence."""
+        """Ends a request after the step in progress; does nothing if the request has ended. Raises
+        `ValueError` for the id of one of its further sequences."""
         with self.lock:
             request = self.pending.get(request_id)
             if request is not None and request_id != request.output_ids[-1]:
@@ -183,8 +183,8 @@ class ManagerThread:
 
     def get(self, output_id: str | None, timeout: float | None) -> GenerationOutput | None:
         """Waits for the next output (of `output_id`, if given) and returns it; `None` after
-        `timeout` seconds, and once no more outputs can come. Raises `ValueError` if no output of
-        that id can come."""
+        `timeout` seconds, and if the thread has ended. Without a timeout, raises `ValueError` if no
+        output of that id can come while the thread runs."""
         with self.lock:
 
             def has_output() -> bool:
@@ -253,8 +253,8 @@ class ManagerThread:
 
     @restoring
     def paused(self) -> Iterator[None]:
-        """A context in which the thread runs no steps. Raises `RuntimeError` if the thread ends
-        before it can pause."""
+        """A context in which the thread runs no step. Raises `RuntimeError` if the thread ends
+        before the context begins."""
         pause_id = object()
         try:
             with self.lock:
@@ -306,7 +306,7 @@ class ManagerThread:
             if self.run_id is not run_id:
                 return False
             was_paused = False
-            # a stopping thread also waits for the end of a pause, since ending restores the model
+            # pauses also delay the thread's end, since leaving `serving_mode` changes the model
             while (self.is_paused or not self.is_stopping) and not self.is_abandoned.is_set():
                 self.is_paused = bool(self.pauses)
                 if self.is_paused:
@@ -327,8 +327,8 @@ class ManagerThread:
             return True
 
     def _take_requests(self) -> None:
-        """Adds up to `MAX_NEW_REQUESTS` waiting requests to the engine, and cancels requests, also
-        waiting ones."""
+        """Adds up to `MAX_NEW_REQUESTS` waiting requests to the engine, and ends cancelled
+        requests, including those that still wait."""
         with self.lock:
             num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
             cancelled = set(self.cancelled)
@@ -373,9 +373,9 @@ class ManagerThread:
         return outputs
 
     def _fail_lost_requests(self, error: Exception, should_free: bool) -> None:
-        """Fails the requests that the engine has lost: it neither has them nor will it output their
-        results. With `should_free`, because the engine could not end its requests either, fails all
-        but the waiting requests, and frees the engine."""
+        """Fails the requests that the engine has lost: it does not hold them and will not output
+        their results. `should_free` means that the engine could not end its requests either: then
+        fails all but the waiting requests, and frees the engine."""
         core = self.engine._core
         surviving_ids = set[Hashable]()
         if not should_free:
@@ -398,11 +398,11 @@ class ManagerThread:
             message = Topic.CONTINUOUS_BATCHING("the engine raised while it was freed")
             logger.error(message, exc_info=free_error)
         with self.lock:
-            # so that steps that all raise do not occupy the processor
+            # so that a series of failing steps does not keep the processor busy
             self.changed.wait(POLL_SECONDS)
 
     def _deliver_all(self, outputs: list[GenerationOutput]) -> None:
-        """Delivers outputs; their requests are no longer pending after the last ones."""
+        """Delivers outputs; an id is no longer pending after its last output."""
         with self.lock:
             for output in outputs:
                 self.deliver(output)
@@ -410,9 +410,9 @@ class ManagerThread:
                     self.pending.pop(output.request_id, None)
 
     def _end(self, run_id: object, error: BaseException | None) -> None:
-        """Ends unfinished requests with an error, and frees the engine or drops its requests."""
+        """Ends unfinished requests with an error; then frees the engine, or only its requests."""
         with self.lock:
-            if self.run_id is not run_id:  # this thread began too late: another one has the state
+            if self.run_id is not run_id:  # began too late: another thread owns the state
                 return
             self.is_draining = self.is_stopping = True
             self.fatal_error = error
@@ -450,7 +450,7 @@ _running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stops all threads before the interpreter exits, since none may be in a forward then."""
+    """Stops all threads before the interpreter exits, since no forward may be running then."""
     for thread in list(_running):
         if thread.is_alive:
             thread.stop(is_hard=True)

@@ -24,8 +24,8 @@ from .serving_mode import serving_mode
 
 
 class EffectiveOptions:
-    """The options of a generation config as attributes. An option that it leaves unset has the
-    value of the model's config."""
+    """The options of a generation config as attributes. An option that is unset there has the value
+    of the model's generation config."""
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig) -> None:
         self._configs = config, model.generation_config
@@ -43,9 +43,9 @@ def sample_together(
     cb_config: ContinuousBatchingConfig,
     paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
-    """Computes the prompts as rows of one `generate` call and returns the outputs by id. Rows draw
-    from one random stream, so that a seed gives the tokens of plain `generate`. Returns `None` if
-    such a call cannot return everything that was requested, or if a prompt is invalid."""
+    """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
+    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
+    cannot return all that was requested, exceeds `max_num_seqs`, or has an invalid prompt."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:

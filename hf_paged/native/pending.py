@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRequest:
-    """An unfinished request of a manager: its arguments for the engine, and its tokens so far. A
-    row is one of its sequences."""
+    """An unfinished request of a manager: its arguments for the engine, and its tokens so far. Each
+    of its sequences is a row."""
 
     output_ids: list[str]  # by row; the last one is the request's id
     prompt: Any
@@ -32,12 +32,12 @@ class PendingRequest:
     seed: int | None
     is_streaming: bool
     has_timestamps: bool
-    tokenizer: Any  # for stop strings; the engine's if None
+    tokenizer: Any  # for stop strings; if `None`, the engine's
     options: Mapping[str, Any]  # further arguments of `PagedEngine.add_request`
     # called in the engine's thread, before the last outputs are delivered
     on_result: Callable[[RequestResult], None] | None
-    created: float = field(default_factory=time.perf_counter)  # seconds, as `perf_counter` counts
-    started: float = -1.0  # in the same seconds; -1 before the first step
+    created: float = field(default_factory=time.perf_counter)  # seconds of `perf_counter`
+    started: float = -1.0  # on the same clock; -1 before the first step
 
     def __post_init__(self) -> None:
         # tokens so far, and the `time.perf_counter()` of each, by row of the engine's request
@@ -87,8 +87,8 @@ class PendingRequest:
             output = self._make_output(row, status)
             output.error = None if final_error is None else str(final_error)
             output.lifespan = (self.started, now)
-            # the result's tokens, since beams may end with other tokens than those so far; the
-            # result has one sequence if all rows would be equal
+            # the result's tokens, since beams may end with other tokens than they had so far; the
+            # result has only one sequence if all rows would be equal
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)
@@ -97,8 +97,8 @@ class PendingRequest:
         return outputs
 
     def _engine_row(self, row: int) -> int:
-        """Returns the row of the engine's request for a row of this one. The engine has only row 0
-        if all rows would be equal (greedy search)."""
+        """Returns the row of the engine's request that holds the tokens of `row`. The engine has
+        only row 0 if all rows would be equal (greedy search)."""
         return row if row in self.tokens else 0
 
     def _make_output(self, row: int, status: RequestStatus) -> GenerationOutput:

@@ -1,4 +1,4 @@
-"""The mode in which models are served by continuous batching, and how it ends. It runs no step."""
+"""The mode in which continuous batching serves models: entering it and leaving it. Runs no step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NATIVE_ATTENTION = "paged|"
 
 
 class _ServedModel:
-    """The training modes and attention implementations of a model that is in `serving_mode`, as
-    they are to be restored."""
+    """The training modes and attention implementations of a model in `serving_mode`, to be restored
+    when it ends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.num_contexts = 0
@@ -48,7 +48,7 @@ _served_lock = forks.lock()
 
 
 def evaluate_again(model: PreTrainedModel) -> None:
-    """Sets evaluation mode in a `serving_mode` in which a caller may have set training mode."""
+    """Sets evaluation mode within `serving_mode`, whose end restores a mode that a caller set."""
     _served_models[model].evaluate(model)
 
 

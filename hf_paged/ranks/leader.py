@@ -41,8 +41,8 @@ from .signals import DeferringLock, deferring_signals
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""For each block table of a step: the number of leading block ids that it shares with the row's
-previous table, and the block ids after these."""
+"""For each block table of a step: the number of leading block ids that it takes from the previous
+table at its row (all of them or none), and the block ids after these."""
 
 
 class RemoteHostBlocks(NamedTuple):
@@ -52,14 +52,14 @@ class RemoteHostBlocks(NamedTuple):
 
 
 class TableHistory:
-    """Encodes the block tables of each step as changes since the previous step: most tables only
-    grow."""
+    """Encodes the block tables of each step as changes since the previous step, since most tables
+    only grow."""
 
     def __init__(self) -> None:
         self._tables: list[list[int]] = []
 
     def changes(self, tables: Sequence[list[int]]) -> Changes:
-        """Encodes tables, for `tables` of another process's `TableHistory`."""
+        """Encodes tables; `tables` of another process's `TableHistory` decodes them."""
         changes: Changes = []
         for row, ids in enumerate(tables):
             previous = self._tables[row] if row < len(self._tables) else []
@@ -80,8 +80,8 @@ class TableHistory:
 
 class RankLeader:
     """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
-    blocks and models in the same order. Orders that need no answer are queued for the next message;
-    each step sends one."""
+    blocks and models in the same order. Orders that need no answer are queued for the next message,
+    which is sent at the next step at the latest."""
 
     leads = True
 
@@ -173,7 +173,7 @@ class RankLeader:
     def adapters(self, method: str, *arguments: Any) -> str | None:
         if method == "load":
             return self._load_adapter(*arguments)
-        if method == "check":  # all processes run its forwards now
+        if method == "check":  # the check runs forwards in all processes now
             self.send_order("adapters", method, *arguments)
         else:
             self.queue_order("adapters", method, *arguments)
@@ -215,7 +215,7 @@ class RankLeader:
         return number
 
     def check(self, plan: StepPlan) -> None:
-        """Does nothing: the others execute this process's plan."""
+        """Does nothing: the other processes execute this process's plan."""
 
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
@@ -251,7 +251,7 @@ class RankLeader:
 
 
 def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
-    """As `model.sharding.lead`, for a model in shards."""
+    """Implements `model.sharding.lead` for a model in shards."""
     ranks = processes_of(model)
     if ranks.rank:
         raise ValueError(
@@ -265,7 +265,7 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of the other processes. A [`RankLeader`] orders calls of its methods by name."""
+    """The side of the other processes, whose methods a [`RankLeader`] calls by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -273,7 +273,7 @@ class Follower:
         self._executor: Any
         self._groups: list[GroupMemory]
         self._host_blocks: dict[int, HostBlocks]  # by `RemoteHostBlocks.number`
-        # the error of the last forward, until the leader reports that its own failed, too
+        # the error of the last forward, until the leader reports that its own forward failed, too
         self._failure: Exception | None = None
         self.retire()
 
@@ -317,7 +317,7 @@ class Follower:
         names: Any,
     ) -> None:
         if self._failure is not None:
-            # the leader's forward did not fail: the processes no longer compute the same
+            # the leader's forward did not fail, so the processes no longer compute the same
             raise self._failure
         executor = self._executor
         repeating = NOTHING
@@ -349,7 +349,7 @@ class Follower:
 
     def adapters(self, method: str, *arguments: Any) -> None:
         """Calls a method of this process's `LoopAdapters`."""
-        if self._executor is not None:  # else the order belongs to a loop that was retired
+        if self._executor is not None:  # otherwise the order belongs to a loop that was retired
             getattr(self._executor.adapters(), method)(*arguments)
 
     def fingerprint(self) -> None:
@@ -359,7 +359,7 @@ class Follower:
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
-        """Repeats `seams.Processes.moved`. `number` identifies a result in host memory."""
+        """Repeats the leader's move of blocks. `number` identifies a result in host memory."""
         local_arguments = [
             self._host_blocks[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments
         ]
@@ -368,7 +368,7 @@ class Follower:
             self._host_blocks[number] = result
 
     def forget(self, number: int) -> None:
-        """Frees blocks in host memory."""
+        """Frees the blocks in host memory that `number` identifies."""
         self._host_blocks.pop(number, None)
 
     def _grow(self, block_counts: list[int]) -> None:
@@ -381,7 +381,7 @@ class Follower:
 
 
 def serve(model: Any) -> None:
-    """As `hf_paged.serve_rank`."""
+    """Implements `hf_paged.serve_rank`."""
     shard = base_model(model)
     check_generates(shard)
     if not is_sharded(shard):

@@ -1,5 +1,5 @@
 """The process group of a model in shards, whose processes compute every forward together, and their
-messages. Leaves the content of messages to `leader.py`."""
+messages. `leader.py` determines the content of messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ..plan import StepPlan
 
 _ENGINE = -1  # user of a model, in place of a thread's id
 _FIRST_PART_BYTES = 1 << 14  # of a message; most messages fit into the first part
-# of a wait for the next message; a process that ends is noticed at once
+# limit on a wait for the next message; a process that ends is noticed at once
 _IDLE_TIMEOUT = datetime.timedelta(days=365)
-# of a wait for the others to fail in the same forward
+# limit on a wait for the other processes to fail in the same forward
 _FAILURE_TIMEOUT = datetime.timedelta(seconds=20)
 
 
@@ -34,7 +34,7 @@ _lock = forks.lock()
 class Ranks:
     """The processes of one sharded model, as a separate process group (gloo, on the CPU), for calls
     that all of them make (`seams.Processes`). All methods except `alone`, `reserve` and `release`
-    are collective: all members must call them in the same order."""
+    are collective: all members must call them in the same order, or get a [`RankLostError`]."""
 
     leads = False
 
@@ -51,8 +51,8 @@ class Ranks:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """A context that reserves the model for a call. Raises `RuntimeError` while a call of
-        another thread, or an engine, uses it: forwards of both could run in a different order in
-        each process."""
+        another thread, or an engine, uses the model: the forwards of both could run in a different
+        order in each process."""
         outer_user = self.reserve(threading.get_ident())
         try:
             yield
@@ -60,7 +60,7 @@ class Ranks:
             self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
-        """As `alone`, but until `release`; returns the previous user."""
+        """Reserves the model as `alone` does, but until `release`; returns the previous user."""
         with _lock:
             previous_user = self._user
             if previous_user is not None and (previous_user != user or user == _ENGINE):
@@ -139,8 +139,8 @@ class Ranks:
         return hashlib.blake2b(repr(gathered).encode(), digest_size=32).digest()
 
     def check_failed(self) -> None:
-        """Call after a forward has failed: raises [`RankLostError`] unless it fails in every member
-        within `_FAILURE_TIMEOUT`."""
+        """Must be called after a failed forward. Raises [`RankLostError`] unless that forward fails
+        in every other member, too, and they call this within `_FAILURE_TIMEOUT`."""
         with self._converting_errors():
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
                 _FAILURE_TIMEOUT
@@ -148,7 +148,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """As `Processes.forward`."""
+        """Implements `Processes.forward`."""
         try:
             yield
         except Exception:
@@ -185,12 +185,12 @@ def _check_heads(model: nn.Module) -> None:
 
 
 def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """As `model.sharding.alone`, for a model in shards."""
+    """Implements `model.sharding.reserving` for a model in shards."""
     return processes_of(model).alone()
 
 
 def processes_of(model: nn.Module) -> Ranks:
-    """As `model.sharding.processes_of`, for a model in shards."""
+    """Implements `model.sharding.processes_of` for a model in shards."""
     members = compat.shard_ranks(model)
     assert members is not None
     _check_heads(model)

@@ -1,4 +1,4 @@
-"""The figures of a memory and of an engine as texts. Leaves their layout to `pictures.py`."""
+"""The figures (statistics) of a memory and of an engine as texts. `pictures.py` lays them out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
 
 
 def common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns the figures that a memory and an engine have in common as texts, by label."""
+    """Returns the figures that a memory and an engine share. `limit` follows the block counts."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
         "of them shared": f"{stats.shared_blocks:,}",

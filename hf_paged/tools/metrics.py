@@ -105,7 +105,7 @@ class EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterable[prometheus.Metric]:
-        """Yields all metrics without values. A registry detects duplicate names by them."""
+        """Yields all metrics without values, from which a registry detects duplicate names."""
         return self._metrics({})
 
     def collect(self) -> Iterator[prometheus.Metric]:
@@ -141,7 +141,7 @@ class EngineCollector(Collector):
 
 
 def cumulative_buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """Returns each upper bound, at last `"+Inf"`, with the number of values up to it."""
+    """Returns each upper bound, the last being `"+Inf"`, with the number of values up to it."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     counts = histogram.counts or [0] * len(bounds)
     return list(zip(bounds, accumulate(counts)))

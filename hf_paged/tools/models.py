@@ -1,6 +1,5 @@
 """Inspects a model without its weights: finds its class, its layer groups, the route of a call and
-the kernels. For the route, makes a short call with random weights, whose route the engine's checks
-choose."""
+the kernels. The route is that of a short call with random weights."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ from ..model.registry import Route, last_route
 from ..model.trial import first_line
 from ..step import StepMetadata
 
-MAX_RUN_BYTES = 4 << 30  # of the weights of a model that runs on the CPU to find shapes
-MAX_CHECK_BYTES = 2 << 30  # of the weights of a model that `find_route` runs
-_NUM_TOKENS, _CHUNK_TOKENS = 4, 64  # of short forwards; of a prefill chunk
+MAX_RUN_BYTES = 4 << 30  # limit on the weights of a model that runs on the CPU to find shapes
+MAX_CHECK_BYTES = 2 << 30  # limit on the weights of a model that `find_route` runs
+_NUM_TOKENS, _CHUNK_TOKENS = 4, 64  # tokens of short forwards, and of a prefill chunk
 _DECODERS = (
     "CAUSAL_LM",
     "IMAGE_TEXT_TO_TEXT",
@@ -50,7 +49,7 @@ _ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Returns the configuration and the generative class for `name`: a folder with a `config.json`,
     the path of such a file, a model type, a class of transformers, or a Hub model that is already
-    cached. Raises `ValueError` for other names."""
+    cached. Raises `ValueError` for other names, and for models that cannot generate."""
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -89,7 +88,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 
 def saved_generation_config(name: str) -> GenerationConfig | None:
     """Returns the generation config that is saved beside the configuration of `name` (see
-    [`find_model`]), or `None`."""
+    [`find_model`]); `None` if there is none."""
     path = Path(name)
     folder = str(path.parent if path.is_file() else path)
     with contextlib.suppress(OSError, ValueError):  # missing, or not cached on this machine
@@ -98,8 +97,8 @@ def saved_generation_config(name: str) -> GenerationConfig | None:
 
 
 def _find_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Returns the configuration and its first class that generates: of its `architectures`, else of
-    transformers' mappings. Raises `ValueError` if there is none."""
+    """Returns the configuration, and the first class that generates among its `architectures` and
+    then transformers' mappings. Raises `ValueError` if there is none."""
     candidates: list[Any] = [
         getattr(transformers, name, None) for name in config.architectures or ()
     ]
@@ -123,7 +122,7 @@ def _is_subclass(value: Any, base: type) -> bool:
 def build_model(
     config: PreTrainedConfig, cls: type[PreTrainedModel], dtype: torch.dtype, device: str
 ) -> PreTrainedModel:
-    """Builds a model with random weights, the same in each call, in evaluation mode. Raises
+    """Builds a model in evaluation mode, with random weights that are the same in each call. Raises
     `ValueError` if its configuration is unusable."""
     try:
         with torch.random.fork_rng([]), torch.device(device):
@@ -172,9 +171,9 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
 
 
 def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
-    """Returns the caches after a forward, by kind (`"self"` or `"cross"`): a forward on the meta
-    device or, if that fails because it needs values, with random weights on the CPU. Raises
-    `ValueError` if both fail."""
+    """Returns the caches, by kind (`"self"` or `"cross"`), after a forward on the meta device or,
+    if that fails and the weights take at most `MAX_RUN_BYTES`, on the CPU with random weights.
+    Raises `ValueError` if no forward succeeds."""
     devices = ["meta"]
     if model.get_memory_footprint() <= MAX_RUN_BYTES:
         devices.append("cpu")
@@ -220,7 +219,7 @@ def find_kernels(
     meta_blocks: KVBlocks, window: int | None, is_latent: bool, device: torch.device
 ) -> dict[str, str]:
     """Returns the names of the attention backends that `backends.select` chooses on `device` for
-    blocks like `meta_blocks`, for a decode and a prefill chunk."""
+    blocks like `meta_blocks`, by step: `"decode"` and `"prefill chunk"`."""
     data = [torch.empty_like(tensor, device=device) for tensor in meta_blocks.data]
     blocks = meta_blocks.like(data)
     block_size = meta_blocks.keys.shape[2]
@@ -245,9 +244,9 @@ def find_kernels(
 
 
 def find_route(model: PreTrainedModel) -> Route:
-    """Returns the route of a model on the meta device: that of a short `generate` call on the CPU
-    with random weights and, if the model is large, fewer layers. The route's `road` is
-    `"undecided"` if the model is still too large, or if the call fails."""
+    """Returns the route that a short `generate` call takes on the CPU, with random weights, for a
+    model on the meta device. If the model is too large or the call fails, tries with fewer layers;
+    if that does not help, the route's `road` is `"undecided"`."""
     can_switch = bool(switchable_configs(model.modules()))
     in_place = can_switch and foreign_attention(model.modules()) is None
     reason = (
@@ -284,8 +283,8 @@ def find_route(model: PreTrainedModel) -> Route:
 
 
 def _shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy with the fewest leading layers that include each kind of layer, and with
-    smaller sizes where these do not change keys and values."""
+    """Returns a copy with the fewest leading layers (at least 2) that include each kind of layer,
+    and with smaller sizes where they do not change keys and values."""
     config = copy.deepcopy(config)
     text_config: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():

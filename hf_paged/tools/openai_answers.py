@@ -55,8 +55,8 @@ def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, A
 def _token_logprobs(
     tokenizer: Any, sequence: SequenceResult
 ) -> Iterator[tuple[tuple[str, float], list[tuple[str, float]]]]:
-    """Yields the text and the log-probability of each new token under the model, and a list of
-    those of its alternatives."""
+    """Yields, for each new token, its text and log-probability under the model, and a list of the
+    texts and log-probabilities of its alternatives."""
 
     def to_text(token: int, logprob: float, _: float) -> tuple[str, float]:
         return str(tokenizer.decode([token])), max(logprob, MIN_LOGPROB)
@@ -68,8 +68,8 @@ def _token_logprobs(
 
 
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
-    """Joins answers with one choice each into the first one and returns it, with the
-    log-probabilities and the usage of all choices."""
+    """Joins answers with one choice each into the first answer, which it changes, and returns that,
+    with the log-probabilities and the usage of all choices."""
     joined = answers[0]
     joined["choices"] = [choice for answer in answers for choice in answer["choices"]]
     for index, choice in enumerate(joined["choices"]):
@@ -92,9 +92,9 @@ async def join_streams(
     streams: Sequence[AsyncIterable[Any]], make_logprobs: MakeLogprobs, should_send_usage: bool
 ) -> AsyncGenerator[str, None]:
     """Yields the server-sent events of streams with one choice each, joined into one stream. The
-    last event of a choice has its log-probabilities. The last event of the last choice has the
-    usage of all choices; with `should_send_usage`, a further event without choices has it instead,
-    as in OpenAI's streams. Closing the generator closes the streams."""
+    last event of a choice has its log-probabilities. The last event of all has the usage of all
+    choices; with `should_send_usage` that is a further event without choices, as in OpenAI's
+    streams. Closing the generator closes the streams."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []
     last_chunk = dict[str, Any]()
@@ -102,7 +102,7 @@ async def join_streams(
         async for index, event in events:
             try:
                 chunk = json.loads(event.removeprefix("data: "))
-            except ValueError:  # an error, in which the app does not escape quotes
+            except ValueError:  # an error event, in which the app does not escape quotes
                 yield f"{event}\n\n"
                 continue
             for choice in chunk.get("choices", ()):

@@ -86,7 +86,7 @@ TYPES: dict[str, tuple[Any, str]] = {
     "text": (dict, "an object"),
     "tools": (list, "a list of tools"),
 }
-"""The type of each served field, in Python and in words."""
+"""The types of served fields, in Python and in words; numbers are checked separately."""
 
 RANGES = {
     "temperature": (0, MAX_TEMPERATURE),
@@ -102,7 +102,7 @@ READABLE_PARTS = {
     "VLM": _PICTURE_PARTS,
     "MULTIMODAL": _PICTURE_PARTS | {"input_audio", "audio_url"},
 }
-"""The types of message parts that the app passes to the model, by modality; it drops others."""
+"""The types of message parts that the app passes to the model, by modality. It drops all others."""
 
 IGNORED_FIELDS = {
     "user",
@@ -183,12 +183,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 class RefusedError(Exception):
-    """A request is invalid, or cannot be served. Its answer has status 400."""
+    """A request is invalid or cannot be served. The answer to it has status 400."""
 
 
 @dataclass
 class Translation:
-    """A request's fields as arguments of the app and of the engine."""
+    """A request's fields, as arguments for the app and for the engine."""
 
     body: dict[str, Any]  # the fields that the app reads
     num_choices: int = 1
@@ -257,7 +257,7 @@ def _make_translation(endpoint: str, requested: dict[str, Any]) -> Translation:
     num_sequences = config.pop("num_return_sequences", None)
     translation.num_choices = _count_choices(endpoint, requested, num_sequences)
     if num_sequences is not None:
-        # without this option, since the app answers each choice separately
+        # without `num_return_sequences`, since the app answers each choice separately
         app_fields["generation_config"] = json.dumps(config)
     if endpoint == COMPLETION and "logit_bias" in requested:
         sequence_bias = {(int(token),): bias for token, bias in requested["logit_bias"].items()}
@@ -291,7 +291,7 @@ def _parse_generation_config(app_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_choices(endpoint: str, requested: Mapping[str, Any], num_sequences: Any) -> int:
-    """Returns the number of choices: `n`, or `num_return_sequences` of `generation_config`."""
+    """Returns the number of choices. `n` and `generation_config` must agree if both set it."""
     n = as_whole("n", requested.get("n", 1), 1, MAX_CHOICES, after=" (choices)")
     if num_sequences is None:
         return n
@@ -309,7 +309,7 @@ def _logprobs_options(endpoint: str, requested: Mapping[str, Any]) -> dict[str, 
     name = "top_logprobs"
     unit = " (alternatives)"
     has_logprobs = requested.get("logprobs", False)
-    if endpoint == COMPLETION:  # a number of alternatives
+    if endpoint == COMPLETION:  # here `logprobs` is the number of alternatives
         name = "logprobs"
         unit = " (alternatives per token)"
         has_logprobs = name in requested
@@ -377,7 +377,7 @@ def _check_length(name: str, text: str, max_characters: int) -> None:
 
 
 def _check_size(name: str, value: Any, max_values: int, max_levels: int) -> None:
-    """Raises `RefusedError` for a JSON value with more nested values or levels."""
+    """Raises `RefusedError` for a JSON value that holds more values, itself included, or levels."""
     level = [value]
     num_values = 0
     num_levels = 0

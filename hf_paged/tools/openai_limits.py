@@ -1,6 +1,6 @@
-"""Limits on the options of OpenAI's requests. Beyond these, logits would overflow, all requests
-would wait, memory would run out, or no token would be allowed. `batching/arguments.py` checks the
-options of all requests."""
+"""Limits on the options of OpenAI's requests. Beyond them, logits would overflow, all requests
+would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has the
+checks for all requests, OpenAI's or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .openai_fields import MAX_CHOICES, RefusedError
 
 # at a lower temperature, or with a higher bias, logits may overflow
 MIN_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
-# biased or banned sequences of several tokens: transformers searches for one after another
+# the most biased or banned sequences of several tokens, each of which transformers searches for
 MAX_SEQUENCES = 256
 MAX_BEAM_TOKENS = 1 << 24  # tokens of all candidates of all beams together
 MAX_VALUES = {
@@ -35,12 +35,12 @@ NUMERIC_OPTIONS = (
     "bias",
     "exponential_decay_length_penalty",
 )
-"""Further options that are numbers or lists of numbers. transformers computes with them
+"""Further options that are numbers or lists of numbers, with which transformers computes
 unchecked."""
 
 
 def check_extremes(options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` for options that would make logits overflow, or all requests wait."""
+    """Raises `RefusedError` for options that overflow logits, delay all requests or are invalid."""
     _check_overflows(options)
     watermarking = options.get("watermarking_config") or {}
     if not isinstance(watermarking, Mapping):
@@ -123,8 +123,9 @@ def check_beams(config: Any, options: Mapping[str, Any]) -> None:
 
 
 def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` if a request with this generation config, whose values `options`
-    override, would allow no first token, or fewer tokens than it requires."""
+    """Raises `RefusedError` if a request with this generation config, overridden by `options`,
+    would allow no first token or fewer tokens than it requires, or names token ids outside the
+    vocabulary."""
     min_new_tokens = options.get("min_new_tokens") or 0
     max_new_tokens = config.max_new_tokens
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:

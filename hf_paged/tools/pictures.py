@@ -1,5 +1,5 @@
-"""Plots and HTML: of blocks, of requests over steps, and of figures. The functions take plain data,
-and import matplotlib on first use."""
+"""Plots of blocks and of requests over steps; HTML and text of statistics and blocks. Imports
+matplotlib on first use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 TITLE = "Memory for keys and values"
 WIDTH, DPI = 8.0, 100  # inches; dots per inch
-# cells of all groups of a plot together; in larger pools a cell stands for several blocks
+# limit on the cells of a plot, over all groups; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
 _NUM_COLUMNS = (32, 64, 128)
-_MAX_CELLS_IN_COLUMNS = (512, 2048)  # up to which a plot has 32 and 64 columns
+_MAX_CELLS_IN_COLUMNS = (512, 2048)  # the most cells that get 32 and 64 columns
 _MAX_NUMBERED_COLUMNS = 32  # with more columns, the number of holders does not fit into a cell
 _HEADING = 1 / 20  # height of a group's heading, as a fraction of the width
 
-# cells of a strip in HTML; in larger pools a cell stands for several blocks
+# the size of a strip in HTML, in cells; in larger pools a cell stands for several blocks
 COLUMNS, MAX_ROWS = 64, 12
 _CELL = 10  # width and height in pixels
 MAX_REQUESTS = 40
@@ -49,7 +49,7 @@ _STYLES: dict[str, dict[str, Any]] = {  # of bars, by the name of a request's ac
     "swapped out": {"facecolor": "#CC79A7"},
 }
 _BAR, _NARROW_BAR = 0.76, 0.26  # heights, as fractions of a row's
-_DRAFTS = {  # label and colour of a `Verification`'s counts, by their names
+_DRAFTS = {  # label and colour of each count of a `Verification`, by its name
     "num_draft_tokens": ("drafted", "#F0E442"),
     "num_accepted_tokens": ("accepted", "#009E73"),
 }
@@ -66,8 +66,7 @@ class Kind(NamedTuple):
     colour: str
 
 
-# the colours of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers
-# distinguish
+# Okabe and Ito's colours for colour-blind readers (Color Universal Design, 2008)
 KINDS = (
     Kind(-1, "cached", "#56B4E9"),
     Kind(0, "free", "#D9D9D9"),
@@ -160,13 +159,14 @@ def _add_legend(
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """Plots a square for each block in order of block ids, one group below another, with the number
-    of holders where it fits.
+    """Plots a square for each block (in large pools, for several) in order of block ids, one group
+    below another. Where they fit, shared blocks show their numbers of holders.
 
     Args:
         block_map: By group, the number of holders of each block (0: free, -1: cached). A key is a
             group's window, or its kind and window.
-        ax: The matplotlib axes to draw on; by default those of a new figure outside of pyplot.
+        title: The heading.
+        ax: The matplotlib axes to draw on; by default those of a new figure, unknown to pyplot.
 
     Returns:
         `matplotlib.figure.Figure`: The figure of `ax`.
@@ -186,7 +186,7 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
     if is_new:
         ax = _new_axes()
     top = 0.0
-    ticks: dict[float, int] = {}  # first block ids of labelled rows, by the row's height in cells
+    ticks: dict[float, int] = {}  # first block ids of labelled rows, by the row's position in cells
     for key, holders in panels.items():
         if heading:
             caption = f"{group_label(key)}: {len(holders):,} blocks"
@@ -270,8 +270,8 @@ def plot_intervals(
     max_requests: int = MAX_REQUESTS,
     verifications: Sequence[Verification] = (),
 ) -> Any:
-    """Plots a row for each of the last `max_requests` requests, in order of arrival, over steps or
-    seconds, with a mark where the request ended. For each step that verified a draft, a column
+    """Plots a row for each of the last `max_requests` requests, in order of arrival, over `unit`
+    ("steps" or "seconds"), with a mark at each end. For each step that verified a draft, a box
     within the row's bar shows the numbers of drafted and accepted tokens; the longest draft fills
     the bar. `ax`, the result and `ImportError` are as in `plot_block_map`. Raises `ValueError` for
     an unknown `unit`, or `max_requests` below 1."""
@@ -354,7 +354,7 @@ def _shorten(request_id: str) -> str:
 
 
 def engine_html(engine: PagedEngine) -> str:
-    """Returns an engine's figures and blocks as HTML."""
+    """Returns an engine's statistics and blocks as HTML."""
     stats = engine.stats()
     hit_rate = stats.num_prefix_hit_tokens / max(1, stats.num_prompt_tokens)
     limit = " (no limit)"
@@ -378,7 +378,7 @@ def engine_html(engine: PagedEngine) -> str:
 
 
 def cache_html(cache: PagedCache) -> str:
-    """Returns the figures and blocks of a cache's memory as HTML."""
+    """Returns the statistics and blocks of a cache's memory as HTML."""
     stats = cache.stats()
     figures = {
         **common_figures(stats),
@@ -390,7 +390,7 @@ def cache_html(cache: PagedCache) -> str:
 
 
 def stats_text(stats: MemoryStats) -> str:
-    """Returns the figures of a memory as text."""
+    """Returns the statistics of a memory as text."""
     figures = memory_figures(stats)
     width = max(map(len, figures))
     lines = (f"  {label:{width}}  {text}" for label, text in figures.items())
@@ -398,13 +398,13 @@ def stats_text(stats: MemoryStats) -> str:
 
 
 def stats_html(stats: MemoryStats) -> str:
-    """Returns the figures of a memory as HTML."""
+    """Returns the statistics of a memory as HTML."""
     return memory_html(TITLE, memory_figures(stats), {})
 
 
 def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, list[int]]) -> str:
-    """Returns HTML with a table of `figures` above a strip of each group's blocks, readable on
-    light and dark backgrounds. `block_map` is as in `plot_block_map`."""
+    """Returns HTML with a table of `figures` (texts by label) above a strip of each group's blocks,
+    readable on light and dark backgrounds. `block_map` is as in `plot_block_map`."""
     rows = "".join(
         f'<tr><td style="text-align:left;padding:1px 12px 1px 0">{escape(label)}</td>'
         f'<td style="text-align:right;padding:1px 0">{escape(text)}</td></tr>'

@@ -1,5 +1,5 @@
-"""The state of a request to `transformers serve`: its client, its fields and its result. `serving`
-has the app answer it."""
+"""The state of a request to `transformers serve`: its client, its fields and its result.
+`serving.py` makes the app answer the request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Client:
             cancel()
 
     def on_disconnect(self, cancel: Callable[[], None]) -> None:
-        """Calls `cancel` when the client disconnects, or now if it already has."""
+        """Calls `cancel` when the client disconnects, or now if it has disconnected."""
         self.cancel_callbacks.append(cancel)
         if self.is_disconnected:
             cancel()
@@ -58,7 +58,7 @@ class ServedRequest:
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and audio of the prompt
     generation_options: dict[str, Any] = field(default_factory=dict)  # of the generation config
-    # whether an error is the server's from now on, since the input is accepted or a model loads
+    # whether errors are now the server's fault: the input is accepted, or a model is being loaded
     errors_are_internal: bool = False
     is_added: bool = False  # to the engine
     # set at the engine's first output
@@ -68,7 +68,7 @@ class ServedRequest:
 
     @property
     def refusal(self) -> Exception | None:
-        """The engine's error, if the request never ran or no token was allowed; else `None`."""
+        """The engine's error if the request never ran or no token was allowed; otherwise `None`."""
         error = None if self.result is None else self.result.error
         return error if not self.has_run or isinstance(error, NoTokenError) else None
 
@@ -121,7 +121,7 @@ def _content_length(headers: Any) -> int:
 
 class _MessageQueue:
     """The messages of an HTTP request. Reads them from `receive` as fast as the app reads the
-    queue, which holds one message. Cancels the client's requests when it disconnects, when
+    queue, which holds one message. Cancels the client's requests when the client disconnects, when
     `receive` raises, and when the body has more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
@@ -132,8 +132,8 @@ class _MessageQueue:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the body has more than `max_bytes` so far. Unlike the content-length header, this
-        also covers a body in chunks."""
+        """Whether the body received so far has more than `max_bytes`. Unlike the content-length
+        header, this also covers a body that is sent in chunks."""
         return self._client.num_bytes > self._max_bytes
 
     async def fill(self) -> None:
@@ -149,7 +149,7 @@ class _MessageQueue:
         except Exception as error:
             last_message = error
         self._client.disconnect()
-        while True:  # each later call of `get` returns or raises it
+        while True:  # each later call of `get` returns or raises `last_message`
             await self._messages.put(last_message)
 
     async def get(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class _MessageQueue:
 
 
 class ClientMiddleware:
-    """ASGI middleware that reads the cache salt, calls a client's callbacks when it disconnects,
+    """ASGI middleware that reads the cache salt, calls the callbacks of a client that disconnects,
     and refuses bodies of more than `MAX_BODY_BYTES` with status 413, except uploaded audio."""
 
     def __init__(self, app: Any) -> None:
@@ -178,7 +178,7 @@ class ClientMiddleware:
         client = _make_client(headers)
         current_client.set(client)
         max_bytes = float("inf") if scope["path"].startswith("/v1/audio/") else MAX_BODY_BYTES
-        # closes the connection, since the rest of the body is not read
+        # the refusal closes the connection, since the rest of the body is not read
         refusal = error_response(
             413, f"the body has more than {MAX_BODY_BYTES} bytes: shorten it", connection="close"
         )
@@ -190,8 +190,8 @@ class ClientMiddleware:
 
         async def send_unless_refused(message: dict[str, Any]) -> None:
             nonlocal has_response
-            # For the app, a body that is too long ends like one of a disconnected client. The
-            # refusal replaces its answer.
+            # To the app, a body that is too long looks like that of a client that disconnected. The
+            # refusal replaces the app's answer.
             if has_response or not messages.is_too_long:
                 has_response = True
                 await send(message)

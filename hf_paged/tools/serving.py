@@ -50,13 +50,13 @@ from .served_request import (
 
 logger = logging.getLogger(__name__)
 
-# JSON schemas that may be compiled at a time, and how long a request waits for its schema
+# JSON schemas compiled at a time; seconds that a request waits for its turn, then for its schema
 MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
 _compiling = threading.Semaphore(MAX_COMPILING)
-# longer bodies are tokenized one at a time, since that takes much memory
+# longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
 
-# options of a generation config that the app passes as arguments, or that are for its own loop
+# options that are left out: the app passes the first two; the others are for transformers' cache
 NOT_OVERRIDES = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 
@@ -82,7 +82,7 @@ class ServedManager(PagedBatchingManager):
         return str(request_id)
 
     def cancel_request(self, request_id: str) -> None:
-        """Cancels the request to which a choice belongs, for all choices."""
+        """Cancels the whole request to which a choice belongs."""
         engine_request_id, _, _ = request_id.partition("__child#")
         super().cancel_request(engine_request_id)
 
@@ -100,8 +100,8 @@ class ServedManager(PagedBatchingManager):
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """The app's continuous batching, with a [`ServedManager`]. The manager's defaults are the
-    model's, not the options of the first request."""
+    """The app's continuous batching, with a [`ServedManager`]. The manager's default options are
+    those of the model, not those of the first request."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
@@ -110,7 +110,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self._lock = threading.Lock()  # `init_cb` is called in several threads
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        """Starts a manager for the model, unless one runs; ignores `gen_config`."""
+        """Starts a manager for the model, unless it has one; ignores `gen_config`."""
         with self._lock:
             if self.manager is not None and self.manager.model is not model:
                 # the app has loaded the model again
@@ -143,8 +143,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
         self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig
     ) -> str:
         """Sets the options of this task's request, and returns the id of the choice's outputs.
-        Raises `RefusedError` for options beyond the limits or that allow no token, for a prompt
-        that never fits into memory, and for a schema that cannot be compiled."""
+        Raises `RefusedError` for options that exceed the limits or allow no token, for a text
+        prompt that never fits into memory, and for a schema that cannot be compiled."""
         assert self.manager is not None  # created by `init_cb`
         request = current_request()
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -178,7 +178,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             if request.inputs is None:
                 core.check_length(inputs["input_ids"], request.engine_request_id)
             if options.schema is not None:
-                # compiled now, since the engine's thread would delay the steps of all requests
+                # compiled here: in the engine's thread, it would delay the steps of all requests
                 make_processor = core.grammars.processor
                 _compile(functools.partial(make_processor, options, request.tokenizer, model))
         except (ImportError, IndexError, OutOfBlocksError, ValueError) as error:
@@ -187,9 +187,9 @@ class EngineGenerateManager(utils.CBGenerateManager):
 
 
 def _compile(function: Callable[[], Any]) -> None:
-    """Calls `function`, which compiles a schema, in a thread. Raises its error, or `ValueError`
-    after `COMPILE_SECONDS`. The thread cannot be stopped then; until it ends, it counts towards
-    `MAX_COMPILING`."""
+    """Calls `function`, which compiles a schema, in a thread. Raises the function's error, and
+    `ValueError` if no thread is available or the function takes more than `COMPILE_SECONDS`. Its
+    thread then goes on, and counts towards `MAX_COMPILING` until it ends."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
@@ -212,8 +212,8 @@ def _compile(function: Callable[[], Any]) -> None:
 
 
 class MediaGenerateManager(utils.GenerateManager):
-    """Sends requests with images or audio to the engine, and those that the engine does not serve
-    to `generate`, whose errors do not count as bad requests."""
+    """Sends requests with images or audio to the engine or, if the engine does not serve them, to
+    `generate`. Errors of `generate` are not reported as bad requests."""
 
     get_engine_manager: Callable[[], EngineGenerateManager]
 
@@ -228,8 +228,8 @@ class MediaGenerateManager(utils.GenerateManager):
     def _choose_manager(
         self, model: Any, processor: Any, inputs: Mapping[str, Any], gen_config: GenerationConfig
     ) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the manager that serves a request, that of the model's engine or of `generate`,
-        and the arguments for it. Raises `RefusedError` if neither serves the request."""
+        """Returns the manager that serves a request (the engine's or `generate`'s), and the
+        arguments for it. Raises `RefusedError` if neither serves the request."""
         request = current_request()
         # `generate` of a model with a talker runs several models, which the engine cannot
         if not request.is_plain and not hasattr(model, "has_talker"):
@@ -261,7 +261,7 @@ class EngineGenerationState(utils.GenerationState):
         self.long_body_lock = asyncio.Lock()
 
     def use_continuous_batching(self, model: Any, modality: utils.Modality) -> bool:
-        """Whether the app is to pass lists of token ids, as for models of text. For others it
+        """Whether the app must pass lists of token ids: true for text models. For other models it
         passes tensors to a `MediaGenerateManager`. Raises `RefusedError` for message parts that the
         model cannot read, which the app would drop."""
         request = request_or_none.get()
@@ -316,8 +316,8 @@ def build_server(model_manager: Any, chat_handler: Any, **arguments: Any) -> Any
         return Response(status_code=499)  # nginx's status for this; nobody reads the response
 
     # A garbage collection over the objects of all libraries takes a third of a second, in which no
-    # stream gets a token. So present objects are frozen, which collections skip; a model that is
-    # already loaded is never unloaded.
+    # stream gets a token. Collections skip frozen objects. Freezing a model that is already loaded
+    # is harmless, since the app never unloads a preloaded model.
     gc.collect()
     gc.freeze()
     app.add_exception_handler(RefusedError, answer_refused)
@@ -400,7 +400,7 @@ async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any
 async def _answer(
     request: ServedRequest, handle: Callable[..., Any], request_id: str, lock: Any
 ) -> Any:
-    """Has the app answer each choice separately, and joins its answers. `lock` is held while the
+    """Makes the app answer each choice separately, and joins the answers. Holds `lock` while the
     answers begin. Raises `RefusedError`, `ClientDisconnected` and the app's errors."""
     from fastapi import HTTPException
     from fastapi.responses import JSONResponse, StreamingResponse
@@ -414,7 +414,7 @@ async def _answer(
             if current_client.get().is_disconnected:
                 raise ClientDisconnected
             for choice in range(fields.num_choices):
-                # one after another, since the first one adds the request
+                # in order, since the first choice adds the request for all
                 current_choice.set(choice)
                 coroutine = handle(dict(fields.body), request_id)
                 remainders.append(await _begin_in_thread(coroutine))
@@ -456,14 +456,14 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if error.errno is None:  # transformers' error for a model that does not exist
             raise RefusedError(str(error)) from error
         raise
-    request.errors_are_internal = False  # so far only the model's name was read
+    request.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
     return model_and_processor
 
 
 def set_seed(seed: int) -> None:
-    """Sets the seed of the current request, with which the engine draws from a separate random
-    stream, and that of torch's generator, which all requests of `generate` share. Raises
-    `ValueError` for seeds of more than 64 bits."""
+    """Sets the seed of the current request, which selects a separate random stream in the engine,
+    and the seed of torch's generator, which all requests of `generate` share. Raises `ValueError`
+    for seeds of more than 64 bits."""
     request = request_or_none.get()
     if request is not None:
         request.seed = seed

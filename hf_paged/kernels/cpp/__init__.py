@@ -1,7 +1,7 @@
 """The C++ kernels: built on first use with the user's compiler, unless the wheel contains them, and
 loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`, `is_available()` is False and
-PyTorch computes their results (attention: `attention/backends/gather.py`). This module calls those
-that hash memory and draw tokens."""
+PyTorch computes their results (attention: `attention/backends/gather.py`). This module calls the
+kernels that hash memory and draw tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-# of the state of torch's CPU generator; a build with another size has another algorithm
+# size of the state of torch's CPU generator; a build with another size has another algorithm
 _STATE_BYTES = 5056
 _lock = forks.lock()
 
 
 def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
     """Returns a 16-byte hash of the content, order and sizes of memory spans: span `i` has
-    `sizes[i]` bytes from address `starts[i]` on. Raises `ValueError` for a negative size, or for
-    address 0 with a size."""
+    `sizes[i]` bytes from address `starts[i]` on. Raises `ValueError` for a negative size, for
+    address 0 with a positive size, and if there are not as many addresses as sizes."""
     count = len(starts)
     if len(sizes) != count:
         raise ValueError(f"{count} addresses and {len(sizes)} sizes")
@@ -71,7 +71,7 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 @functools.cache
 def _draws_as_torch() -> bool:
-    """Whether the kernel is available and draws the tokens that this build of torch draws, whose
+    """Whether the kernel is available and draws the same tokens as this build of torch, whose
     algorithm is undocumented."""
     generator = torch.Generator()
     generator.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Builds the C++ kernels once per machine and loads them with ctypes. Stores the library in a
-folder to which only the user can write. Never loads a library that is truncated or altered, or that
-another user could have written: builds it again."""
+"""Loads the C++ kernels with ctypes: from the wheel or, built once per machine, from a folder to
+which only the user can write. Of the latter, never loads a library that is truncated or altered, or
+that another user could have written: builds it again."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from .compiler import (
 
 logger = logging.getLogger(__package__)
 
-# from the best flags to none, which any compiler accepts; the first ones that work are used
+# from the best flags to none, which any compiler accepts; the first that work are used
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
-# seconds that a process waits for another one's build before it builds a library for itself
+# seconds that a process waits for another's build before it builds a library for itself alone
 MAX_WAIT = 600.0
 
 VARIABLE = "HF_PAGED_ISA"
@@ -105,8 +105,8 @@ def best_path() -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the loaded library. If it cannot be built or loaded, logs why and returns `None`. A
-    process tries that once."""
+    """Returns the loaded library; `None` if it cannot be built or loaded, or if `HF_PAGED_CPP=0`,
+    and then logs the reason. A process tries only once."""
     if os.environ.get("HF_PAGED_CPP") == "0":
         logger.info("hf_paged runs without its C++ kernels, on the portable path: HF_PAGED_CPP=0")
         return None
@@ -129,7 +129,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Loads the wheel's library, else the one in the cache folder, after compiling it if it is
+    """Loads the wheel's library or, failing that, the one in the cache folder, compiled if it is
     missing. If the folder cannot be used, compiles a library for this process alone."""
     if (path := prebuilt.find()) is not None:
         try:
@@ -207,13 +207,13 @@ def _find_library(folder: Path, key: str, level: int = logging.WARNING) -> Path 
 def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
     """Builds the library in a private folder, or waits for the process that builds it, and returns
     its path. If a process is killed, the system releases its lock. Raises `OSError` if the folder
-    cannot be locked or written to."""
+    cannot be written to or locked within `MAX_WAIT` seconds, and the errors of `_build`."""
     lock = FileLock(folder / "build.lock", timeout=MAX_WAIT)
     with lock:
         try:
             path = _find_library(folder, key, logging.DEBUG)
             if path is None:
-                # files of builds that were killed
+                # left by builds that were killed
                 for partial in folder.glob(f"{tempfile.gettempprefix()}*.so"):
                     partial.unlink()
                 logger.warning(
@@ -224,13 +224,13 @@ def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
                 path = _build(folder, key, compiler)
             return path
         finally:
-            # deleted while locked: processes that wait for it then lock a new file
+            # deleted while locked, so that waiting processes lock a new file
             Path(lock.lock_file).unlink(missing_ok=True)
 
 
 def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     """Compiles the library into a private folder and returns its path. Raises `RuntimeError` with
-    the compiler's errors, and `OSError` or `SubprocessError`."""
+    the compiler's errors, `SubprocessError` after 300 seconds, and `OSError`."""
     start = time.perf_counter()
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)
@@ -256,8 +256,8 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
 
 
 def _cache_dir() -> Path:
-    """Returns `$HF_PAGED_CACHE_DIR`, else `$XDG_CACHE_HOME/hf_paged`, else `~/.cache/hf_paged`.
-    Raises `OSError` if the path is relative."""
+    """Returns the first that is set of `$HF_PAGED_CACHE_DIR`, `$XDG_CACHE_HOME/hf_paged` and
+    `~/.cache/hf_paged`. Raises `OSError` if the path is relative."""
     variable = next(
         (name for name in ("HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME"
     )
@@ -285,7 +285,7 @@ def _make_private(folder: Path) -> Path:
         except FileNotFoundError:
             os.makedirs(path, mode=0o700, exist_ok=True)  # another process may have created it
             status = os.lstat(path)
-        # modes of links do not apply; users can replace only their own files in sticky folders
+        # links' modes do not apply; in sticky folders, users can replace only their own files
         is_protected = stat.S_ISLNK(status.st_mode) or bool(status.st_mode & stat.S_ISVTX)
         _check_access(path, status, (0, user), allow_writers=is_protected)
     if not stat.S_ISDIR(status.st_mode):

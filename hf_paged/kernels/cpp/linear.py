@@ -19,11 +19,11 @@ MAX_PIECES = 4
 # most rows for which reading the weights takes most of the time, by `build.PATHS`; PyTorch computes
 # products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# where PyTorch converts element by element (`is_native`): the most rows for this kernel, and the
-# fewest rows for which `linear_float32` is faster than the kernel
+# where PyTorch converts element by element (not `is_native`): the most rows for this kernel, and
+# the fewest rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
-MIN_TILE_WIDTH = 16  # fewest outputs of a weight for which AMX is used (`linear_path`)
+MIN_TILE_WIDTH = 16  # fewest outputs of a weight for which AMX is used, as in `linear.cpp`
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -46,7 +46,7 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows for which this CPU computes products of this dtype with `linear`."""
+    """Returns the most rows for which this CPU should use `linear` for products of this dtype."""
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]
@@ -61,8 +61,8 @@ def pack(
 ) -> bytes:
     """Returns the kernel's struct for the products of `x` with one or more weights. `x_fields`:
     address, dtype, rows, depth and row stride of `x`. `pieces`: for each weight, the addresses of
-    weight, bias (or 0) and output, the width, and the row strides of weight and output. `path`: of
-    `build.PATHS`."""
+    weight, bias (or 0) and output, the width, and the row strides of weight and output; at most
+    `MAX_PIECES`. `path`: a number in `build.PATHS`."""
     address, dtype, rows, depth, row_stride = x_fields
     packed = LINEAR.pack(
         address,
@@ -89,9 +89,9 @@ def linear(
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
     all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The last dimensions of
-    `x` and `bias` must be contiguous, and one dimension of `weight`. A row's result does not depend
-    on other rows. `path`: of `build.PATHS`, by default the best one. Raises `TypeError` for other
-    tensors, and `ValueError` for shapes that do not fit."""
+    `x` and `bias`, and either dimension of `weight`, must be contiguous. A row's result does not
+    depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
+    for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
     stored = weight.t() if is_transposed else weight
     for tensor in (x, stored) if bias is None else (x, stored, bias):
@@ -134,7 +134,7 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     x_float32 = x.float()
     width = weight.shape[0]
     out = x.new_empty(x.shape[0], width)
-    # bounds a chunk of the weight by its depth, and the chunk's outputs by their rows
+    # limits the elements of a chunk of the weight, and of the chunk's outputs
     max_len = max(1, *weight.shape[1:], len(x))
     chunk_width = max(64, FLOAT32_ELEMENTS // max_len)
     for start in range(0, width, chunk_width):

@@ -1,6 +1,6 @@
 """The prebuilt libraries of a wheel, one per instruction level, and the choice of one for this
-processor. `python -m hf_paged.kernels.cpp.prebuilt` builds them into the folder `lib`;
-`.ci/release` runs it. A checkout contains no libraries."""
+processor. `python -m hf_paged.kernels.cpp.prebuilt`, which `.ci/release` runs, builds them into the
+folder `lib`. A checkout contains no libraries."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def levels(flags: set[str]) -> Iterator[str]:
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """Returns the path of the best library for a processor with these CPU flags of Linux (default:
-    this one's), or `None`. The library must be built from the current sources, and its name must
-    end with the hash of its content."""
+    """Returns the path of the best library for a processor with these CPU flags of Linux (by
+    default this processor's); `None` if there is none. The library must have been built from the
+    current sources, and its name must end with the hash of its content."""
     if platform.machine() != "x86_64":
         return None
     if flags is None:
@@ -66,7 +66,7 @@ def _sources_hash() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replaces the libraries in `FOLDER`, one for each level, and prints their names. Raises
-    `RuntimeError` without a compiler, and `CalledProcessError` if it fails."""
+    `RuntimeError` without a compiler, and `CalledProcessError` if the compiler fails."""
     argparse.ArgumentParser(description=__doc__).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.so"):

@@ -30,8 +30,8 @@ MIN_CAPABILITY = (8, 0)  # of the oldest NVIDIA chips for which the kernels are 
 
 def is_available(device: torch.device) -> bool:
     """Whether the kernels run on `device`. The first call for a GPU compiles and runs a small
-    kernel; if that fails, logs why."""
-    if device.type == "cpu":  # only Triton's interpreter runs kernels there
+    kernel; if that fails, logs why and returns False from then on."""
+    if device.type == "cpu":  # only Triton's interpreter runs kernels on the CPU
         is_interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in (
             "1",
             "true",

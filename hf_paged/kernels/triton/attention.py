@@ -1,8 +1,8 @@
-"""Triton attention over paged K/V: one kernel, launched over two grids that do not depend on
+"""Triton attention over paged K/V: one kernel, launched over one of two grids. Neither depends on
 lengths, so that a captured graph stays valid as rows grow.
 
 A query row is one query of one head. The grid of decodes is tiles of query rows by splits of each
-row's keys, which the device balances (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv
+row's keys; the device balances the splits (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv
 2501.01005, section 3.3). The grid of prompts, chunks and shared prefixes is tiles of the packed
 queries of all rows, with the query heads of a K/V head side by side (FlashAttention-2, arXiv
 2307.08691, section 3.1)."""
@@ -35,8 +35,8 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Fewest tokens per split of a row, except its last: merging smaller splits would take longer than
-they save."""
+"""The fewest tokens per split of a row (prefills: of the longest row), except its last split:
+smaller splits would cost more time to merge than they save."""
 
 
 def decode_attention(
@@ -51,10 +51,9 @@ def decode_attention(
     **features: Any,
 ) -> Any:
     """Computes attention of a step with the same `query_len` in every row, at most `MAX_QUERIES`.
-    Arguments and result are those of `prefill_attention`, except that `bias` broadcasts to `(rows,
-    heads, query_len, max seq_len)`. With `return_lse`, also returns the log-sum-exp of the scores,
-    `(T, heads)` float32, including the sink. Raises `IndexError` if `bias` has fewer keys than the
-    longest row, and `LaunchFailedError`."""
+    The arguments, result and errors are as in `prefill_attention`, except that `bias` broadcasts to
+    `(rows, heads, query_len, max seq_len)`. With `return_lse`, also returns the log-sum-exp of the
+    scores, `(T, heads)` float32, including the sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -68,7 +67,7 @@ def decode_attention(
     # at least 32: tiles of 16 columns would occupy only 2 of 4 warps
     value_tiles = split_dim(value_dim, min_size=32)
     key_tiles = split_dim(key_dim)
-    # If values are the first elements of the keys, as in latents, one load gets both.
+    # If the values are the first elements of the keys, as in latents, one load gets both.
     keys, values = (
         (x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks)
     )
@@ -151,9 +150,9 @@ def prefill_attention(
     is_merged: bool = True,
     **features: Any,
 ) -> Any:
-    """Computes attention of the queries of each row, its last tokens, over the K/V in the row's
-    block table, including those of this step. Never reads slots before a row's start or from its
-    `seq_len` on. A query that sees no keys gets zeros.
+    """Computes attention of each row's queries, which belong to its last tokens, over the K/V in
+    the row's block table, including those of this step. Never reads slots before a row's start or
+    from its `seq_len` on. A query that sees no keys gets zeros.
 
     Args:
         query: `(T, heads, key_dim)`, the queries of all rows, row after row.
@@ -162,8 +161,8 @@ def prefill_attention(
         bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all
             queries of a row.
         query_index: `(T,)` int32: query `i` is `query[query_index[i]]`.
-        num_splits: Parts into which each row's keys are split; by default as many as fill the
-            device's multiprocessors.
+        num_splits: The number of parts into which each row's keys are split; by default enough to
+            fill the multiprocessors, at most one per `MIN_PREFILL_SPLIT` tokens of block tables.
         is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp
             of their scores, `(splits, T, heads)`, both float32. The first part includes the sink.
 
@@ -244,8 +243,8 @@ def cascade_attention(
     **features: Any,
 ) -> Any:
     """Computes the `decode_attention` of a step with one query per row, given as a cascade: attends
-    to the rows' tails, then to the prefixes that rows share, and merges. Differs in rounding: the
-    results of the tails, which include the sinks, are in the query's dtype before the merge."""
+    to the rows' tails, then to the prefixes that rows share, and merges both. Differs in rounding:
+    the results of the tails, which include the sinks, are in the query's dtype before the merge."""
     tensors = (query, key_blocks, value_blocks)
     query_index = cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)
@@ -332,7 +331,7 @@ def _bias_arguments(
 ) -> dict[str, Any]:
     """Returns the kernel's arguments for a bias: its strides by row, packed token, head and key,
     and its number of keys. Without `query_len`, all queries of a row share one bias. Raises
-    `IndexError` if it has fewer keys than the longest row."""
+    `IndexError` if the bias has fewer keys than the longest row."""
     if bias is None:
         return {}
     num_keys = bias.shape[-1]

@@ -94,7 +94,7 @@ def _attend_tile(
         k_rest = convert_tile(k_rest, q, STORED)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
-    if STORED:  # `key_block` counts bytes; a scale has 4
+    if STORED:  # codes take 1 byte, so `key_block` is in bytes; a scale takes 4
         scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_visible, MASKED)[
             None, :
         ]
@@ -119,7 +119,7 @@ def _attend_tile(
     anchor = new_top
     if MASKED:
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if bias is not None:  # a bias of the dtype's minimum times `factor` would be -inf
+    if bias is not None:  # multiplied by `factor`, a bias at the dtype's minimum would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * factor)
     else:  # one fused multiply-add per score
         weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
@@ -164,9 +164,9 @@ def _attend_tile(
     return acc, acc_rest, total, new_top
 
 
-# Numbers that change from step to step, and the addresses of metadata, which are slices of one
-# buffer, are not specialized: each variant would be compiled separately. Queries, keys and values
-# are specialized for alignment, so that their loads are wide.
+# Not specialized, since each variant would be compiled separately: numbers that change from step to
+# step, and the addresses of metadata tensors, which are slices of one buffer. Queries, keys and
+# values are specialized for alignment, so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
         "rows",
@@ -251,14 +251,14 @@ def attention_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    """Computes attention of one tile of query rows over the keys of their row, or over a part of
-    these keys.
+    """Computes attention of one tile of a row's queries over all keys of that row, or over a part
+    of them.
 
-    The grid is `(tiles * kv_heads, items)` with `BY_LENGTH`: all rows have `query_len` queries, and
-    with `SPLIT` the keys of longer rows are split into more items. Else it is `(tiles, kv_heads,
-    parts)`: `query_start` says which tiles a row has, and the keys of every row are split into the
-    same number of parts. `name_x` (`key_block`, `query_head`) is the stride of `name` along the
-    axis `x`, in elements."""
+    With `BY_LENGTH` the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries, and
+    with `SPLIT` the keys of longer rows are split into more items. Without it the grid is `(tiles,
+    kv_heads, parts)`: `query_start` says which tiles a row has, and the keys of every row are split
+    into the same number of parts. `name_x` (`key_block`, `query_head`) is the stride of `name`
+    along the axis `x`, in elements."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
@@ -320,8 +320,8 @@ def attention_kernel(
             DOT_DTYPE
         )
 
-    # Each key in [low, high) is visible to some query of the tile; those in [full_low, full_high)
-    # are visible to all.
+    # No query of the tile sees keys outside [low, high). Without `BY_LENGTH`, all of them see all
+    # keys in [full_low, full_high).
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
     high, full_low, full_high = seq_len, low, seq_len
@@ -372,8 +372,8 @@ def attention_kernel(
     block_table = block_tables + row.to(tl.int64) * table_row
 
     # All queries see all keys of [full_begin, full_end), whose tiles need no masks. A first loop
-    # computes the masked tiles at both ends, a second one those between. Decodes use a single,
-    # masked loop: the loads of a second one would start only after those of the first have arrived.
+    # computes the masked tiles at both ends, a second loop those between. Decodes (`BY_LENGTH`) use
+    # a single, masked loop: a second loop's loads would start only after the first one's arrive.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end

@@ -36,8 +36,8 @@ class CascadeCosts(NamedTuple):
 
 def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
     """Splits a decode step, whose block ids are on the host, into a step over the shared prefixes
-    and a step over the remaining tokens of every row, its tail. `shared_prefixes`: at least one;
-    each row in at most one."""
+    and a step over the tails, the remaining tokens of every row. `shared_prefixes`: at least one
+    prefix; a row may be in at most one."""
     block_size = step.block_size
     num_prefixes = len(shared_prefixes)
     max_blocks = max(prefix.num_blocks for prefix in shared_prefixes)
@@ -85,8 +85,8 @@ def default_costs(num_heads: int, key_blocks: Tensor, value_blocks: Tensor) -> C
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """Returns the cascade of a decode step if it reads less memory than the step, else `None`. Also
-    returns `None` if the block ids are not on the host, or if the first visible token of some row
+    """Returns the cascade of a decode step. Returns `None` if a cascade would not read less memory
+    than the step, if the block ids are not on the host, or if the first visible token of some row
     is not its first token."""
     if not step.block_ids or any(step.starts):
         return None
@@ -105,7 +105,7 @@ def plan_cascade(
 ) -> tuple[SharedPrefix, ...]:
     """Returns the prefixes, each row in at most one, that save the most bytes: a shared block is
     read once per `rows_per_read` rows instead of once per row, but each row writes and reads one
-    state per split and one for its tail. Returns `()` if they save at most `overhead_bytes` in all.
+    state per split and one for its tail. Returns `()` if that saves no more than `overhead_bytes`.
 
     `tables[i]`: the block ids of row `i`; `seq_lens[i]`: its tokens, including the new one. The
     block of the new token is never shared, since each row writes to its own. A row longer than
@@ -132,7 +132,7 @@ def _best_prefixes(
     subtracted. `num_shareable`: how many leading blocks a row may share, by row."""
     if len(rows) < 2:
         return [], 0
-    # A prefix that the least and the greatest table share, in the order of lists, is one of all
+    # In the order of lists, a prefix that the least and the greatest table share is shared by all
     # tables. Comparing lists runs in C.
     row_tables = [tables[row] for row in rows]
     least_table = min(row_tables)

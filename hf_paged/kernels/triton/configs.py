@@ -1,5 +1,5 @@
-"""Launch parameters by chip, head dims and dtype: from tables that `benchmarks.tune` measured, else
-by a rule. `attention.py` launches the kernels."""
+"""Launch parameters by chip, head dims and dtype: from tables that `benchmarks.tune` writes or,
+without an entry there, by a rule. `attention.py` launches the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# of the tables that `benchmarks.tune` writes, one per chip (sm90.json)
+# folder of the tables that `benchmarks.tune` writes, one per chip (sm90.json)
 FOLDER = Path(__file__).with_name("configs")
 
 
@@ -53,7 +53,7 @@ def strides(tensor: Tensor) -> list[int]:
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors (AMD: compute units, Intel: subslices) of a
-    GPU; for other devices that of an H200."""
+    GPU; for other devices, the number of an H200."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     if device.type == "xpu":
@@ -97,8 +97,8 @@ def _query_max_shared_bytes(driver: Any, index: Any) -> int:
 
 
 def max_shared_bytes(device: torch.device) -> int:
-    """Returns the most bytes of shared memory that a thread block may use; on the CPU, which has no
-    limit, those of chips of compute capability 8.6."""
+    """Returns the most bytes of shared memory that a thread block may use; for the CPU, which has
+    no limit, those of a chip of compute capability 8.6."""
     if device.type == "cpu":
         return 99 << 10
     driver = triton.runtime.driver.active
@@ -130,9 +130,9 @@ def find_config(
     device: torch.device,
     value_is_key: bool = False,
 ) -> LaunchConfig:
-    """Returns the measured config of a kernel (see `entry_name`) for the chip of `device`, else the
-    default one. `value_is_key`: values are the first elements of the keys, so that the kernel loads
-    one tile for both."""
+    """Returns the measured config of a kernel (see `entry_name`) for the chip of `device` or, if
+    there is none, the default config, fitted to the chip. `value_is_key`: values are the first
+    elements of the keys, so that the kernel loads one tile for both."""
     chip = chip_name(device)
     arguments = (key_dim, value_dim, dtype)
     measured = _load_table(chip).get(
@@ -184,7 +184,7 @@ def shared_bytes(
     chip: str,
     value_is_key: bool = False,
 ) -> int:
-    """Returns an upper bound of the shared memory, in bytes, of a thread block of the kernel, which
+    """Returns an upper bound of the bytes of shared memory in which a thread block of the kernel
     stores queries, softmax weights, and the tiles of keys and values in the loop's pipeline."""
     is_decode = kernel == "decode"
     key_width = sum(split_dim(key_dim))
@@ -205,14 +205,14 @@ def shared_bytes(
 def default_decode_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str = "none"
 ) -> LaunchConfig:
-    """Returns the config of a decode without a measured one. A tile of K and V takes about 32 KiB,
-    and the next one loads while one is used: a multiprocessor of an H200 needs about 26 KiB in
-    flight (4.8 TB/s, 700 ns). Block ids are prefetched, too, so two tiles take five stages. Wide
+    """Returns the config of decodes for which none was measured. A tile of K and V takes about 32
+    KiB, and the next tile loads while one is used: a multiprocessor of an H200 needs about 26 KiB
+    in flight (4.8 TB/s, 700 ns). Block ids are prefetched, too, so two tiles take five stages. Wide
     heads, whose accumulators fill the registers, get smaller tiles of queries."""
     max_dim = max(key_dim, value_dim)
     block_m = max(16, triton.next_power_of_2(rows))
     is_amd = chip.startswith("gfx")
-    # with eight warps, AMD's chips have 256 registers per lane, which would spill
+    # with eight warps, AMD's chips have 256 registers per lane, too few not to spill
     num_warps = 4 if is_amd or max_dim <= 256 else 8
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers
         config = LaunchConfig(32 if max_dim <= 64 else 16, 16, num_warps, num_stages=2)
@@ -237,9 +237,9 @@ def default_decode_config(
 def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str
 ) -> LaunchConfig:
-    """Returns the config of a prefill without a measured one, with the largest tiles that compile
-    without register spills. `rows`: query rows (queries x heads of a group) of the row with most
-    queries."""
+    """Returns the config of prefills for which none was measured, with the largest tiles that
+    compile without register spills. `rows`: query rows (queries x heads of a group) of the row with
+    the most queries."""
     max_dim = max(key_dim, value_dim)
     is_short = rows <= 64
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers

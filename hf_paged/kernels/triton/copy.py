@@ -1,5 +1,5 @@
-"""A Triton kernel that copies blocks to other blocks of the same layer, in all layers by one
-launch. `cache.copies` decides which blocks."""
+"""A Triton kernel that copies blocks to other blocks of the same layer, in one launch for all
+layers. `cache.copies` decides which blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .launch import launch
 
-TILE_BYTES = 8192  # that a program copies: 8 words of 8 bytes per thread of four warps
+TILE_BYTES = 8192  # bytes that a program copies: 8 words of 8 bytes per thread of four warps
 
 
 @triton.jit(do_not_specialize=["num_tensors"])
@@ -39,7 +39,7 @@ def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
     """Copies the source block to the target block of each pair, in all tensors, in one launch,
-    without waiting for it. Raises `LaunchFailedError`.
+    without waiting for it. Raises `LaunchFailedError` if the kernel does not run.
 
     Args:
         addresses: The result of `describe` for the tensors, on the host.
@@ -62,6 +62,6 @@ def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tens
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,
-        # stands for the blocks, whose addresses it holds; no recorded forward copies blocks
+        # stands for the blocks at its addresses: no recorded forward copies blocks
         writes=(table,),
     )

@@ -1,4 +1,4 @@
-"""A Triton kernel that hashes the bytes of many tensors in one launch, each to its
+"""A Triton kernel that hashes the bytes of many tensors in one launch. Each hash is that of
 `kernels.hashing.hash_portable`."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _mix(words, position):
 
 @triton.jit
 def _load_bytes(address, word, num_bytes):
-    # Loads words of a tensor at any alignment, with zeros for bytes past its end.
+    # Loads words of a tensor at any alignment, with zeros for bytes past the tensor's end.
     loaded = tl.zeros_like(word).to(tl.uint64)
     pointers = address.to(tl.pointer_type(tl.uint8))
     for byte in range(8):
@@ -62,8 +62,8 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_per_program, TILE: t
         size = tl.load(sizes + tensor)
         first_tile = tl.load(first_tiles + tensor)
         tensor_end = tl.minimum(end, tl.load(first_tiles + tensor + 1))
-        # Full tiles of an aligned tensor are read as words; its last tile, and unaligned tensors,
-        # as bytes.
+        # Full tiles of an aligned tensor are read as words; a last, partial tile and unaligned
+        # tensors are read as bytes.
         num_word_tiles = tl.where(address % 8 == 0, size // (8 * TILE), 0)
         words_end = tl.minimum(tensor_end, first_tile + num_word_tiles)
         words = address.to(tl.pointer_type(tl.uint64))
@@ -91,7 +91,7 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_per_program, TILE: t
 def hash_all(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the `hash_portable` of each of several contiguous tensors, of any dtype and size, on
     one device, as `(len(tensors), 2)` int64 on that device. Launches one kernel and does not wait
-    for it. Raises `LaunchFailedError`."""
+    for it. Raises `LaunchFailedError` if the kernel does not run."""
     device = tensors[0].device
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
     sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)

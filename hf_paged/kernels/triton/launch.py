@@ -1,4 +1,4 @@
-"""Launches Triton kernels. Every kernel that cannot run raises `LaunchFailedError`, after which the
+"""Launches Triton kernels. If a kernel cannot run, `launch` raises `LaunchFailedError`, and the
 caller computes the result with PyTorch."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # a first launch that takes this long has compiled the kernel; launches alone take milliseconds
 MIN_COMPILE_SECONDS = 0.05
-MIN_LOGGED_SECONDS = 2.0  # of compiling since the last log message
+MIN_LOGGED_SECONDS = 2.0  # total compile time after which a message is logged
 
 _failed: set[Hashable] = set()
 """The results of `_variant` for kernels that failed: they are not launched again, since they would
@@ -42,7 +42,7 @@ def launch(
         LaunchFailedError: if the kernel could not be compiled or launched, now or earlier. A
             kernel's first error is logged.
 
-    Raises other errors, after which the device may be unusable, unchanged.
+    Other errors, after which the device may be unusable, are raised unchanged.
     """
     written = [tensor for tensor in writes if tensor is not None]
     device = written[0].device
@@ -79,7 +79,7 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
         return isinstance(error, (TritonError, RuntimeError)) and not isinstance(
             error, InterpreterError
         )
-    # raises the error of a kernel that ran before; raises during a capture, too, which then ends
+    # raises the error of an earlier kernel; also raises during a capture, which then ends
     try:
         torch.accelerator.synchronize(device)
     except Exception:
@@ -90,8 +90,8 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
 def _variant(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Hashable:
-    """Returns a key of the properties for which Triton compiles a kernel separately, except
-    alignments: constants, options, and the types of other arguments. Constants must be passed as
+    """Returns a key of the properties for which Triton compiles a kernel separately (except
+    alignments): constants, options, and the types of other arguments. Constants must be passed as
     keyword arguments."""
     # the kernels annotate constants and nothing else
     non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
@@ -106,11 +106,11 @@ def _type_name(argument: Any) -> str:
 
 
 class CompileLog:
-    """Logs how long kernels took to compile, each time that they took `MIN_LOGGED_SECONDS` since
+    """Logs how long kernels took to compile, whenever they have taken `MIN_LOGGED_SECONDS` since
     the last message."""
 
     def __init__(self) -> None:
-        # later slow launches of these variants do not compile but wait for the device
+        # variants whose later slow launches do not compile but wait for the device
         self._compiled: set[Hashable] = set()
         self._num_kernels, self._seconds = 0, 0.0
 

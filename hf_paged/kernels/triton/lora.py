@@ -54,8 +54,8 @@ def _shrink_kernel(
     DEPTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Multiplies ROWS rows of a part by the transpose of its A: [ROWS, RANK], zero in columns past
-    # the part's rank.
+    # Multiplies ROWS rows of a part by the transpose of the part's A: [ROWS, RANK], zero in columns
+    # past the part's rank.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -94,8 +94,8 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Adds the delta of a part, `shrunk` times the transpose of its B, plus bias, [ROWS, WIDTH], to
-    # the layer's output. Rounds after each operation, as PyTorch does.
+    # Adds the delta of a part, `shrunk` times the transpose of the part's B, plus bias, scaled,
+    # [ROWS, WIDTH], to the layer's output. Rounds after each operation that PyTorch would call.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -141,9 +141,9 @@ def make_table(parts: Sequence[Part], device: torch.device) -> LoraTable | None:
 def make_range_table(
     ranges: Tensor, max_rows: int, weights: Sequence[tuple[int, LoraWeights]]
 ) -> LoraTable:
-    """Returns the table of weights that the kernels support. `ranges`: `(n, 2)` int64 on the
-    device, `[start, end)` of at most `max_rows` rows each; `weights`: the index of a range, and the
-    weights for its rows."""
+    """Returns the table of `weights`, which the kernels must support. `ranges`: `(n, 2)` int64 on
+    the device, `[start, end)` of at most `max_rows` rows each; `weights`: for each part, the index
+    of its range, and the weights for the rows of that range."""
     device = ranges.device
     first = weights[0][1]
     part_fields = [
@@ -160,7 +160,7 @@ def make_range_table(
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
     """Whether the kernels support these weights together: they must be on `device`, contiguous, of
-    one of `DTYPES`, of ranks up to `MAX_RANK`, and of the same process group (or all of none)."""
+    one of `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or all of none."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (
@@ -180,7 +180,7 @@ def supports(out: Tensor, x: Tensor) -> bool:
 
 def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
     """Adds the deltas of a table as `kernels.lora.Deltas.add` does, without waiting for the device.
-    Raises `LaunchFailedError`, with `out` unchanged."""
+    Raises `LaunchFailedError`, with `out` unchanged, if a kernel does not run."""
     weight_dtype = TL_DTYPES[table.dtype]
     shrunk = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.max_rows, ROWS)

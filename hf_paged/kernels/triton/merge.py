@@ -111,10 +111,10 @@ def merge(
     row_items: Tensor | None = None,
     max_parts: int | None = None,
 ) -> None:
-    """Writes the softmax attention over all keys, computed from the results over parts of them, to
-    `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of a part whose
-    log-sum-exp is `-inf`; if that is so for all parts, writes zeros. If the kernel does not run,
-    merges in PyTorch rather than raising: computing the parts again would take longer.
+    """Merges the attention results over parts of the keys into the result over all keys, and writes
+    it to `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of parts whose
+    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel does not run, merges
+    in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)`, and `(parts, n, heads)` float32: the
@@ -126,7 +126,7 @@ def merge(
         index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
         row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
             the number of its parts, at most `max_parts`. Then `n` is the number of queries per row,
-            and rows with one part are left as they are.
+            and rows with one part are not written.
     """
     parts, queries, heads, value_dim = partials.shape
     num_tokens = queries if row_items is None else len(out)

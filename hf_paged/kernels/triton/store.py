@@ -19,8 +19,8 @@ MIN_MAGNITUDE = tl.constexpr(quantized.MIN_MAGNITUDE)
 @triton.jit
 def _to_float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Rounds float32 numbers to 8-bit floats, to nearest even, and returns their bits as uint8.
-    `MANTISSA`: bits of the mantissa; `BIAS`: of the exponent. The numbers must be within the range
-    of the format."""
+    `MANTISSA`: the number of mantissa bits; `BIAS`: the exponent bias. The numbers must be within
+    the range of the format."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     UNIT: tl.constexpr = (128 - BIAS + SHIFT) << 23
     bits = x.to(tl.uint32, bitcast=True)
@@ -28,8 +28,8 @@ def _to_float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     normal = (
         magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)
     ) >> SHIFT
-    # the lowest bit of `unit` has the value of the smallest subnormal, to whose multiples the
-    # addition rounds
+    # the lowest mantissa bit of `unit` is worth the smallest subnormal, so that the addition rounds
+    # to multiples of that
     unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
     code = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
@@ -129,7 +129,7 @@ def _store_kernel(
     heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     head = heads[:, None]
     is_head = heads < HEADS
-    if STORED:  # strides of quantized blocks count bytes; a scale has 4
+    if STORED:  # strides of quantized blocks are in bytes; a scale takes 4
         key_scales += block * (key_block // 4) + heads * (key_block_head // 4) + offset
         value_scales += block * (value_block // 4) + heads * (value_block_head // 4) + offset
     _store_states(
@@ -163,8 +163,8 @@ def store(
 ) -> None:
     """Stores keys and values `(batch, heads, n, dim)` in blocks `(num_blocks, heads, block_size,
     dim)` at `slots`, `(batch, n)` int32 or int64, in one launch, without waiting for the device.
-    Skips slots that are negative or past the pool. Copies slots that are on another device. Raises
-    `LaunchFailedError`."""
+    Skips slots that are negative or past the pool. `slots` may be on another device. Raises
+    `LaunchFailedError` if the kernel does not run."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:

@@ -49,8 +49,8 @@ class ImportHook(MetaPathFinder):
         return spec
 
     def after_import(self, name: str) -> None:
-        """Imports `hf_paged` if `name` was the last of `MODELS` to be imported; after the server's
-        module, replaces parts of the server if `HF_PAGED_INSTALL` says so."""
+        """Imports `hf_paged` if `name` was the last of `MODELS` to be imported. After the server's
+        module, replaces parts of the server if `HF_PAGED_INSTALL` names `continuous_batching`."""
         if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
             importlib.import_module("hf_paged.tools.serving").install()
         elif name != SERVER and all(model == name or is_imported(model) for model in MODELS):
@@ -64,8 +64,7 @@ def is_imported(name: str) -> bool:
 
 
 def import_hidden_sitecustomize() -> None:
-    """Imports the `sitecustomize` that this file hides, for instance the system's, if there is
-    one."""
+    """Imports the `sitecustomize` that this file hides, if any, for instance the system's."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
     this_module = sys.modules.pop("sitecustomize", None)
     try:

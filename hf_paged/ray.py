@@ -239,6 +239,8 @@ class LLMServer(_Worker):
                     f"the body has unknown fields {sorted(unknown)}: known are {sorted(_FIELDS)}"
                     " and stream"
                 )
+            if "prompt" not in body:
+                raise ValueError("the body has no `prompt`: pass a text, token ids or messages")
             outputs = self.generate(body.pop("prompt"), **body)
             first = await anext(outputs)
         except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is a `ValueError`

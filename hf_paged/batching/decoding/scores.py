@@ -1,5 +1,5 @@
 """Operations on `(rows, vocab)` scores: batched calls of transformers' logits processors, argmax,
-draws, log-probabilities. They take scores and token ids, and no requests."""
+draws, log-probabilities. They read scores and token ids, but no requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _SEQUENCE_FREE: dict[type, str | None] = {
     stock.LogitNormalization: None,
 }
 
-# Processors that read only the scores and the length, each with a predicate of (processor, length):
-# whether the processor changes scores.
+# Processors that read only the scores and the length, each with a predicate of (processor, length)
+# that says whether the processor changes scores.
 _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
     stock.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
     stock.MinNewTokensLengthLogitsProcessor: lambda p, length: (
@@ -68,7 +68,7 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether each row's scores depend on that row alone, and no caller's code reads the `num_rows`
     rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
-    # with fewer prompts than rows, the rows that it affects depend on transformers' version
+    # with fewer prompts than rows, transformers' version decides which rows this kind affects
     for processor in processors:
         if type(processor) is kind and len(processor.encoder_input_ids) != num_rows:
             return False
@@ -90,7 +90,7 @@ def for_rows(
     rows: Sequence[int],
     num_rows: int,
 ) -> LogitsProcessorList:
-    """Returns the row-wise processors of a call with `num_rows` rows for a batch of only `rows`."""
+    """Adapts the row-wise processors of a call with `num_rows` rows to a batch of only `rows`."""
     narrowed = LogitsProcessorList()
     for processor in processors:
         narrowed_attributes: dict[str, Any] = {}
@@ -243,9 +243,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Returns `scores.argmax(dim=-1)`, the first index of equal maxima, `(rows,)`. On the CPU,
-    torch computes a maximum ten times as fast as its index, and in half precision, `max` computes
-    the index twice as fast as `argmax`."""
+    """Returns `scores.argmax(dim=-1)`, `(rows,)`: of equal maxima, the first index. On the CPU,
+    torch computes a maximum ten times as fast as its index and, in half precision, the index twice
+    as fast by `max` as by `argmax`."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -269,16 +269,17 @@ def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` from `(rows, vocab)`
-    probabilities, with the same tokens and the same generator state afterwards. On a GPU, it does
-    not synchronize, and rows that torch would reject get arbitrary tokens."""
+    probabilities, with the same tokens and the same generator state afterwards. Raises torch's
+    `RuntimeError` for rows that torch rejects. On a GPU where `exponential_race` equals torch's
+    draw, does not synchronize, and such rows get arbitrary tokens instead."""
     if probs.is_cpu or not _race_equals_multinomial(probs.device):
         return cpp.multinomial(probs, generator)
     return exponential_race(probs, generator)
 
 
 def exponential_race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws a token `(rows,)` from `(rows, vocab)` probabilities as torch's `multinomial` does: the
-    index of the smallest of independent exponential variables with these rates."""
+    """Draws tokens `(rows,)` from `(rows, vocab)` probabilities as torch's `multinomial` does: in
+    each row, the index of the smallest of independent exponential variables with these rates."""
     times = torch.empty_like(probs).exponential_(1, generator=generator)
     return probs.div(times).argmax(dim=-1)
 
@@ -314,7 +315,7 @@ def draw_by_inversion(probs: Tensor) -> Tensor:
 
 
 def _invert_cdf(cdf: Tensor) -> Tensor:
-    """Draws an index `(rows,)` from `(rows, n)` cumulative sums, which need not end at one."""
+    """Draws indices `(rows,)` from `(rows, n)` cumulative sums, which need not end at one."""
     rows, width = cdf.shape
     quantiles = torch.rand((rows, 1), dtype=torch.double, device=cdf.device)
     levels = quantiles * cdf[:, -1:]
@@ -339,7 +340,7 @@ def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def select_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Returns `values[rows]` for ascending `rows`; the tensor itself if these are all its rows."""
+    """Returns `values[rows]` for ascending `rows`; `values` itself if these are all of its rows."""
     if len(rows) == len(values):
         return values
     return values[numbers_on(values.device, rows)]
@@ -362,9 +363,9 @@ def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 class PromptLogprobs:
-    """Records log-probabilities of a prompt's tokens, except the first, chunk by chunk. Recomputed
-    tokens overwrite earlier values. Also records the `num_alternatives` most probable tokens at
-    each position."""
+    """Records, chunk by chunk, the log-probabilities of a prompt's tokens except the first, and the
+    `num_alternatives` most probable tokens at each position. Recomputed tokens overwrite earlier
+    values."""
 
     MAX_ROWS = 256  # maximum number of rows of logits that are converted to float32 at once
 
@@ -375,8 +376,8 @@ class PromptLogprobs:
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_recordable(self, start: int, end: int) -> int:
-        """Returns how many of the computed tokens `[start, end)` precede a token of the prompt,
-        whose log-probability their logits give."""
+        """Returns for how many of the computed tokens `[start, end)` the prompt has a next token:
+        the logits after a token give the log-probability of the next one."""
         last_position = len(self.token_ids) - 1
         return max(0, min(end, last_position) - start)
 

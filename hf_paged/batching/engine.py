@@ -116,8 +116,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
                 model.
             config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
-            tokenizer (*optional*): Default: the tokenizer that is saved with the model. If there is
-                none, the engine has no tokenizer, and a warning says so.
+            tokenizer (*optional*): Default: the one that is saved with the model, if any.
             load_kwargs: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
                 `quantization_config`, `revision`, `attn_implementation`, ...
 

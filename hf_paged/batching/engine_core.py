@@ -422,8 +422,7 @@ class EngineCore(EngineLoop):
     def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
         """Queues the outputs of a request's last step, and its result if it ended. Removes the
         request from `unreported`; if it ended, `_queue_outputs` does so afterwards."""
-        # `None`: all tokens that no output has reported; empty if tokens are not reported
-        step_outputs: list[Output] | None = None
+        step_outputs: list[Output] | None = None  # `None`: `end` finds the unreported tokens
         if state.error is None:
             try:
                 step_outputs = state.outputs()

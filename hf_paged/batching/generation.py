@@ -68,8 +68,7 @@ class Generation:
     # whether the loop need not report its steps: its reader reads only the result, and the time of
     # the first token is recorded
     skips_reports: bool = False
-    # the generation that was split into this part and others
-    parent: Generation | None = None
+    parent: Generation | None = None  # the generation that was split into this part and others
     # by row, `(vocab,)` logits of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
@@ -113,8 +112,7 @@ class Generation:
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
         """Takes a step's logits `(n, vocab)`: those of row `r` have the index `index_by_row[r]`. If
         all open rows have logits now, returns these in order, `(len(open_rows), vocab)`, and keeps
-        none. Otherwise keeps copies of the new logits, and returns `None`. Returns `None` also if
-        no row is open."""
+        none. Otherwise keeps copies of the new ones; then, or if no row is open, returns `None`."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None

@@ -52,8 +52,7 @@ class StepLoop:
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or failed and are not reported yet; callers remove generations
-        # when they report them
+        # generations that advanced or ended; callers remove the generations that they report
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
@@ -233,10 +232,10 @@ class StepLoop:
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned, and adds those that
-        ended, or whose steps are reported, to `unreported`; `fetch` as in `sample_step`. If
-        sampling is interrupted, a later step repeats it for the generations that can repeat, and
-        the others end. Returns an interrupt of one generation's sampling, and raises any other
-        interrupt. Another thread may compute other generations meanwhile."""
+        ended, or report their steps, to `unreported`; `fetch` as in `sample_step`. Interrupted
+        sampling is repeated in a later step; generations that cannot repeat it end. Returns an
+        interrupt of one generation's sampling, and raises others. Another thread may compute other
+        generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -328,9 +327,8 @@ class StepLoop:
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:
-        """Runs a step's forward and commits the step. If the forward fails, undoes the step, and
-        raises an interrupt or `RankLostError`; for other errors, calls `_end_failed` and returns
-        `None`."""
+        """Runs a step's forward and commits the step. If the forward raises, undoes the step, then
+        raises interrupts and `RankLostError`, or else calls `_end_failed` and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -363,10 +361,9 @@ class StepLoop:
         error: BaseException,
         num_unsized: int,
     ) -> None:
-        """Ends the generations that a forward's error concerns. If several shared the forward, and
-        the error (a `RowsError`) does not name its requests, ends none: the next steps isolate the
-        failing ones. `num_unsized`: number of layer groups whose block bytes were unknown before
-        the forward."""
+        """Ends the generations that a `RowsError` concerns; with other errors, the generation that
+        ran alone. If several ran, the next steps isolate the failing ones. `num_unsized`: number of
+        layer groups whose block bytes were unknown before the forward."""
         cause: BaseException = error
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
@@ -405,9 +402,8 @@ class StepLoop:
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
-        """Undoes a scheduled step that was not completed: the prefix index loses the blocks that
-        the step should have filled, and running requests with states, which may have advanced, are
-        recomputed."""
+        """Undoes a scheduled step that was not completed: the prefix index drops the blocks that
+        the step should have filled, and states, which may have advanced, are recomputed."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:

@@ -131,7 +131,7 @@ class StopChecker:
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
         """Returns the reason why a row of `length` tokens, the last of which is `token`, ends;
-        `None` if it continues. Does not evaluate `callers_criteria` and `stop_strings`."""
+        `None` if it continues. Does not evaluate `callers_criteria` or `stop_strings`."""
         if token in self.eos_ids:
             return "eos"
         for criterion in self._time_criteria:
@@ -209,8 +209,7 @@ class Decoding:
     draft: Draft | None = None  # the draft that follows the last token of its only row
     chooses_argmax = False  # whether the next token is the argmax of the unprocessed logits
     accepts_runs = False  # whether `accept_run` can accept the tokens of a draft at once
-    # whether it has one row, without records or a streamer, and only the EOS, length and time
-    # criteria can end it
+    # whether it has one row, no streamer and no records, and only EOS, length or time ends it
     is_simple = False
     # `batch_key`, if it is the same in every step without a draft
     constant_key: Hashable | None = None
@@ -260,11 +259,10 @@ class Decoding:
 
     @property
     def input_ids(self) -> Tensor:
-        """The ids `(rows, cur_len)` of all tokens so far, contiguous, int64 (before the first new
-        token: of the prompts' dtype). Later steps do not change this tensor."""
+        """The ids `(rows, cur_len)` of all tokens so far, contiguous; as in transformers, int64, but
+        of the prompts' dtype before the first new token. Later steps do not change this tensor."""
         if self._new_tokens:
             columns = numbers_on(self._ids.device, self._new_tokens).t()
-            # int64 from the first new token on, as in transformers
             ids = torch.cat([self._ids, columns], dim=-1)
             # in one statement: an interrupt between two would duplicate the tokens
             self._ids, self._new_tokens = ids, []

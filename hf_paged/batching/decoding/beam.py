@@ -282,8 +282,8 @@ class BeamDecoding(Decoding):
         """Closes prompts whose result is final, and returns their rows. A result is final if all of
         its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
         It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
-        `_check_early_stop_heuristic` never becomes true again. From then on, the search ends as if
-        the closed prompts were not in the batch."""
+        `_check_early_stop_heuristic` never becomes true again. Closed prompts do not keep the
+        search of the others running."""
         if not self._can_close_early:
             return []
         are_finished = self.is_finished.all(dim=1)

@@ -392,8 +392,7 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
     return mode
 
 
-# pickled prepared configs, by model, then by the pickled options and configs that they were
-# prepared from; least recently used first
+# by model, then by its pickled configs and options: prepared configs, pickled, in LRU order
 _config_cache: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
 _config_cache = weakref.WeakKeyDictionary()
 _MAX_CACHED_CONFIGS = 64

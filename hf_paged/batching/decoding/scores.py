@@ -137,8 +137,7 @@ class BatchableProcessors:
         self.length_bound: list[tuple[Callable[[Any, int], bool], Any]] = []
         # whether a processor reads tokens, so that new tokens must be added to `pending_tokens`
         self.reads_tokens = False
-        # tokens that are not marked in `penalized` yet
-        self.pending_tokens: list[int] = []
+        self.pending_tokens: list[int] = []  # not marked in `penalized` yet
         processor: Any
         for processor in processors:
             is_active = _LENGTH_BOUND.get(type(processor))

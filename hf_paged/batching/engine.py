@@ -110,7 +110,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         tokenizer: Any = None,
         **load_kwargs: Any,
     ) -> PagedEngine:
-        """Makes an engine for a model in a folder or on the Hub, which transformers loads.
+        """Loads a model from a folder or the Hub, through transformers, and makes its engine.
 
         Args:
             name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
@@ -331,7 +331,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 an option's values; for a mask of another shape, or with zeros between tokens; for a
                 mapping of several rows with inputs besides token ids; for `request_id`, `streamer`
                 or `inputs` with several prompts.
-            RuntimeError: if this thread has paused the engine, or another thread frees it.
+            RuntimeError: if this thread has paused the engine.
             RankLostError: if a process that holds a shard of the model has ended.
         """
         stream = RequestStream(

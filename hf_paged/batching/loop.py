@@ -114,8 +114,8 @@ class StepLoop:
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
         """Returns the generations to end when a repeated step raises `error`: those of running
-        requests, or, if none runs or blocks are short, the generation to be admitted next. Without
-        either, returns all."""
+        requests, or, if none runs or blocks are short, the generation to be admitted next. If
+        there are neither, returns all."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -327,8 +327,8 @@ class StepLoop:
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:
-        """Runs a step's forward and commits the step. If the forward raises, undoes the step, then
-        raises interrupts and `RankLostError`, or else calls `_end_failed` and returns `None`."""
+        """Runs a step's forward and commits the step. If the forward fails, undoes the step. Raises
+        interrupts and `RankLostError`; for other errors, calls `_end_failed` and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:

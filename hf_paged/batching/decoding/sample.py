@@ -93,9 +93,9 @@ class ObservedCriteria(StoppingCriteriaList):
 class SampleDecoding(Decoding):
     """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
     processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
-    the same tokens. Ended rows leave `open_rows` if the criteria include EOS and no scores are
-    returned; otherwise all rows stay open until the last one ends. With EOS, ended rows get padding
-    as tokens. Raises `ValueError` if EOS can end a row and there is no padding token."""
+    the same tokens. Ended rows leave `open_rows` if the criteria include EOS, and no scores or
+    logits are returned; otherwise all rows stay open until the last one ends. With EOS, ended rows
+    get padding. Raises `ValueError` if EOS can end a row and there is no padding token."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))

@@ -78,7 +78,8 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 
 def can_run_on_drafts(processor: Any) -> bool:
-    """Whether the processor can run on draft tokens: it holds no state, and forces no token."""
+    """Whether the processor can run on draft tokens: it computes each row from that row alone and,
+    apart from minimum lengths, does not depend on the length."""
     kind = type(processor)
     if kind not in _ROW_WISE:
         return False
@@ -160,8 +161,7 @@ class BatchableProcessors:
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
         """Makes the batchable processors of a row with `(1, length)` ids. Returns `None` if a
-        processor depends on the order of tokens or is a caller's, or if there are several
-        repetition penalties."""
+        processor is not one of `_BATCHABLE`, or if there are several repetition penalties."""
         kinds = [type(processor) for processor in processors]
         is_plain = type(processors) is LogitsProcessorList
         if not is_plain or kinds.count(_REPETITION_PENALTY) > 1 or not _BATCHABLE.issuperset(kinds):

@@ -47,16 +47,16 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     You may change the model between calls and between steps: later requests reuse no K/V computed
     with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. Add
-    forward hooks, dropout, attention functions and code that depends on shapes only while no
-    request is unfinished: the engine decides whether the model runs packed when the first request
-    is added, and a later change may give the wrong tokens to unfinished and new requests. The
-    engine is thread-safe. A thread that changes the model while other threads take steps must do so
-    within `weights_update` or `pause`.
+    forward hooks, dropout, attention functions, or code that depends on shapes, while no request is
+    unfinished: when the first request is added, the engine decides whether the model runs packed,
+    and a later change may give wrong tokens to unfinished and new requests. The engine is
+    thread-safe. A thread that changes the model while other threads take steps must do so within
+    `weights_update` or `pause`.
 
     Args:
-        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model. Of
-            a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the engine
-            runs the wrapped model.
+        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model.
+            For a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the
+            engine runs the wrapped model.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
         parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own, which replace those
@@ -278,9 +278,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
         You may change the model between two steps. A quick check in each step notices changes of
         attributes, hooks, forwards, adapters and whole weights. Before cached blocks of earlier
-        steps are reused, a fingerprint (about the time of a decode step) notices changes of a few
-        elements. Both may miss a change of weights that is undone while requests are unfinished:
-        use `weights_update`.
+        steps are reused, a fingerprint (which takes about as long as a decode step) notices changes
+        of a few elements. Both may miss a change of weights that is undone while requests are
+        unfinished: use `weights_update`.
 
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
         paused it. Raises the error of a step that cannot be completed, such as `OutOfBlocksError`
@@ -449,10 +449,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         same adapter and cache salt reuse them if their prompts begin with the saved tokens. Returns
         how many tokens the blocks hold.
 
-        No code in the file is run (it is safetensors, not pickle). Its layers, shapes, dtypes,
-        tokens and hash are checked against this model before memory is allocated. The checks detect
-        damage, not forgery: someone who can write the file can cause wrong tokens, for any prompt,
-        adapter and cache salt. Load only files that you trust.
+        No code in the file is run (it is safetensors, not pickle). Its size is checked against this
+        model before its blocks are read; its layers, shapes, dtypes, tokens and hash before they
+        are used. The checks detect damage, not forgery: someone who can write the file can cause
+        wrong tokens, for any prompt, adapter and cache salt. Load only files that you trust.
 
         Raises:
             ValueError: for an incomplete file or another kind of file; for a prefix computed by

@@ -50,9 +50,8 @@ LOOP_COUNTERS = (
 
 
 class EngineLoop:
-    """Makes, and replaces, an engine's step loop, so that the loop fits the model's current state.
-    `leader` drives the processes that hold the model's other shards; `None` if this process holds
-    the whole model. Callers hold `outer_lock`, the engine's lock."""
+    """Makes and replaces an engine's step loop, which thus fits the model's current state. `leader`
+    drives the processes that hold other shards, if any. Callers hold the engine's `outer_lock`."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ class EngineReports:
 
     @property
     def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first request, and after `free`.
-        `last_route(model)` returns the same route."""
+        """How requests are served, and why; `None` before the first request, and after `free`. The
+        engine also records the route for `last_route(model)`."""
         with self._core.lock:
             return self._core.route
 

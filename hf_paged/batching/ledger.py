@@ -24,8 +24,8 @@ Ready = list[tuple[Generation, LogitRows]]
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
-    requests and generations. Callers hold the memory's lock; only `deliver` and `split_preempted`
-    take it themselves."""
+    requests and generations. Callers hold the memory's lock, which only `deliver` and
+    `split_preempted` take themselves."""
 
     block_manager: BlockManager
     memory: PagedMemory

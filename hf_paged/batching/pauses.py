@@ -53,9 +53,9 @@ class Pauses:
         self._ended = threading.Condition(lock)
 
     def begin(self, is_persistent: bool = False) -> Pause:
-        """Waits for the step in progress, and returns a new pause of this thread. With
-        `is_persistent`, and unless used as a context, the pause lasts until `end` or `close`, even
-        if the caller drops the object."""
+        """Waits for the step in progress, and returns a new pause of this thread. A pause with
+        `is_persistent` that is not used as a context lasts until `end` or `close`, even if the
+        caller drops the object."""
         pause = Pause(self)
         try:
             with self.lock:

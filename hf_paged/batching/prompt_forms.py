@@ -23,10 +23,9 @@ Prompt = Any
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Returns a prompt and its model inputs besides token ids (`None` if it has none): those in
-    `inputs` and, if `prompt` is a processor's output, those in that mapping, unless `inputs`
-    replaces them. The returned prompt is `None` if a processor's output has no ids. Raises
-    `ValueError` for invalid names, for padding, and for the inputs of several prompts."""
+    """Returns a prompt, `None` if it has no ids, and its other model inputs, `None` if it has no
+    others: `inputs` and, if `prompt` is a processor's output, those in it that `inputs` lacks.
+    Raises `ValueError` for invalid names, for padding, and for the inputs of several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"

@@ -33,10 +33,10 @@ class SequenceResult:
             requested, the missing ones have `"error"`.
         text (`str`, *optional*): The decoded new tokens; `None` if the engine has no tokenizer, or
             the tokenizer raised.
-        logprobs (`list[tuple[float, float]]`, *optional*): With `return_logprobs`, for each new
-            token, its log-probability under the model (full vocabulary, before logits processors:
-            `log_softmax` of `output_logits`), and under the distribution that it was chosen from
-            (`log_softmax` of `output_scores`; for beams, the term that it adds to their score).
+        logprobs (`list[tuple[float, float]]`, *optional*): With `return_logprobs`: the
+            log-probability of each new token under the model (full vocabulary, before logits
+            processors: `log_softmax` of `output_logits`), and under the distribution that it was
+            chosen from (`log_softmax` of `output_scores`; for beams, what it adds to the score).
         score (`float`, *optional*): The score of a beam, including the length penalty.
         top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token, the
             `top_logprobs` most probable tokens under the model, best first, each with its two
@@ -285,8 +285,7 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
 
 # a character whose other bytes are still to come: it decodes to the replacement character
 _INCOMPLETE = re.compile("\N{REPLACEMENT CHARACTER}$")
-# also the beginning of a pattern, such as " n't" or " ' ", in which `clean_up_tokenization` removes
-# spaces
+# also the beginning of " n't", " ' " and others, whose spaces `clean_up_tokenization` removes
 _INCOMPLETE_OR_CLEANABLE = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
 
 

@@ -131,9 +131,9 @@ class RequestStream:
 
     def _step(self, span: StableSpan) -> None:
         """Takes a step, unless another thread's step has filled the output queue. If the step
-        raises an error, logs a warning; the next call repeats the step, which ends its requests if
-        it raises again. Raises interrupts and `RankLostError`, and `RuntimeError` if this thread
-        has paused the engine, or requests are gone without a result."""
+        raises an error, logs a warning, and the next call repeats the step; if that fails, too, the
+        requests of the step end. Raises interrupts and `RankLostError`, and `RuntimeError` if this
+        thread has paused the engine, or if requests are gone without a result."""
         engine = self.engine
         with engine.lock:
             engine.pauses.wait()

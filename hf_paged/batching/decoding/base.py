@@ -259,9 +259,9 @@ class Decoding:
 
     @property
     def input_ids(self) -> Tensor:
-        """The ids `(rows, cur_len)` of all tokens so far, contiguous. As in transformers, they are
-        int64, but before the first new token of the prompts' dtype. Later steps do not change this
-        tensor."""
+        """The ids `(rows, cur_len)` of all tokens so far, contiguous. Their dtype is that of the
+        prompts and, from the first new token on, int64, as in transformers. Later steps do not
+        change this tensor."""
         if self._new_tokens:
             columns = numbers_on(self._ids.device, self._new_tokens).t()
             ids = torch.cat([self._ids, columns], dim=-1)

@@ -120,8 +120,8 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
-    outputs of an encoder, but raw images, which only the first forward encodes. Runs no decoding
-    loop and allocates no paged memory. Raises `generate`'s errors, and `ServedByGenerateError` if
+    encoder's outputs, if any, but raw images, which only the first forward encodes. Runs no loop
+    and allocates no paged memory. Raises `generate`'s errors, and `ServedByGenerateError` if
     `generate` does not run exactly one loop. The caller holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)

@@ -117,7 +117,8 @@ class EngineCore(EngineLoop):
         options: RequestOptions,
         make_state: Callable[[RequestOptions], RequestState],
     ) -> str:
-        """Checks a request's options, makes its state and adds it to the loop; returns its id."""
+        """Checks a request's options, makes the request's state and adds it to the loop. Returns
+        the request's id."""
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
@@ -231,8 +232,7 @@ class EngineCore(EngineLoop):
             self._cancelled.append(state)
 
     def free(self) -> None:
-        """Cancels every request and drops the loop. After an interrupt, another call completes
-        this."""
+        """Cancels every request and drops the loop. After an interrupt, call it again."""
         # an `ExitStack` cancels all requests, even if one of them raises
         with self.lock, contextlib.ExitStack() as stack:
             stack.callback(self.retire)

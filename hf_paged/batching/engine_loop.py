@@ -50,7 +50,7 @@ LOOP_COUNTERS = (
 
 
 class EngineLoop:
-    """Makes and replaces an engine's step loop, which thus fits the model's current state. `leader`
+    """Makes an engine's step loop, and replaces the loop when the model has changed. `leader`
     drives the processes that hold other shards, if any. Callers hold the engine's `outer_lock`."""
 
     def __init__(

@@ -58,7 +58,7 @@ class Generation:
     # tokens of the last step, by row: one dict per position, several if draft tokens were accepted,
     # none for beams
     new_tokens: list[dict[int, int]] = field(default_factory=list)
-    drafter: Drafter | None = None  # set while it drafts for the only row
+    drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
     # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early

@@ -23,9 +23,9 @@ Prompt = Any
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Returns a prompt, `None` if it has no ids, and its other model inputs, `None` if it has no
-    others: `inputs` and, if `prompt` is a processor's output, those in it that `inputs` lacks.
-    Raises `ValueError` for invalid names, for padding, and for the inputs of several prompts."""
+    """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is a
+    processor's output, those in it that `inputs` lacks. Returns both; `None` stands for a part that
+    is missing. Raises `ValueError` for invalid names, padding, and inputs of several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"

@@ -191,7 +191,7 @@ class Request:
     num_hit_tokens: int = 0  # prompt tokens in the prefix cache when it was first admitted
     # `max_time` criteria, whose clocks start with the first step that runs the request
     clocks: Collection[Any] = ()
-    prompt_logprobs: Any = None  # records them, if requested (`scores.PromptLogprobs`)
+    prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []

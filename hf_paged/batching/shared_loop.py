@@ -347,7 +347,7 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 @restoring
 def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iterator[SharedLoop]:
     """Yields the loop on this memory for calls of equal `key`, which can share forwards. The first
-    context makes the loop with `make_loop`, and the last one drops it, since the loop holds the
+    context makes the loop with `make_loop`, and the last one drops the loop, which holds the
     model."""
     user = object()
     shared = None

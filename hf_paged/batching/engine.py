@@ -219,13 +219,14 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 the model's; the engine then needs its own `tokenizer`.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat
-                template, an id in use, an unknown adapter, or an adapter that only PEFT's own
-                `generate` computes (aLoRA, Poly); for arguments of the wrong type or outside their
-                limits; for options that contradict each other, that only `generate` serves or that
-                the engine's config decides; if the autocast dtype or the layers' windows have
-                changed and requests are unfinished; for a schema, expression or grammar that cannot
-                be compiled, or with a model that has no EOS token.
+            ValueError: for an empty prompt, ids outside the vocabulary (not checked for a prompt
+                with `inputs` or for an encoder), messages without a chat template, an id in use, an
+                unknown adapter, or an adapter that only PEFT's own `generate` computes (aLoRA,
+                Poly); for arguments of the wrong type or outside their limits; for options that
+                contradict each other, that only `generate` serves or that the engine's config
+                decides; if the autocast dtype or the layers' windows have changed and requests are
+                unfinished; for a schema, expression or grammar that cannot be compiled, or with a
+                model that has no EOS token.
             TypeError: for unknown arguments, such as generation options outside
                 `generation_config`.
             ImportError: for a schema, expression or grammar, if xgrammar is not installed.
@@ -378,8 +379,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         return self._core.pauses.begin(is_persistent=True)
 
     def resume(self) -> None:
-        """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
-        paused."""
+        """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
         self._core.pauses.end()
 
     @restoring

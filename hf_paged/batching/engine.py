@@ -1,5 +1,5 @@
-"""`PagedEngine`: continuous batching of many requests on one model. Leaves the requests to
-`engine_core.py`, and most checks of arguments to `arguments.py`."""
+"""`PagedEngine`: continuous batching of many requests on one model. `engine_core.py` manages the
+requests, and `arguments.py` checks most arguments."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     You may change the model between calls and between steps: later requests reuse no K/V computed
     with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. Add
-    forward hooks, dropout, attention functions and code that depends on shapes only while no
-    request is unfinished: the engine decides whether the model runs packed when the first request
-    is added, and a later change may give the wrong tokens to unfinished and new requests. The
-    engine is thread-safe. A thread that changes the model while other threads take steps must do so
-    within `weights_update` or `pause`.
+    forward hooks, dropout, attention functions, or code that depends on shapes, while no request is
+    unfinished: when the first request is added, the engine decides whether the model runs packed,
+    and a later change may give wrong tokens to unfinished and new requests. The engine is
+    thread-safe. A thread that changes the model while other threads take steps must do so within
+    `weights_update` or `pause`.
 
     Args:
-        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model. Of
-            a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the engine
-            runs the model inside.
+        model ([`PreTrainedModel`] or a wrapper of one): A decoder-only or encoder-decoder model.
+            For a wrapper (PEFT, `torch.compile`, `DataParallel`, `DistributedDataParallel`), the
+            engine runs the wrapped model.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
         parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own, which replace those
@@ -68,8 +68,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             model with states in its modules, PEFT's prompt learning and X-LoRA); for a sharded
             model in any process except process 0 (`hf_paged.serve_rank`); for a tokenizer's name
             instead of a tokenizer; for a tokenizer as `config`.
-        TypeError: for unknown arguments, such as config options passed outside the config; for
-            pickling or copying an engine.
+        TypeError: for unknown arguments, such as config options passed outside the config. Pickling
+            or copying an engine also raises it.
         OSError: if the folder of `prefix_tiers` cannot be created, listed or entered.
 
     Example:
@@ -110,14 +110,13 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         tokenizer: Any = None,
         **load_kwargs: Any,
     ) -> PagedEngine:
-        """Makes an engine for a saved model, or for a model on the Hub; transformers loads the
-        model, with accelerate.
+        """Loads a model from a folder or the Hub, through transformers, and makes its engine.
 
         Args:
             name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
                 model.
             config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
-            tokenizer (*optional*): Replaces the tokenizer that is saved with the model, if any.
+            tokenizer (*optional*): Default: the one that is saved with the model, if any.
             load_kwargs: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
                 `quantization_config`, `revision`, `attn_implementation`, ...
 
@@ -187,7 +186,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
             streamer (*optional*): As in `generate`. It gets the prompt in this call; its `end` is
-                always called, even if the request fails.
+                called when the request ends, even with an error.
             adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded
                 adapter, `"__base__"` for none, or a folder with a LoRA adapter, whose weights are
                 loaded on demand into memory of the block pool. Default: the active adapter. Rows
@@ -204,11 +203,11 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             cache_salt (`str`, *optional*): Replaces the `cache_salt` of [`PagedConfig`] for this
                 request. Requests with different salts share no cached prefix.
             schema (`dict`, JSON as `str`, or a pydantic model's class, *optional*): Restricts the
-                new tokens to JSON that this schema allows, then EOS (xgrammar, installed by the
-                extra `structured`).
+                new tokens to JSON that this schema allows, followed by EOS. Like `regex` and
+                `grammar`, needs xgrammar, which the extra `structured` installs.
             regex, grammar (`str`, *optional*): Restricts the new tokens to text that this regular
-                expression matches, or that this grammar (GBNF, start rule `root`) derives.
-                `schema`, `regex` and `grammar` exclude each other.
+                expression matches, or that this grammar (GBNF, start rule `root`) derives. A
+                request has at most one of `schema`, `regex` and `grammar`.
             assistant_model ([`PreTrainedModel`], *optional*): As in `generate`: a smaller model
                 drafts tokens, and one forward verifies several of them. Rows with the same
                 assistant are drafted together, in blocks of this engine's memory, and share steps
@@ -220,17 +219,18 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 the model's; the engine then needs its own `tokenizer`.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary, messages without a chat
-                template, an id in use, an unknown adapter, or an adapter that only PEFT's own
-                `generate` computes (aLoRA, Poly); for arguments of the wrong type or outside their
-                limits; for options that contradict each other, that only `generate` serves or that
-                the engine's config decides; for an autocast dtype that differs from that of
-                unfinished requests; for a schema, expression or grammar that cannot be compiled, or
-                with a model that has no EOS token.
+            ValueError: for an empty prompt, ids outside the vocabulary (not checked for a prompt
+                with `inputs` or for an encoder), messages without a chat template, an id in use, an
+                unknown adapter, or an adapter that only PEFT's own `generate` computes (aLoRA,
+                Poly); for arguments of the wrong type or outside their limits; for options that
+                contradict each other, that only `generate` serves or that the engine's config
+                decides; if the autocast dtype or the layers' windows have changed and requests are
+                unfinished; for a schema, expression or grammar that cannot be compiled, or with a
+                model that has no EOS token.
             TypeError: for unknown arguments, such as generation options outside
                 `generation_config`.
             ImportError: for a schema, expression or grammar, if xgrammar is not installed.
-            OutOfBlocksError: if the request can never fit into the budget.
+            OutOfBlocksError: if the request needs more blocks than there can ever be.
             IndexError: for a prompt that is longer than the model's table of positions, if it has
                 one (GPT-2, OPT).
         """
@@ -258,8 +258,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @guarded
     def cancel(self, request_id: str) -> None:
-        """Ends a request and frees its blocks; the next step returns its result, with the tokens
-        so far. Raises `ValueError` if no unfinished request has that id."""
+        """Ends a request and frees its blocks. Its last output holds the result, with the tokens so
+        far. Raises `ValueError` if no unfinished request has that id."""
         core = self._core
         with core.lock:
             state = core.requests.get(request_id)
@@ -271,22 +271,22 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             core.cancel(state)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one forward over the requests that fit, and samples one token for each sequence
-        whose logits it computes. Returns the outputs of requests added with `add_request`;
-        `generate` and `stream` read those of their own requests. The next call also returns the
-        outputs of steps that other threads took: all results, and the last 16,384 outputs without a
-        result (the results hold the tokens of dropped outputs).
+        """Takes a step: computes the requests that fit, and samples the next token of each sequence
+        whose prompt is computed (several tokens with drafts). Returns the outputs of requests added
+        with `add_request`; `generate` and `stream` read those of their own requests. Also returns
+        the outputs of steps that other threads have taken since the last call: all results, and the
+        last 16,384 outputs without a result (the results hold the tokens of dropped outputs).
 
         You may change the model between two steps. A quick check in each step notices changes of
         attributes, hooks, forwards, adapters and whole weights. Before cached blocks of earlier
-        steps are reused, a fingerprint (about the time of a decode step) notices changes of a few
-        elements. Both may miss a change of weights that is undone while requests are unfinished:
-        use `weights_update`.
+        steps are reused, a fingerprint (which takes about as long as a decode step) notices changes
+        of a few elements. Both may miss a change of weights that is undone while requests are
+        unfinished: use `weights_update`.
 
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
         paused it. Raises the error of a step that cannot be completed, such as `OutOfBlocksError`
         while other calls or models hold the blocks, or `EngineStalledError`; the next call repeats
-        that step. If the step raises again, the requests that it would compute (the running ones;
+        that step. If that also raises, the requests that the step would compute (the running ones;
         if none runs or blocks are short, the first waiting one) end with the error, and the others
         continue.
         """
@@ -314,8 +314,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 mappings, one per prompt.
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
                 all prompts, or a list with one per prompt.
-            attention_mask (`torch.Tensor`, *optional*): Of the same shape as `prompts`, a 2-D
-                tensor; zero at padding on the left or right, which is removed.
+            attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, a mask of
+                its shape. Zeros mark padding on the left or right, which is removed.
             progress (`bool`, *optional*): Whether to show a progress bar (tqdm). `None`: in a
                 terminal or notebook, once the call has taken 2 seconds.
             options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`,
@@ -332,6 +332,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 an option's values; for a mask of another shape, or with zeros between tokens; for a
                 mapping of several rows with inputs besides token ids; for `request_id`, `streamer`
                 or `inputs` with several prompts.
+            RuntimeError: if this thread has paused the engine.
+            RankLostError: if a process that holds a shard of the model has ended.
         """
         stream = RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
@@ -348,7 +350,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     ) -> Generator[RequestOutput, None, None]:
         """Yields the outputs of all prompts as they become available. Generated request ids follow
         the order of the prompts; closing the iterator cancels unfinished requests. Arguments,
-        `options` and errors are those of `generate`."""
+        `options` and errors are those of `generate`; there is no progress bar."""
         return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
         ).stream()
@@ -377,18 +379,17 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         return self._core.pauses.begin(is_persistent=True)
 
     def resume(self) -> None:
-        """Ends one pause, preferably this thread's. Raises `RuntimeError` if the engine is not
-        paused."""
+        """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
         self._core.pauses.end()
 
     @restoring
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
-        """Pauses the engine, so that any thread may change the model in any way. When the context
-        ends, also by an exception, earlier cached blocks are dropped. Outside of this context,
-        `step` detects changes between two steps and acts as with `"keep"`.
+        """A context that pauses the engine, so that any thread may change the model in any way.
+        When it ends, even with an exception, earlier cached blocks are dropped. For changes outside
+        of this context, `step` acts as with `"keep"` if it detects them.
 
         Args:
-            policy (`str`): How unfinished requests continue; they keep their tokens.
+            policy (`str`): How unfinished requests continue. They always keep their tokens.
                 `"recompute"`: their K/V are computed again with the new weights, as after a
                 preemption. `"keep"`: they keep their K/V, and only new tokens use the new weights.
                 Any other value raises `ValueError`.
@@ -423,8 +424,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 use the prefix.
 
         Raises:
-            ValueError: for a prompt shorter than a block, or with inputs besides token ids; for a
-                model whose prefixes are not cached, or with states (linear attention).
+            ValueError: for a prompt shorter than a block, with inputs besides token ids, or with
+                rotary factors that depend on its length; for a model whose prefixes are not cached,
+                with states (linear attention), or in shards; as in `add_request`.
             OutOfBlocksError: if the pool cannot hold the prompt.
             OSError: if the file cannot be written.
         """
@@ -447,16 +449,17 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         same adapter and cache salt reuse them if their prompts begin with the saved tokens. Returns
         how many tokens the blocks hold.
 
-        No code in the file is run (it is safetensors, not pickle). Its layers, shapes, dtypes,
-        tokens and hash are checked against this model before memory is allocated. The checks detect
-        damage, not forgery: someone who can write the file can cause wrong tokens, for any prompt,
-        adapter and cache salt. Load only files that you trust.
+        No code in the file is run (it is safetensors, not pickle). Its size is checked against this
+        model before its blocks are read; its layers, shapes, dtypes, tokens and hash before they
+        are used. The checks detect damage, not forgery: someone who can write the file can cause
+        wrong tokens, for any prompt, adapter and cache salt. Load only files that you trust.
 
         Raises:
             ValueError: for an incomplete file or another kind of file; for a prefix computed by
                 another model (other weights, code, dtype, adapters, `block_size`, `kv_dtype` or
-                `batch_invariant`); with `idle_release_seconds=0`, no tier and no unfinished
-                request, since the pool would be freed at once.
+                `batch_invariant`); for a model whose prefixes `save_prefix` rejects; with
+                `idle_release_seconds=0`, no tier and no unfinished request, since the pool would be
+                freed at once.
             OutOfBlocksError: if the pool has too few free blocks.
             OSError: if the file cannot be read.
         """
@@ -465,14 +468,15 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @guarded
     def reset_prefix_cache(self) -> None:
-        """Drops all cached blocks of finished requests."""
+        """Empties the pool's prefix cache; `prefix_tiers` keep their verified blocks. Unfinished
+        requests keep their blocks, but later requests do not reuse them."""
         with self._core.lock, self.memory.changing():
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
 
     @guarded
     def free(self) -> None:
-        """Cancels every request and frees all memory. The engine can be used again."""
+        """Cancels every request and frees the engine's memory. The engine can be used again."""
         ensure_done(self._core.free)
         trim()
 

@@ -1,5 +1,5 @@
-"""`EngineCore` adds an engine's requests, reports their outputs and ends them, under one lock.
-Leaves scheduling and computing to the step loop."""
+"""`EngineCore` adds an engine's requests, reports their outputs and ends them, under one lock. The
+step loop schedules and computes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineCore(EngineLoop):
     state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        # held by the methods, and by callers while they read attributes
+        # held, through `lock`, by the methods, and by callers while they read attributes
         self.inner_lock = forks.rlock()
         super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock
@@ -53,15 +53,15 @@ class EngineCore(EngineLoop):
             self.lock = self.leader.locked(self.inner_lock)
         self.requests: dict[Hashable, RequestState] = {}  # unfinished requests, by id
         self.pending_outputs: list[RequestOutput] = []  # returned by the next `PagedEngine.step`
-        # by event loop, the lock of the `astream` reader that waits for a step; readers keep the
-        # lock alive, and the lock keeps the event loop alive
+        # by event loop: the lock under which its `astream` readers take one step at a time; an
+        # entry lasts as long as a reader refers to the lock
         self.reader_locks = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
         self._stepping_thread_id: int | None = None  # id of the thread that takes a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
-        self._has_failed = False  # whether the last step raised
+        self._has_failed = False  # whether the last step failed: if the next one does, requests end
         self._shortage: Shortage | None = None  # set while steps wait for memory of other models
         self._id_numbers = itertools.count()  # for generated request ids
         forks.in_child(self)
@@ -88,7 +88,7 @@ class EngineCore(EngineLoop):
         reports_tokens: bool = True,
     ) -> str:
         """Queues a request and returns its id. Its outputs go to `output_queue` (default:
-        `pending_outputs`); without `reports_tokens`, only its result does. Raises the errors of
+        `pending_outputs`); without `reports_tokens`, only the result does. Raises the errors of
         `PagedEngine.add_request`."""
         # without the lock, so that other threads can take steps meanwhile: tokenizing and compiling
         # may take long
@@ -117,7 +117,8 @@ class EngineCore(EngineLoop):
         options: RequestOptions,
         make_state: Callable[[RequestOptions], RequestState],
     ) -> str:
-        """Checks a request's options, makes its state and adds it to the loop; returns its id."""
+        """Checks a request's options, makes the request's state and adds it to the loop. Returns
+        the request's id."""
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
@@ -170,9 +171,9 @@ class EngineCore(EngineLoop):
     def check_length(
         self, ids: list[int], request_id: Hashable = None, num_new_tokens: int = 1
     ) -> None:
-        """Raises the errors of `add` if a prompt of token ids can never fit together with
-        `num_new_tokens` new tokens. Does not wait for a step in progress. Checks nothing if no
-        request is unfinished."""
+        """Raises `OutOfBlocksError` or `IndexError`, as `add` does, if a prompt of token ids can
+        never fit together with `num_new_tokens` new tokens. Does not wait for a step in progress.
+        Checks nothing if no request is unfinished, or if the model has an encoder."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
@@ -223,16 +224,15 @@ class EngineCore(EngineLoop):
         state.output_queue.extend(itertools.chain(outputs, set_reported))
 
     def cancel(self, state: RequestState) -> None:
-        """Ends a request early. During a step (a call from a caller's code or a finalizer), defers
-        this to the end of the step."""
+        """Ends a request early. If this is called during a step (from a caller's code or a
+        finalizer), the request ends after the step."""
         if self._stepping_thread_id is None:
             self.end(state, "cancelled")
         else:
             self._cancelled.append(state)
 
     def free(self) -> None:
-        """Cancels every request and drops the loop. If an interrupt ends this call, another call
-        completes it."""
+        """Cancels every request and drops the loop. After an interrupt, call it again."""
         # an `ExitStack` cancels all requests, even if one of them raises
         with self.lock, contextlib.ExitStack() as stack:
             stack.callback(self.retire)
@@ -240,7 +240,7 @@ class EngineCore(EngineLoop):
                 stack.callback(self.cancel, state)
 
     def _end_orphaned(self) -> None:
-        """Ends requests that have no loop any more: `free` was interrupted, or called during a
+        """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
         for state in list(self.requests.values()):
             self._end_if_unfinished(state)
@@ -257,8 +257,8 @@ class EngineCore(EngineLoop):
             self.end(state, "cancelled")
 
     def end_calls(self) -> None:
-        """After an interrupt of this thread's calls: drops the state of a step that they left
-        (`interrupts.ends_with_calls`)."""
+        """After an error of this thread's outermost call (`interrupts.ends_with_calls`): drops the
+        state of a step that an interrupt left open."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
@@ -266,8 +266,8 @@ class EngineCore(EngineLoop):
                 self._stepping_thread_id = None
 
     def remove(self, state: RequestState) -> None:
-        """Removes a request without any output. After the last request, releases the executor's
-        state, and marks the memory as unused."""
+        """Removes a request without queueing an output. After the last request, releases the
+        executor's state, and marks the memory as unused."""
         try:
             if self.loop is not None:
                 self.loop.drop(state)
@@ -324,8 +324,8 @@ class EngineCore(EngineLoop):
             self.retire()
 
     def _end_unsupported(self) -> None:
-        """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such an
-        adapter, but it may have been activated since."""
+        """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
+        adapters, but the caller may have activated one since."""
         adapters = adapters_for(self.model)
         if adapters is None or not adapters.has_activated(self.model):
             return
@@ -337,7 +337,8 @@ class EngineCore(EngineLoop):
                 self.end(state, "error")
 
     def take_step(self) -> list[RequestOutput]:
-        """Takes a step, once no pause lasts; returns all pending outputs."""
+        """Waits until no pause lasts, takes a step, and returns all pending outputs. Raises the
+        errors of `PagedEngine.step`."""
         pending = self.pending_outputs
         outputs: list[RequestOutput] = []
         try:
@@ -359,8 +360,8 @@ class EngineCore(EngineLoop):
     @guarded
     def step(self, span: StableSpan) -> None:
         """Takes a step and queues its outputs. Raises the error of a step that cannot be completed;
-        the next call repeats that step. If it fails again, the requests that it would compute end
-        with the error, and nothing is raised."""
+        the next call repeats that step. If the step fails again, the requests that it would compute
+        end with the error, and nothing is raised. Does not wait for pauses."""
         if self.loop is None:
             self._end_orphaned()
         loop = self.get_loop()
@@ -411,7 +412,7 @@ class EngineCore(EngineLoop):
 
     def _queue_outputs(self, loop: StepLoop) -> None:
         """Queues the outputs of requests that advanced, and the results of requests that ended."""
-        while loop.unreported:  # after an interrupt, the current request is still there
+        while loop.unreported:  # an interrupt leaves the request that it interrupted in front
             state = loop.unreported[0]
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
                 self._queue_step_outputs(state, loop.unreported)
@@ -419,9 +420,9 @@ class EngineCore(EngineLoop):
                 loop.unreported.popleft()
 
     def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
-        """Queues the outputs of a request's last step, and its result if it ended; removes the
-        request from `unreported`."""
-        step_outputs: list[Output] | None = None  # empty if its tokens are not reported
+        """Queues the outputs of a request's last step, and its result if it ended. Removes the
+        request from `unreported`; if it ended, `_queue_outputs` does so afterwards."""
+        step_outputs: list[Output] | None = None  # `None`: `end` finds the unreported tokens
         if state.error is None:
             try:
                 step_outputs = state.outputs()
@@ -444,8 +445,8 @@ class EngineCore(EngineLoop):
             state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to which the caller will add `new_state`; without unfinished requests,
-        acts as `renew`."""
+        """Returns the loop, to which the caller will add `new_state` (`None`: no request). Without
+        unfinished requests, acts as `renew`; with some, raises the errors of `check_positions`."""
         if self.loop is None or not self.requests:
             return self.renew(new_state, keeps_pool=self._num_pool_users > 0)
         if new_state is not None:

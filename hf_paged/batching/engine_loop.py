@@ -1,6 +1,6 @@
 """`EngineLoop` makes the step loop and the memory of an engine, and replaces them when the model or
-the block sizes change. It also checks and prepares requests before they enter the loop. Leaves the
-list of requests to `engine_core.py`."""
+the block sizes change. It also checks and prepares requests before they enter the loop.
+`engine_core.py` keeps the list of requests."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ LOOP_COUNTERS = (
 
 
 class EngineLoop:
-    """The step loop of an engine, which fits the model's current state. `leader` drives the
-    processes that hold the model's other shards. Callers hold `outer_lock`, the engine's lock."""
+    """Makes an engine's step loop, and replaces the loop when the model has changed. `leader`
+    drives the processes that hold other shards, if any. Callers hold the engine's `outer_lock`."""
 
     def __init__(
         self,
@@ -81,10 +81,11 @@ class EngineLoop:
 
     def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
         """Called without unfinished requests. Returns the loop, to which the caller will add
-        `state`. Makes a new loop if there is none, if the model has changed or, unless
-        `keeps_pool`, if other block sizes are better. Before it allocates memory, raises
-        `ValueError` if an engine over several processes cannot serve the model, and the errors of
-        `choose_layout` and `check_positions`."""
+        `state` (`None`: no request). Makes a new loop if there is none, if the model's layers,
+        layout, dtype, device or autocast dtype have changed or, unless `keeps_pool`, if other block
+        sizes are better. Before it allocates memory, raises `ValueError` if an engine over several
+        processes cannot serve the model, and the errors of `choose_layout` and
+        `check_positions`."""
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
@@ -109,7 +110,7 @@ class EngineLoop:
             return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
-        # all at once, since growth in steps would copy the existing blocks
+        # all at once, since each growth copies the existing blocks
         cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         self.loop = make_loop(
             model,
@@ -170,7 +171,7 @@ class EngineLoop:
         )
 
     def retire(self) -> None:
-        """Drops the loop and its memory, and keeps the loop's counts."""
+        """Drops the loop, keeps its counts, and replaces its memory by a new, empty one."""
         counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
@@ -280,9 +281,9 @@ class EngineLoop:
         )
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
-        """Clears the request's `assistance` unless tokens will be drafted for its row. `reason`
-        says why drafts are impossible, if they are. Raises `ValueError` if the request asks for
-        assistance that is impossible."""
+        """Clears the request's `assistance` unless tokens can be drafted for it. `reason` says why
+        drafts are impossible; `None` if the layout allows them. Raises `ValueError` if the request
+        asks for drafts that are impossible."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None
@@ -304,8 +305,8 @@ class EngineLoop:
 
 
 def check_positions(state: RequestState, layout: Layout) -> None:
-    """Limits a request of token ids to the model's table of positions. Raises `IndexError` if its
-    prompt is longer."""
+    """Limits a request of token ids to the model's table of positions. Raises `IndexError` if the
+    prompt is longer than the table. Does nothing for a prompt with other inputs."""
     if state.request.inputs is None:
         state.request.limit_positions(layout.max_positions)
 

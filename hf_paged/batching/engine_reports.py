@@ -27,8 +27,8 @@ class EngineReports:
 
     @property
     def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first request. `last_route(model)`
-        returns the same."""
+        """How requests are served, and why; `None` before the first request, and after `free`. The
+        engine also records the route for `last_route(model)`."""
         with self._core.lock:
             return self._core.route
 
@@ -39,8 +39,8 @@ class EngineReports:
 
     @guarded
     def stats(self) -> EngineStats:
-        """Returns the numbers of running and waiting requests and of blocks, and counters since the
-        engine was made."""
+        """Returns the numbers of running requests, waiting requests and blocks, and counters since
+        the engine was made."""
         core = self._core
         with core.lock:
             memory = self.memory.stats()
@@ -70,14 +70,15 @@ class EngineReports:
 
     @property
     def memory(self) -> PagedMemory:
-        """The memory that holds the requests' blocks. The engine replaces it when the model's
-        layers, dtype or device change, and when it chooses other block sizes."""
+        """The memory that holds the requests' blocks. `free` replaces it; so does the first request
+        after the others have ended, if the model's layers, layout, dtype, device or autocast dtype
+        have changed, or if other block sizes are better."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
-        """Returns the states of all blocks, by the attention window of their layer group (`None`:
-        full attention). A state is 0 for a free block, -1 for a cached block, else the number of
-        sequences that hold the block."""
+        """Returns the states of all blocks of self-attention, by the attention window of their
+        layer group (`None`: full attention). A state is 0 for a free block, -1 for a cached block,
+        and otherwise the number of sequences that hold the block."""
         core = self._core
         with core.lock, self.memory.lock:
             groups = [] if core.loop is None else core.loop.blocks.groups
@@ -103,9 +104,9 @@ class EngineReports:
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
         """Plots when requests were in the batch, over `unit` (`"steps"` or `"seconds"`); `ax` and
         the returned figure as in `plot_memory`. One row for each of the last `max_requests`
-        requests shows when it was in prefill, in decode, recomputed, waiting, preempted or swapped
-        out. Each step that verified a draft shows the draft's length and the number of accepted
-        tokens. Covers only the last few thousand `timeline.intervals()` and
+        requests shows when the request was in prefill, in decode, recomputed, waiting, preempted or
+        swapped out. Each step that verified a draft shows the draft's length and the number of
+        accepted tokens. Covers only the last few thousand `timeline.intervals()` and
         `timeline.verifications()`. Raises `ValueError` for another unit, or for `max_requests`
         below 1."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")

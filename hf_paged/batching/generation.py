@@ -1,5 +1,5 @@
-"""The units of work of a step loop: a decoding, the sequences of its rows, and their state between
-two steps. The loop and its ledger advance them."""
+"""`Generation`, the unit of work of a step loop: a decoding, the sequences of its rows, and their
+state between two steps. The loop and its ledger advance it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Generation:
     # by row of the decoding: its request, and the index of its sequence in the request
     rows: list[tuple[Request, int]]
     keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
-    # set if a drafter drafts for its only row, or for the only row of each part
+    # set if a drafter may draft for its only row or, after `split`, for the row of each part
     assistance: Assistance | None = None
     # with `keep_blocks`, by ended row: its blocks, and the number of tokens in them
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Generation:
     # tokens of the last step, by row: one dict per position, several if draft tokens were accepted,
     # none for beams
     new_tokens: list[dict[int, int]] = field(default_factory=list)
-    drafter: Drafter | None = None  # drafts for its only row
+    drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
     # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
@@ -68,8 +68,7 @@ class Generation:
     # whether the loop need not report its steps: its reader reads only the result, and the time of
     # the first token is recorded
     skips_reports: bool = False
-    # the generation that was split into this part and others
-    parent: Generation | None = None
+    parent: Generation | None = None  # the generation that was split into this part and others
     # by row, `(vocab,)` logits of rows that wait for other rows
     _logits: dict[int, Tensor] = field(default_factory=dict)
 
@@ -96,8 +95,8 @@ class Generation:
         )
 
     def split(self) -> None:
-        """Makes a part for each row, which advances independently, and moves kept blocks and logits
-        to the parts."""
+        """Makes a part for each row, so that the rows advance independently, and moves kept blocks
+        and logits to the parts."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
             part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
@@ -112,8 +111,8 @@ class Generation:
 
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
         """Takes a step's logits `(n, vocab)`: those of row `r` have the index `index_by_row[r]`. If
-        all open rows have logits now, returns them in order, `(len(open_rows), vocab)`, and keeps
-        none; else keeps copies of the new ones, and returns `None`."""
+        all open rows have logits now, returns these in order, `(len(open_rows), vocab)`, and keeps
+        none. Otherwise keeps copies of the new ones; then, or if no row is open, returns `None`."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None
@@ -141,7 +140,7 @@ class Generation:
         return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
 
     def rewind(self) -> None:
-        """Drops tokens of the decoding that are not in the request's sequence. Requires
+        """Drops the decoding's tokens that are not in the request's sequence. Requires
         `can_repeat`."""
         assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
@@ -150,8 +149,8 @@ class Generation:
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
-        """The sequence of its only row if a draft can join the next step, which then computes only
-        the sequence's last token; else `None`."""
+        """The sequence of its only row if the next step can verify a draft: without one, the step
+        would compute just the sequence's last token. Otherwise `None`."""
         ((request, index),) = self.rows
         if request.status is not Status.RUNNING or self.is_sampling:
             return None
@@ -163,8 +162,8 @@ class Generation:
         return None if sequence.draft else sequence
 
     def set_draft(self, draft: Draft) -> None:
-        """Sets the draft of its only row, which the next step verifies. Requires
-        `sequence_to_draft`."""
+        """Sets the draft that the next step verifies for its only row. Requires that
+        `sequence_to_draft` is not `None`."""
         ((request, index),) = self.rows
         self.decoding.draft = draft  # first, since the scheduler reads the sequence's draft
         request.sequences[index].draft = draft.tokens
@@ -178,8 +177,8 @@ class Generation:
         self._logits, self.is_closed = {}, True
 
     def attach_drafter(self, drafter: Drafter) -> None:
-        """Makes the drafter draft for its only row, until `detach_drafter`. Called before its
-        request is queued."""
+        """Makes the drafter draft for the generation's only row, until `detach_drafter`. Called
+        before the request is queued."""
         self.drafter = drafter
         ((request, _),) = self.rows
         request.drafts_first_token, request.namespace = drafter.attach(self)
@@ -190,7 +189,7 @@ class Generation:
 
 
 class RequestState(Generation):
-    """A request of an engine, whose outputs go to `output_queue`. Raises the errors of
+    """An engine's request. Its outputs go to `output_queue`. Raises the errors of
     `PagedEngine.add_request` for the generation config and the options; the caller has checked the
     form of the prompt."""
 
@@ -318,8 +317,8 @@ class RequestState(Generation):
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`: a
-        step that failed or was cancelled may have accepted some. The last output includes the text
-        that the text tracker was holding back."""
+        step that failed, or during which the request was cancelled, may have accepted some. The
+        last output includes the text that the text tracker was holding back."""
         if not self.reports_tokens:
             return []
         token_rows = (
@@ -381,8 +380,8 @@ class RequestState(Generation):
 
     def result(self, reason: str | None) -> RequestResult:
         """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
-        that have none; `None` if the request ended by itself. An error raised here becomes the
-        result's error."""
+        that have none; `None` if the request ended by itself. An error that occurs here becomes the
+        result's error, unless `error` is set; an interrupt is raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
@@ -394,7 +393,7 @@ class RequestState(Generation):
                     raise
                 failure = error
         has_tokens = any(sequence.token_ids for sequence in sequences)
-        if self._first_token_seconds is None and has_tokens:  # from the step that failed
+        if self._first_token_seconds is None and has_tokens:  # the step that failed sampled them
             self._first_token_seconds = time.perf_counter() - self._added_at
         admitted_at, logprobs = self.request.admitted_at, self.request.prompt_logprobs
         queued_seconds = None if admitted_at is None else admitted_at - self._added_at

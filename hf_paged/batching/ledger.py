@@ -24,8 +24,8 @@ Ready = list[tuple[Generation, LogitRows]]
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
-    requests and generations. Callers hold the memory's lock; `deliver` and `split_preempted` take
-    it themselves."""
+    requests and generations. Callers hold the memory's lock, which only `deliver` and
+    `split_preempted` take themselves."""
 
     block_manager: BlockManager
     memory: PagedMemory
@@ -38,7 +38,7 @@ class Ledger:
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
     pending_parts: list[Generation] = field(default_factory=list)
-    # generations and requests whose next token has no position in the model's table
+    # generations, each with a request whose next forward would read past the table of positions
     past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
@@ -48,7 +48,7 @@ class Ledger:
                 self.rows.setdefault(request, []).append((part, row))
 
     def remove(self, generation: Generation) -> None:
-        """Undoes an `add` that raised."""
+        """Undoes an `add` that may have raised."""
         for request in generation.requests:
             self.rows.pop(request, None)
 
@@ -73,8 +73,9 @@ class Ledger:
         }
 
     def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Gives a step's logits `(n, vocab)` to its generations, and adds those whose open rows all
-        have logits now to `ready`. Forks the sequences of a prompt that was computed once."""
+        """Gives a step's logits `(n, vocab)` to its generations, and adds to `ready` those whose
+        open rows all have logits now. Forks the sequence of a prompt that was computed once for
+        several rows. `logits` are `None` if the step had no forward, or if the forward failed."""
         indices: dict[Generation, dict[int, int]] = {}
         end = 0
         for sequence, num_logits in zip(plan.sequences, plan.num_logits):
@@ -108,9 +109,9 @@ class Ledger:
         indices: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds to `ready` the generations of several rows that have all their logits now. `indices`
-        holds the index in the step's `logits`, `(n, vocab)`, by generation and row. Also adds parts
-        whose logits were computed before the split."""
+        """Adds to `ready` the generations of several rows that have all their logits now, and parts
+        whose logits were computed before the split. `indices` holds, by generation and row, the
+        index in the step's `logits`, `(n, vocab)`."""
         parts: dict[Generation, dict[int, int]] = {part: {} for part in self.pending_parts}
         self.pending_parts = []
         for generation, index_by_row in {**parts, **indices}.items():
@@ -119,7 +120,7 @@ class Ledger:
                 ready.append((generation, LogitRows.of(gathered)))
 
     def append(self, generation: Generation, token: int) -> None:
-        """Appends the next token of a generation with a single row, which has not ended."""
+        """Appends the next token of a generation whose only row continues."""
         ((request, index),) = generation.rows
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
@@ -182,7 +183,7 @@ class Ledger:
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:
-        """Closes a generation whose decoding is done, although some of its rows may be open."""
+        """Closes a generation whose decoding is done, with any rows that are still open."""
         if generation.keep_blocks:
             for row in range(len(generation.rows)):
                 if row not in generation.kept_blocks:

@@ -1,5 +1,5 @@
-"""`StepLoop`, the loop of `PagedEngine` and `generate`: schedule, compute, sample, update. Leaves
-the schedule to the scheduler, and the choice of tokens to the decodings."""
+"""`StepLoop`, the loop of `PagedEngine` and `generate`: schedule, compute, sample, update. The
+scheduler chooses the rows of a step, and the decodings choose the tokens."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ class StepLoop:
     seconds: float = 0.0  # spent in steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or failed and are not reported yet; callers remove generations
-        # when they report them
+        # generations that advanced or ended; callers remove the generations that they report
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
@@ -109,13 +108,14 @@ class StepLoop:
 
     @property
     def first_waiting(self) -> Generation | None:
-        """The generation whose request will be admitted next."""
+        """The generation whose request will be admitted next; `None` if none can be."""
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when repeated steps raise `error`: those of running
-        requests, or, if none runs or blocks are short, the generation to be admitted next."""
+        """Returns the generations to end when a repeated step raises `error`: those of running
+        requests, or, if none runs or blocks are short, the generation to be admitted next. If
+        there are neither, returns all."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -143,7 +143,7 @@ class StepLoop:
 
     def change_weights(self, recompute: bool) -> None:
         """Called between steps after the weights changed: invalidates the prefix cache and drafts.
-        `recompute` also drops the K/V of unfinished requests."""
+        With `recompute`, also drops the K/V of unfinished requests, which are then recomputed."""
         try:
             if self.drafter.instance is not None:
                 self.drafter.instance.change_weights()
@@ -160,8 +160,9 @@ class StepLoop:
 
     def step(self, span: StableSpan) -> None:
         """Schedules, computes and samples once, unless `unreported` still holds generations. An
-        interrupt of the forward undoes the step; an interrupt of a caller's code ends the request
-        of that caller. Raises the interrupt, `OutOfBlocksError` or `EngineStalledError`."""
+        interrupt of the forward undoes the step; an interrupt of sampling ends the generations that
+        cannot repeat it. Raises interrupts, `OutOfBlocksError`, `EngineStalledError` and
+        `RankLostError`."""
         if self.unreported:
             return
         start = time.perf_counter()
@@ -230,10 +231,11 @@ class StepLoop:
     def sample(
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
-        """Samples the next tokens of generations that `compute` returned, and adds these
-        generations to `unreported`; `fetch` as in `sample_step`. If sampling is interrupted,
-        repeats it in a later step, or fails the generation if sampling cannot be repeated. Returns
-        an interrupt of a caller's code. Another thread may compute other generations meanwhile."""
+        """Samples the next tokens of generations that `compute` returned, and adds those that
+        ended, or report their steps, to `unreported`; `fetch` as in `sample_step`. Interrupted
+        sampling is repeated in a later step; generations that cannot repeat it end. Returns an
+        interrupt of one generation's sampling, and raises others. Another thread may compute other
+        generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -285,8 +287,8 @@ class StepLoop:
         return interrupt
 
     def _compute(self) -> tuple[StepPlan, Tensor | None]:
-        """Schedules a step and computes it. Returns the plan and its logits, `None` if there was
-        nothing to compute or the forward failed. The caller holds the executor's lock."""
+        """Schedules a step and computes it. Returns the plan and its logits, which are `None` if
+        there was nothing to compute or the forward failed. The caller holds the executor's lock."""
         with self.executor.runner.ordered():
             self.executor.check_model()
             self.memory.free_abandoned()
@@ -325,8 +327,8 @@ class StepLoop:
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:
-        """Runs a step's forward and commits the step. If the forward fails, undoes the step, ends
-        the generations that failed, and returns `None`."""
+        """Runs a step's forward and commits the step. If the forward fails, undoes the step. Raises
+        interrupts and `RankLostError`; for other errors, calls `_end_failed` and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -359,9 +361,9 @@ class StepLoop:
         error: BaseException,
         num_unsized: int,
     ) -> None:
-        """Ends the generations that a forward's error concerns. If several shared the forward, the
-        next steps isolate the failing ones instead. `num_unsized`: number of layer groups whose
-        block bytes were unknown before the forward."""
+        """Ends the generations that a `RowsError` concerns; with other errors, the generation that
+        ran alone. If several ran, the next steps isolate the failing ones. `num_unsized`: number of
+        layer groups whose block bytes were unknown before the forward."""
         cause: BaseException = error
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
@@ -400,8 +402,8 @@ class StepLoop:
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
-        """Undoes a scheduled step that was not completed: removes blocks that were not computed
-        from the prefix index, and recomputes states that may have advanced."""
+        """Undoes a scheduled step that was not completed: the prefix index drops the blocks that
+        the step should have filled, and states, which may have advanced, are recomputed."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
@@ -432,8 +434,8 @@ class StepLoop:
             self.recover()
 
     def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends a generation with an error and adds it to `unreported`. If `error` is an interrupt,
-        returns it, and the caller raises it."""
+        """Ends a generation with an error, and adds the generation to `unreported`. If `error` is
+        an interrupt, returns it for the caller to raise."""
         interrupt: BaseException | None = None
         if isinstance(error, Exception) and not is_interrupt(error):
             generation.error = error

@@ -1,5 +1,4 @@
-"""Pauses of an engine: records which threads have paused it, and waits until they resume. Leaves
-the steps to the engine."""
+"""Pauses of an engine: records which threads have paused it, and waits until they resume."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from ..threads import wait
 
 
 class Pause(contextlib.AbstractContextManager["Pause", None]):
-    """One pause of an engine, which lasts until `close`. If it is used as a context, it also ends
-    when this object is collected, since an interrupt may come before `__exit__` begins."""
+    """One pause of an engine, which lasts until `close`. If the pause is used as a context, it also
+    ends when this object is collected, since an interrupt may come before `__exit__` begins."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -48,15 +47,15 @@ class Pauses:
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
-        # by key, pauses that are not used as contexts: kept alive until `end`
+        # by key: pauses that are not used as contexts, kept alive until they end
         self.persistent: dict[object, Pause] = {}
         self._pauses: list[weakref.ref[Pause]] = []
         self._ended = threading.Condition(lock)
 
     def begin(self, is_persistent: bool = False) -> Pause:
-        """Waits for the step in progress, and returns a new pause of this thread. With
-        `is_persistent`, a pause that is not used as a context lasts until `end`, even if the caller
-        drops the object."""
+        """Waits for the step in progress, and returns a new pause of this thread. A pause with
+        `is_persistent` that is not used as a context lasts until `end` or `close`, even if the
+        caller drops the object."""
         pause = Pause(self)
         try:
             with self.lock:

@@ -1,4 +1,4 @@
-"""Detects steps without progress, and raises an error after many in a row. Ends no request."""
+"""Counts steps without progress, and raises an error after many in a row. Ends no request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Progress:
         self._num_stalled = 0
 
     def note(self, plan: StepPlan, has_advanced: bool, state: object) -> None:
-        """Counts a step. `has_advanced`: whether the step gave a generation its logits, or ended
-        one. After many steps without progress, raises `EngineStalledError` with `state` in its
+        """Counts a step. `has_advanced`: whether a generation got all of its logits in the step, or
+        ended. After many steps without progress, raises `EngineStalledError` with `state` in its
         message."""
         self._num_idle += 1
         if plan.sequences or has_advanced:

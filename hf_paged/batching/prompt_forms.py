@@ -17,15 +17,15 @@ from ..config import is_whole, shown
 from ..model.own_loop import mismatched_rows
 from .arguments import quoted
 
-# list[int], a tensor of shape (length,) or (1, length), or a tokenizer's output for one text; with
-# a tokenizer, also str or chat messages
+# list[int], a tensor of shape (length,) or (1, length), or the output of a tokenizer or processor
+# for one text; with a tokenizer, also str or chat messages
 Prompt = Any
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Separates a prompt from its model inputs other than token ids, which are in `inputs` or, if
-    `prompt` is a processor's output, in that mapping; returns both (`None` without such inputs).
-    Raises `ValueError` for invalid names, for padding, and for the inputs of several prompts."""
+    """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is a
+    processor's output, those in it that `inputs` lacks. Returns both; `None` stands for a part that
+    is missing. Raises `ValueError` for invalid names, padding, and inputs of several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"
@@ -74,7 +74,6 @@ def is_chat(prompt: Prompt) -> bool:
     """Whether a prompt is a list of chat messages. Raises `ValueError` if only some of its items
     are messages with a role."""
     if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
-        # usually token ids
         return False
     roles = [
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt

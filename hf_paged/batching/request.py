@@ -1,5 +1,5 @@
-"""Requests and their sequences: their tokens, how many of these are computed, their status. Holds
-no tensors and no policy."""
+"""Requests and their sequences: tokens, the number of computed ones, and status. Holds no tensors
+and no policy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sequence:
     index: int = 0  # in `request.sequences`
     # tokens whose K and V are in its blocks; a step's tokens count once the step is committed
     num_computed_tokens: int = 0
-    # draft tokens, computed in one step with the last token, which they follow; their K and V stay
-    # in the blocks until sampling has accepted or rejected them
+    # draft tokens, which follow the last token and are computed in the same step; their K and V
+    # stay in the blocks until sampling has accepted or rejected them
     draft: list[int] = field(default_factory=list)
     # the blocks and the state before the draft, if the model has states
     before_draft: SequenceBlocks = NO_BLOCKS
@@ -67,9 +67,9 @@ class Sequence:
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
-        """Allocates slots for the last token and up to `limit` draft tokens, and returns the number
-        of draft tokens. If blocks are short, drops the draft and returns 0, since a draft must not
-        preempt other requests."""
+        """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
+        and returns the draft's length. Returns 0 and allocates nothing if there is no draft, or if
+        blocks are short: then drops the draft, since it must not preempt other requests."""
         del self.draft[max(0, limit) :]
         num_draft_tokens = len(self.draft)
         if num_draft_tokens:
@@ -123,7 +123,7 @@ class Sequence:
 class Rope(Protocol):
     """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
 
-    must_recompute: bool  # whether a sequence is recomputed when its factors change
+    must_recompute: bool  # whether a change of its factors makes a sequence be recomputed
 
     def factors(self, length: int) -> int:
         """Returns a number that identifies the factors of a sequence of `length` tokens."""
@@ -139,7 +139,7 @@ class RopeNamespace(NamedTuple):
 class RowsError(Exception):
     """An error of a step that concerns only some of its requests; the others repeat the step."""
 
-    cause: Exception | None = None  # the error with which these requests end; default: this one
+    cause: Exception | None = None  # the error that these requests get; `None`: this one
 
     def concerns(self, request: Request) -> bool:
         """Whether the error concerns this request."""
@@ -154,7 +154,7 @@ class Request:
     request_id: Hashable
     # usually a single sequence with the prompt, which is forked once the prompt is computed
     sequences: list[Sequence]
-    max_num_tokens: int  # maximum length of a sequence
+    max_num_tokens: int  # maximum length of a sequence, including the prompt
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
     # the adapter and the cache salt: prefixes are shared only between requests of one namespace
@@ -162,7 +162,7 @@ class Request:
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
     # for a prompt with inputs besides token ids, which the model's own forward computes as a whole:
-    # the call's `Prompts`, which the runner reads, and the row in them
+    # the call's `Prompts`, which the runner reads, and the prompt's row in them
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
     encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while it runs
@@ -176,25 +176,22 @@ class Request:
     status: Status = Status.WAITING
     # the scheduler's sort key: (arrival number plus weighted priority, arrival number)
     key: tuple[float, int] = (0, 0)
-    # time of its first step, in seconds of `time.perf_counter`
-    admitted_at: float | None = None
-    num_prompt_tokens: int = field(init=False)  # of its shortest sequence when it was made
-    # number of unfinished sequences, including those still to be forked
-    num_open_rows: int = field(init=False)
+    admitted_at: float | None = None  # end of its first forward, in seconds of `perf_counter`
+    num_prompt_tokens: int = field(init=False)  # tokens of its shortest sequence at the start
+    num_open_rows: int = field(init=False)  # unfinished sequences, also those not forked yet
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0
     # whether the first new token is also drafted; the last prompt token then needs a separate step
     drafts_first_token: bool = False
-    # total length of its sequences when it was last preempted while no other request ran
+    # total length of its sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
     max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
     num_hit_tokens: int = 0  # prompt tokens in the prefix cache when it was first admitted
     # `max_time` criteria, whose clocks start with the first step that runs the request
     clocks: Collection[Any] = ()
-    # recorder of the prompt's log-probabilities (`scores.PromptLogprobs`)
-    prompt_logprobs: Any = None
+    prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []
@@ -209,8 +206,8 @@ class Request:
             self.sequences.append(sequence)
 
     def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
-        """Limits the length of sequences to the `num_positions` of the model's table; `None`: no
-        limit. The prompt takes `shift` more positions than it has tokens. Raises `IndexError` if
+        """Limits the length of sequences to the `num_positions` of the model's table (`None`: no
+        limit). The prompt takes `shift` more positions than it has tokens. Raises `IndexError` if
         the prompt does not fit into the table."""
         if num_positions is None:
             return
@@ -286,8 +283,8 @@ class Request:
         self.adopt(forks)
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Makes sequence `i` a fork of sequence `parents[i]` with `tokens[i]` appended, and frees
-        the blocks of replaced sequences. Copies no K or V. Finished sequences do not change."""
+        """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, with `tokens[i]`
+        appended, and frees the blocks of replaced sequences. Copies no K or V."""
         previous = [copy.copy(sequence) for sequence in self.sequences]
         replaced_rows = [
             row

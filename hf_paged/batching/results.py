@@ -15,30 +15,28 @@ from ..model.registry import Route
 
 @dataclass(frozen=True)
 class Timings:
-    """Times of a request, in seconds since it was added; `None` for events that have not
-    happened."""
+    """Times of a request, in seconds since it was added; `None` for events that did not happen."""
 
-    queued: float | None = None  # until the request was first in a batch
+    queued: float | None = None  # until the first forward that ran the request had ended
     first_token: float | None = None  # until its first new token
     total: float | None = None  # until it finished
 
 
 @dataclass(frozen=True)
 class SequenceResult:
-    """
-    One sequence of a request.
+    """One sequence of a request.
 
     Args:
         token_ids (`list[int]`): The new tokens, without padding; an EOS token is included.
-        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"`, `"cancelled"` or
-            `"error"`. If beam search finishes fewer sequences than requested, the missing ones have
-            `"error"`.
+        finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"` (the caller's, or
+            `max_time`), `"cancelled"` or `"error"`. If beam search finishes fewer sequences than
+            requested, the missing ones have `"error"`.
         text (`str`, *optional*): The decoded new tokens; `None` if the engine has no tokenizer, or
             the tokenizer raised.
-        logprobs (`list[tuple[float, float]]`, *optional*): For each new token, its log-probability
-            under the model (full vocabulary, before logits processors: `log_softmax` of
-            `output_logits`), and under the distribution that it was chosen from (`log_softmax` of
-            `output_scores`; for beams, the term that it adds to the beam's score).
+        logprobs (`list[tuple[float, float]]`, *optional*): With `return_logprobs`: the
+            log-probability of each new token under the model (full vocabulary, before logits
+            processors: `log_softmax` of `output_logits`), and under the distribution that it was
+            chosen from (`log_softmax` of `output_scores`; for beams, what it adds to the score).
         score (`float`, *optional*): The score of a beam, including the length penalty.
         top_logprobs (`list[list[tuple[int, float, float]]]`, *optional*): For each new token, the
             `top_logprobs` most probable tokens under the model, best first, each with its two
@@ -60,8 +58,9 @@ class RequestResult:
 
     Args:
         request_id (`str`): The id passed to, or returned by, `add_request`.
-        prompt_ids (`list[int]`): The prompt.
-        sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first.
+        prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any.
+        sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first;
+            empty for a request that could not be added.
         error (`Exception`, *optional*): The error that ended the request early, or that the
             tokenizer raised.
         timings ([`Timings`]): Time in the queue, to the first token, and to the end.
@@ -124,7 +123,8 @@ class RequestOutput:
     Args:
         request_id (`str`): The request's id.
         new_tokens (`dict[int, int]`): The new token of each sequence, by its index in the request.
-            Empty for beam search, whose tokens are final only at the end.
+            Empty for beam search, whose tokens are final only at the end, and for an output that
+            only reports the result.
         text (`str`, *optional*): The text that the first sequence's new token adds, if the engine
             has a tokenizer.
         result ([`RequestResult`], *optional*): Set when the request has ended.
@@ -143,8 +143,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Histogram:
-    """
-    Counts of values in buckets.
+    """Counts of values in buckets.
 
     Args:
         bounds (`tuple[float, ...]`): The inclusive upper bounds of the buckets, in ascending order.
@@ -201,26 +200,22 @@ class RequestTotals:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """
-    The current state of a `PagedEngine`, and counters since it was made.
+    """The current state of a `PagedEngine`, and counters since the engine was made.
 
     Args:
         num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None`: no limit was set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks that sequences hold;
-            blocks that several sequences hold; other blocks in the prefix cache; the maximum of
-            `used_blocks` since `PagedEngine.memory` was made.
+            blocks that several of them hold; blocks that only the prefix cache holds; the maximum
+            of `used_blocks` since `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of `used_blocks` and of `peak_blocks`, over all
             layers.
-        budget_bytes (`int`, *optional*): As in [`MemoryStats`].
-        tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks (`int`): As in
-            [`MemoryStats`].
-        block_sizes (`dict`): As in [`MemoryStats`].
+        budget_bytes (`int`, *optional*), tier_host_bytes, tier_disk_bytes, tier_kept_blocks,
+            tier_restored_blocks (`int`), block_sizes (`dict`): As in [`MemoryStats`].
         waste_percent (`float`): Share of allocated slots that were unused at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
             admitted.
-        num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
-        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the
-            engine was made.
+        num_finished, num_preemptions, num_swaps, num_prompt_tokens, num_prefix_hit_tokens,
+            num_generated_tokens, num_steps (`int`): Since the engine was made.
         num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
             step runs several forwards if its adapters cannot share one.
         num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, draft tokens in
@@ -277,8 +272,8 @@ class EngineStats:
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> Any:
-    """Returns the text of tokens, without special tokens. Raises the tokenizer's errors. A panic of
-    a tokenizer in Rust, which is not an `Exception`, becomes a `RuntimeError`, so that it ends one
+    """Returns the text of tokens, without special tokens. Raises the tokenizer's errors. A panic in
+    a Rust tokenizer, which is not an `Exception`, becomes a `RuntimeError`, so that it ends one
     request instead of the thread."""
     try:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -288,10 +283,9 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
         raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
 
 
-# an incomplete character, which decodes to the replacement character until its other bytes follow
+# a character whose other bytes are still to come: it decodes to the replacement character
 _INCOMPLETE = re.compile("\N{REPLACEMENT CHARACTER}$")
-# also endings that `clean_up_tokenization` may still change, since it removes the space before "."
-# and "n't", and around "'": a space, or the beginning of such a pattern
+# also the beginning of " n't", " ' " and others, whose spaces `clean_up_tokenization` removes
 _INCOMPLETE_OR_CLEANABLE = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
 
 
@@ -305,8 +299,8 @@ class TextTracker:
         cleans_up = getattr(text_tokenizer, "clean_up_tokenization_spaces", False)
         self._incomplete = _INCOMPLETE_OR_CLEANABLE if cleans_up else _INCOMPLETE
         self.token_ids: list[int] = []
-        # index of the first token that is decoded again, as context; number of tokens whose text
-        # was returned
+        # index of the first token that is decoded again, as context for later ones; number of
+        # tokens whose text was returned
         self._context_start = self._num_returned = 0
 
     def add(self, token_ids: list[int], is_last: bool = False) -> str:
@@ -332,8 +326,8 @@ MAX_PENDING_OUTPUTS = 1 << 14  # limit of outputs without a result, which take a
 
 
 def trim_pending(outputs: list[RequestOutput]) -> None:
-    """Drops all but the last `MAX_PENDING_OUTPUTS` outputs without a result; the results will hold
-    the dropped tokens."""
+    """Of the outputs without a result, drops all but the last `MAX_PENDING_OUTPUTS`; the results
+    will hold the dropped tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
     unfinished = [output for output in outputs if not output.finished]

@@ -1,5 +1,5 @@
 """`SharedLoop`, one `StepLoop` for overlapping `generate` calls on a model: the calls share
-forwards, and each call samples in its own thread. Leaves the schedule to the loop's scheduler."""
+forwards, and each call samples in its own thread."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Caller:
     error: Exception | None = None  # the error that ended its generation
     # when its logits were ready, in seconds of `time.perf_counter`; `None` while it waits for them
     sampling_since: float | None = None
-    is_late: bool = False  # whether its last sampling took longer than a step waits
+    is_late: bool = False  # whether its last sampling took longer than a step waits for it
 
 
 class SharedLoop:
-    """Iteration-level scheduling (Orca, OSDI 2022) over callers. If no thread takes a step, the
-    thread of a caller that waits for logits takes it for all callers. Before the step, it waits
-    briefly for callers that are sampling, except those that were late the last time. The
+    """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
+    thread of a caller that waits for logits takes one for all callers. Before the step, this thread
+    waits briefly for callers that are sampling, except those that were late the last time. The
     processors, criteria and streamer of a caller run in its own thread, without a lock."""
 
     def __init__(self, loop: StepLoop) -> None:
@@ -66,8 +66,7 @@ class SharedLoop:
         self._deferred_drops: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
         self._shortage: Shortage | None = None  # set while steps fail for lack of blocks
-        # earliest time of the next step, in seconds of `time.perf_counter`
-        self._retry_at = 0.0
+        self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
         forks.in_child(self)
         ends_with_calls(self)
 
@@ -79,10 +78,11 @@ class SharedLoop:
         finish: Callable[[StepLoop], T],
         make_loop: MakeLoop,
     ) -> T:
-        """Runs the generation to its end and returns `finish(loop)`, which is called before its
-        blocks are freed. Raises the error that ended the generation. A call that this thread makes
-        within its own step runs in a separate loop, from `make_loop`. `checks_weights` and
-        `replays`: as `check_weights` and `allow_replays` of `Executor.begin`."""
+        """Runs the generation to its end and returns `finish(loop)`, which is called before the
+        generation's blocks are freed. Raises the error that ended the generation. If this thread is
+        already taking a step of this loop, the generation runs in a separate loop, from
+        `make_loop`. `checks_weights`, `replays`: as `check_weights` and `allow_replays` of
+        `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:
@@ -118,8 +118,8 @@ class SharedLoop:
                 self._leave(generation)
 
     def _sample(self, caller: Caller, ready: Ready, span: StableSpan) -> None:
-        """Samples the caller's generations. Raises an interrupt of its code, and the error that
-        ended its generation."""
+        """Samples the caller's generations that are `ready`. Raises an interrupt of the sampling,
+        and the error that ended the caller's generation."""
         fetch = self.loop.executor.fetch_while_running_ahead(ready)
         if fetch is not None:
             fetch = functools.partial(self._fetch, caller, fetch)
@@ -140,8 +140,8 @@ class SharedLoop:
                 caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """Copies tokens to the host. For a single caller, `run_ahead` does so, and launches the
-        next step meanwhile."""
+        """Copies tokens to the host. If there is only this caller, and no step in progress,
+        `run_ahead` copies them, and launches the next step meanwhile."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
                 host_tokens: list[int] = tokens.tolist()
@@ -153,8 +153,8 @@ class SharedLoop:
             self._end_step([])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Waits until the caller's generations have logits, and returns them; takes steps if no
-        other thread does. Raises the error that ended its generation."""
+        """Waits until some of the caller's generations have logits, and returns these; takes steps
+        if no other thread does. Raises the error that ended the caller's generation."""
         now = time.perf_counter()
         with self._lock:
             if caller.sampling_since is not None:
@@ -183,13 +183,13 @@ class SharedLoop:
 
     @property
     def _patience(self) -> float:
-        """Seconds that a step waits for callers that sample: as many as the last step took, within
+        """Seconds that a step waits for callers that sample: the duration of the last step, within
         limits."""
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _seconds_until_step(self) -> float:
         """Returns how many seconds the next step still waits for callers that sample, or for
-        blocks."""
+        blocks; zero or less if the step is due."""
         start_times = [
             caller.sampling_since
             for caller in self._callers.values()
@@ -206,14 +206,14 @@ class SharedLoop:
         return shortage.should_retry() or shortage.should_await_other_models
 
     def is_progressing(self, thread: int) -> bool:
-        """Implements `cache.waits.Holder`. A loop that is short of blocks makes no progress: it has
-        preempted its requests, which hold no blocks."""
+        """Implements `cache.waits.Holder`. A loop that is short of blocks makes no progress: its
+        requests are preempted, and hold no blocks."""
         stepper = self._stepper
         callers = [caller for caller in list(self._callers.values()) if caller.thread_id != thread]
         if any(caller.sampling_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread_id == thread:
-            # the step itself asks, since it is short of blocks, or it waits for this call
+            # the asking call is this step, short of blocks, or one that the step waits for
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 
@@ -233,7 +233,7 @@ class SharedLoop:
 
     def _step(self) -> None:
         """Takes a step for all callers. If blocks are short and waiting is useless, ends a
-        generation that holds blocks, or the first waiting one."""
+        generation that holds blocks of ended rows or, if there is none, the first waiting one."""
         start = time.perf_counter()
         ready: Ready = []
         try:
@@ -256,8 +256,8 @@ class SharedLoop:
             self._end_step(ready)
 
     def _end_step(self, ready: Ready) -> None:
-        """Passes the errors and logits of a step to the callers. If this raises, `_leave` ends the
-        step."""
+        """Passes the errors and logits of a step to the callers, and ends the step. If this raises,
+        `_leave` ends it."""
         now = time.perf_counter()
         with self._lock:
             while self._deferred_drops:
@@ -317,7 +317,7 @@ class SharedLoop:
                 self._wake_next_stepper()
 
     def end_calls(self) -> None:
-        """Removes this thread's callers (`interrupts.ends_with_calls`)."""
+        """Removes this thread's callers after an error (`interrupts.ends_with_calls`)."""
         thread_id = threading.get_ident()
         for caller in list(self._callers.values()):
             if caller.thread_id == thread_id:
@@ -347,7 +347,7 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 @restoring
 def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iterator[SharedLoop]:
     """Yields the loop on this memory for calls of equal `key`, which can share forwards. The first
-    context makes the loop with `make_loop`, and the last one drops it, since the loop holds the
+    context makes the loop with `make_loop`, and the last one drops the loop, which holds the
     model."""
     user = object()
     shared = None

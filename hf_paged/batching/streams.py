@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 # options that may be lists with one value per prompt
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
-
 SLOW_SECONDS = 2.0  # by default, a call that takes longer shows a progress bar
 
 
@@ -48,9 +47,9 @@ def _is_interactive() -> bool:
 
 
 class RequestStream:
-    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompts` are the prompts, their
-    generation configs and the attention mask, as in `split_prompts`. Raises the errors of
-    `PagedEngine.generate`."""
+    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompts` are the arguments of
+    `split_prompts`: prompts, generation configs and an attention mask. Raises `TypeError` and
+    `ValueError` as `PagedEngine.generate` does."""
 
     def __init__(
         self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any
@@ -84,7 +83,7 @@ class RequestStream:
             prompt_options = {name: values[index] for name, values in values_by_option.items()}
             request_options = RequestOptions(**{**options, **prompt_options})
             self._queue.append((prompt, config, request_options))
-        # outputs of the requests, which the engine appends and `_run` reads
+        # the requests' outputs: the engine appends them, and `_run` reads them
         self.output_queue: deque[RequestOutput] = deque()
         self.span = StableSpan()
         self.request_ids: list[str] = []  # in the order of the prompts
@@ -132,8 +131,9 @@ class RequestStream:
 
     def _step(self, span: StableSpan) -> None:
         """Takes a step, unless another thread's step has filled the output queue. If the step
-        raises, logs a warning; the next step repeats it, and ends its requests if it raises
-        again."""
+        raises an error, logs a warning, and the next call repeats the step; if that fails, too, the
+        requests of the step end. Raises interrupts and `RankLostError`, and `RuntimeError` if this
+        thread has paused the engine, or if requests are gone without a result."""
         engine = self.engine
         with engine.lock:
             engine.pauses.wait()
@@ -178,7 +178,7 @@ class RequestStream:
                     stack.callback(engine.cancel, state)
 
     def _run_and_end(self) -> Generator[RequestOutput | None, None, None]:
-        """Yields from `_run`, and calls `_end` when the generator is closed."""
+        """Yields from `_run`, and calls `_end` when the generator ends."""
         try:
             yield from self._run()
         finally:
@@ -206,7 +206,7 @@ class RequestStream:
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
-                    # only when needed: tqdm takes a lock, which may stay locked in a forked child
+                    # made late, since tqdm takes a lock, which may stay locked in a forked child
                     if shows_bar and bar is None and time.perf_counter() - start >= delay:
                         bar = stack.enter_context(
                             tqdm(
@@ -251,7 +251,7 @@ class RequestStream:
                 return function(*args)
 
         async def read() -> Any:
-            # the first call adds the requests, and the last one ends them: both take no step
+            # the first `next` adds the requests, and the last one ends the call: neither steps
             lock = step_lock if self.unfinished else contextlib.nullcontext()
             async with lock:
                 if self.output_queue:

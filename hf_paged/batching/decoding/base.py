@@ -1,5 +1,5 @@
-"""The state of a decoding between two forwards, and the criteria that end its rows. Leaves keys,
-values and blocks to the loop."""
+"""The state of a decoding between two forwards, and the criteria that end its rows. The loop owns
+the keys, values and blocks."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class SampledTokens(NamedTuple):
     """The tokens that a decoding chose in one step. Rows are those of the decoding."""
 
     tokens: list[int]  # next token of every row; padding for rows that had ended
-    # with beams, row i continues row parents[i]; `None`: every row continues itself
+    # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
     finished: list[int]  # rows that need no more forwards
     rows: list[int]  # rows that were open before the step
-    # with a draft, which has a single row: the step's new tokens before the last one
+    # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
 
 
@@ -130,8 +130,8 @@ class StopChecker:
                 self.callers_criteria.append(criterion)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns the reason why a row of `length` tokens ends with `token`; `None` if it
-        continues. Leaves `callers_criteria` to its caller."""
+        """Returns the reason why a row of `length` tokens, the last of which is `token`, ends;
+        `None` if it continues. Does not evaluate `callers_criteria` or `stop_strings`."""
         if token in self.eos_ids:
             return "eos"
         for criterion in self._time_criteria:
@@ -183,9 +183,9 @@ def stop_string_hits(
 
 
 class Draft:
-    """A row's draft for one step, whose forward computes the logits after each draft token. Tokens
-    are chosen from them as usual, one position after another, up to the first token that differs
-    from the draft. The scheduler may shorten `tokens`."""
+    """A row's draft for one step. The step's forward computes the logits after each draft token.
+    Tokens are chosen from these logits as usual, one position after another, up to the first token
+    that differs from the draft. The scheduler may shorten `tokens`."""
 
     is_drawn = False  # whether `sample` draws the tokens of a row with `do_sample`
 
@@ -199,8 +199,8 @@ class Draft:
 
 
 class Decoding:
-    """transformers' decoding loop, suspended between two forwards. Unusable after an exception in a
-    step."""
+    """transformers' decoding loop, suspended between two forwards. After an exception in a step, it
+    is unusable until `SampleDecoding.rewind`."""
 
     max_length: int  # tokens, including the prompt
     can_split = False  # whether the rows can advance independently
@@ -209,7 +209,7 @@ class Decoding:
     draft: Draft | None = None  # the draft that follows the last token of its only row
     chooses_argmax = False  # whether the next token is the argmax of the unprocessed logits
     accepts_runs = False  # whether `accept_run` can accept the tokens of a draft at once
-    # whether it has one row, and only the EOS, length and time criteria read its new tokens
+    # whether it has one row, no streamer and no records, and only EOS, length or time ends it
     is_simple = False
     # `batch_key`, if it is the same in every step without a draft
     constant_key: Hashable | None = None
@@ -253,17 +253,17 @@ class Decoding:
 
     @property
     def batch_key(self) -> Hashable | None:
-        """In the next step, single-row decodings with equal keys are sampled as one batch; `None`:
-        this decoding is sampled alone."""
+        """A key for the next step, which samples single-row decodings with equal keys as one batch;
+        `None`: this decoding is sampled alone."""
         return None
 
     @property
     def input_ids(self) -> Tensor:
-        """The ids `(rows, cur_len)` of all tokens so far, contiguous, int64 (before the first new
-        token: of the prompts' dtype). Later steps do not change this tensor."""
+        """The ids `(rows, cur_len)` of all tokens so far, contiguous. Their dtype is that of the
+        prompts and, from the first new token on, int64, as in transformers. Later steps do not
+        change this tensor."""
         if self._new_tokens:
             columns = numbers_on(self._ids.device, self._new_tokens).t()
-            # int64 from the first new token on, as in transformers
             ids = torch.cat([self._ids, columns], dim=-1)
             # in one statement: an interrupt between two would duplicate the tokens
             self._ids, self._new_tokens = ids, []

@@ -1,5 +1,5 @@
 """transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
-logits and returns the parents and tokens of beams. Leaves their blocks to the ledger."""
+logits and returns the parents and tokens of beams, whose blocks the ledger permutes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _SeededDraws(TorchDispatchMode):
 
 @functools.cache
 def _seeded_overload(func: Any) -> Any:
-    """Returns the overload of a random operation that takes a generator; `None` for other
-    operations."""
+    """Returns the overload of a random operation that takes a generator besides the operation's
+    arguments; `None` if there is none, or if the operation is not random."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     names = {argument.name for argument in func._schema.arguments}
@@ -65,8 +65,9 @@ def _seeded_overload(func: Any) -> Any:
 
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt *
-    num_beams + beam` is a running beam. Once the result of a prompt is final, its rows leave
-    `open_rows`, unless a caller's code reads the batch. Raises `ValueError` for `low_memory`."""
+    num_beams + beam` is a running beam. Once the result of a prompt is final, the prompt's rows
+    leave `open_rows`, unless a caller's code reads the batch or a dict is returned. Raises
+    `ValueError` for `low_memory`."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -158,8 +159,8 @@ class BeamDecoding(Decoding):
         )
 
     def step(self, logits: Tensor) -> SampledTokens:
-        """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float
-        dtype."""
+        """Chooses the next running beams from `(len(open_rows), vocab)` logits of any float dtype,
+        and updates the finished beams."""
         rows = self.open_rows
         top_continuations = self._continue(logits)
         sequences = top_continuations["topk_running_sequences"]
@@ -192,7 +193,7 @@ class BeamDecoding(Decoding):
         )
         self.length += 1
         self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
-        # [prompts, 1]: transformers' estimate whether a running beam may still beat a finished one
+        # [prompts, 1]: transformers' estimate of whether a running beam can beat a finished one
         self.may_improve = compat.check_early_stop(
             self.model,
             running_beam_scores=self.running_scores,
@@ -266,7 +267,7 @@ class BeamDecoding(Decoding):
         )
 
     def _finished_beams(self) -> dict[str, Any]:
-        """Returns arguments of transformers' methods that describe the finished beams."""
+        """Returns the arguments that describe finished beams to transformers' methods."""
         return dict(
             is_early_stop_heuristic_unsatisfied=self.may_improve,
             beam_scores=self.beam_scores,
@@ -282,7 +283,7 @@ class BeamDecoding(Decoding):
         its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
         It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
         `_check_early_stop_heuristic` never becomes true again. Closed prompts do not keep the
-        others running."""
+        search of the others running."""
         if not self._can_close_early:
             return []
         are_finished = self.is_finished.all(dim=1)

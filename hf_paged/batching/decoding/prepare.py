@@ -57,7 +57,7 @@ _LOOP_OUTPUTS_REASON = (
 _CONFIG_REASON = (
     "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
 )
-# options that an engine does not support: the values that it accepts, and why it rejects others
+# options that an engine restricts: the values that it accepts, and why it rejects others
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         _MODEL_OUTPUTS, ((None, False), "only `generate` has these outputs. Leave it out")
@@ -98,14 +98,14 @@ class LoopCall(NamedTuple):
 
 @dataclasses.dataclass
 class Capture:
-    """Records calls of a model's decoding loops, which do not run: each call returns its ids and an
-    EOS token."""
+    """Records the calls of a model's decoding loops instead of running them: each call returns its
+    ids and an EOS token."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
 
     def add(self, call: LoopCall) -> Tensor:
-        """Records a call, and returns its result: `(rows, length + 1)` ids."""
+        """Records a call, and returns `(rows, length + 1)` ids as its result."""
         self.calls.append(call)
         config = call.arguments["generation_config"]
         ids = call.arguments["input_ids"]
@@ -114,15 +114,15 @@ class Capture:
         return torch.nn.functional.pad(ids, (0, 1), value=eos_id)
 
 
-# the capture of the current call, in whose context no decoding loop runs
+# the capture of the current `generate` call, whose decoding loops do not run; `None`: loops run
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
-    """Returns the loop call that `model.generate(**arguments)` prepares. It holds the encoder's
-    outputs, but raw images, which the first forward encodes. Runs no decoding loop and allocates no
-    paged memory. Raises the errors of `generate`, and `ServedByGenerateError` if `generate` does
-    not run exactly one loop. The caller holds the model's `step_lock`."""
+    """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
+    encoder's outputs, if any, but raw images, which only the first forward encodes. Runs no loop
+    and allocates no paged memory. Raises `generate`'s errors, and `ServedByGenerateError` if
+    `generate` does not run exactly one loop. The caller holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
@@ -143,8 +143,8 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
 
 
 def _with_option(keywords: Keywords, name: str, value: Any) -> Keywords:
-    """Returns the keyword arguments of `generate` with an option set: in the generation config, if
-    there is one, since transformers does not accept both a config and options."""
+    """Returns the keyword arguments of `generate` with an option set: in a copy of the generation
+    config, if there is one, since transformers does not accept both a config and options."""
     config = keywords.get("generation_config")
     if config is None:
         return {**keywords, name: value}
@@ -160,10 +160,11 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
-    """Prepares the decoding of one prompt with the model's own methods; its streamer gets only new
-    tokens. For a model with an encoder, or a prompt with inputs besides token ids, also returns the
-    captured loop call. Raises `ValueError` for an empty prompt, for ids outside the vocabulary, and
-    for options that only `generate` serves or that `generate` rejects."""
+    """Prepares the decoding of one prompt with the model's own methods; the decoding sends only new
+    tokens to the streamer. Also returns the captured loop call for a model with an encoder or a
+    prompt with inputs besides token ids, and otherwise `None`. Raises `ValueError` for an empty
+    prompt, for ids outside the vocabulary (if the loop call is not captured), and for options that
+    only `generate` serves or that `generate` rejects."""
     generator = None
     if options.seed is not None:
         # the range of `torch.manual_seed`
@@ -222,8 +223,8 @@ def _prepared_request(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Prepares the loop call of a prompt of token ids as `generate` does, but without calling
-    it."""
+    """Prepares the loop call of a prompt of token ids as `generate` does, without calling
+    `generate`."""
     last_id = num_embeddings(model) - 1
     lowest = min(input_ids)
     highest = max(input_ids)
@@ -290,7 +291,7 @@ def _captured_request(
     if stop_strings is not None:
         has_config = keywords["generation_config"] is not None
         if has_config and model.generation_config.stop_strings is not None:
-            # the config's strings stay: in place of None, `generate` would use the model's own
+            # leave them in the config: if it had none, `generate` would use the model's strings
             arguments["tokenizer"] = tokenizer
         else:
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
@@ -328,9 +329,9 @@ def _generate_keywords(
     model: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
-    """Returns the generation config as keyword arguments of `generate`. A dict becomes the options
-    themselves, where `None` differs from a missing option. Raises `ValueError` for options that an
-    engine does not support."""
+    """Returns the generation config as keyword arguments of `generate`. Each option of a dict
+    becomes an argument, since an option that is `None` differs from a missing one. Raises
+    `ValueError` for options that an engine does not support."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
     defaults = model.generation_config
@@ -370,8 +371,8 @@ def _option_value(keywords: Keywords, name: str) -> Any:
 
 
 def _checked_mode(config: Any, assistant: Any = None) -> Any:
-    """Returns transformers' generation mode, and turns off outputs that only `generate` returns.
-    Raises `ValueError` for modes and options that an engine does not support."""
+    """Returns transformers' generation mode; in `config`, turns off outputs that only `generate`
+    returns. Raises `ValueError` for modes and options that an engine does not support."""
     mode = config.get_generation_mode(assistant)
     if mode.value not in _MODES:
         raise ValueError(
@@ -386,22 +387,22 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
-        # may be True in the model's own config
+        # the model's own config may have turned them on
         setattr(config, name, False)
     return mode
 
 
-# pickled configs, by model and by its pickled configs and options; least recently used first
+# by model, then by its pickled configs and options: prepared configs, pickled, in LRU order
 _config_cache: weakref.WeakKeyDictionary[PreTrainedModel, dict[bytes | None, bytes]]
 _config_cache = weakref.WeakKeyDictionary()
 _MAX_CACHED_CONFIGS = 64
 
 
 def _generation_config(model: Any, keywords: Keywords) -> GenerationConfig:
-    """Returns transformers' config for these options, which the caller owns. Since transformers
-    copies and checks about seventy attributes twice, the configs are cached, and later requests
-    with the same options get copies while the model's configs are unchanged. The keys are pickled
-    bytes, since transformers' checks depend on types, and `True == 1 == 1.0`."""
+    """Returns the config that transformers prepares from these options; the caller may change it.
+    Since transformers copies and checks about seventy attributes twice, the configs are cached:
+    later requests with the same options get copies, while the model's configs are unchanged. The
+    keys are pickled bytes, since transformers' checks depend on types, and `True == 1 == 1.0`."""
     configs = (model.generation_config, keywords["generation_config"])
     # the options of a subclass may depend on more than its attributes
     are_plain = all(config is None or type(config) is GenerationConfig for config in configs)
@@ -427,7 +428,7 @@ def _pickled(value: Any) -> bytes | None:
     """Returns the pickled value; `None` if it cannot be pickled."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # of any type, from the objects in it
+    except Exception:  # an object in it may raise any type
         return None
 
 
@@ -461,8 +462,8 @@ def _prepared_config(
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embedding, which limits token ids; `sys.maxsize` if
-    it is unknown."""
+    """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
+    if it is unknown."""
     try:
         return int(model.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):

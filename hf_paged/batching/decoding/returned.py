@@ -1,5 +1,5 @@
 """Errors that name a caller's logits processor or stopping criterion with an invalid result. The
-results are checked only after another error was raised, so that steps pay for no check."""
+results are checked only after another error, so that a step without errors pays for no check."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...interrupts import is_interrupt
 
 
 def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
-    """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor.
-    `error` was raised when the processors ran on the logits `(rows, vocab)`, or when their result
-    `scores` was used."""
+    """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor;
+    otherwise does nothing. `error` was raised when the processors ran on the logits `(rows,
+    vocab)`, or when their result `scores` was used."""
     members = list(processors) if isinstance(processors, list) else [processors]
     culprit = members[-1] if members else None
     trace = error.__traceback__
@@ -38,8 +38,8 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
 
 
 def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exception) -> None:
-    """Raises `TypeError` for the result of a criterion, whose use raised `error`; does nothing if
-    `error` is an interrupt."""
+    """Raises a `TypeError` that names `criterion`, after the use of its result `are_hits` has
+    raised `error`; does nothing if `error` is an interrupt."""
     if is_interrupt(error):
         return
     raise TypeError(
@@ -49,8 +49,8 @@ def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exce
 
 
 def explain_criteria_error(num_rows: int, error: Exception) -> None:
-    """As `explain_hits_error`, if transformers' `StoppingCriteriaList` raised `error` when it used
-    the result of one of its criteria."""
+    """As `explain_hits_error`, if `error` came from transformers' `StoppingCriteriaList` when it
+    used the result of one of its criteria; otherwise does nothing."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

@@ -1,5 +1,5 @@
 """transformers' `_sample` (greedy search and sampling), suspended between two forwards, and
-streamers for single rows. Leaves forwards and blocks to the loop."""
+streamers for single rows. The loop runs the forwards and owns the blocks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .scores import BatchableProcessors, are_row_wise, draw, for_rows, select_ro
 
 class RowStreamers(BaseStreamer):
     """Sends each row of a `generate` call to a separate streamer, as if the row were alone: first
-    the prompt, then the tokens until the row ends, then `end`. The `(prompts, length)` attention
-    mask marks the padding of prompts, which is removed."""
+    the prompt, then the tokens until the row ends, then `end`. Streamers do not get the padding of
+    prompts, which the `(prompts, length)` attention mask marks."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class ObservedCriteria(StoppingCriteriaList):
 class SampleDecoding(Decoding):
     """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
     processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
-    the same tokens. If the criteria include EOS, ended rows leave `open_rows`; if scores are
-    returned, they stay and get padding instead. Raises `ValueError` if EOS can end a row and there
-    is no padding token."""
+    the same tokens. Ended rows leave `open_rows` if the criteria include EOS, and no scores or
+    logits are returned; otherwise all rows stay open until the last one ends. With EOS, ended rows
+    get padding. Raises `ValueError` if EOS can end a row and there is no padding token."""
 
     def __init__(self, inputs: LoopInputs, streamer: BaseStreamer | None = None):
         super().__init__(inputs, num_returned=len(inputs.input_ids))
@@ -114,7 +114,7 @@ class SampleDecoding(Decoding):
         self._pad_token_id = 0
         if pad is not None:
             self._pad_token_id = int(pad)
-        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: it is running
+        self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: not ended
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._runs_stock_code = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
@@ -122,7 +122,7 @@ class SampleDecoding(Decoding):
         self.runs_callers_code = (
             not self._runs_stock_code or bool(checker.callers_criteria) or runs_callers_streamer
         )
-        # no caller's code reads the rows that ended, so the processors run only on open rows
+        # whether the processors run only on open rows, since no caller's code reads the others
         self._selects_rows = self._runs_stock_code and not self._keeps_scores
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         needs_scores = self.do_sample or self.record_logprobs or processors
@@ -137,8 +137,8 @@ class SampleDecoding(Decoding):
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.length_bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # no caller's code reads the batch, and no row depends on when others end (but after a
-        # split, sampled rows consume their common random numbers in another order)
+        # rows can be split if no caller's code reads the batch, and no row depends on when others
+        # end (but after a split, sampled rows consume their common random numbers in another order)
         streams_by_row = streamer is None or isinstance(streamer, RowStreamers)
         reads_batch = checker.callers_criteria or not streams_by_row
         ends_independently = checker.has_eos or not checker.stop_strings
@@ -211,7 +211,7 @@ class SampleDecoding(Decoding):
 
     def draw(self, probs: Tensor) -> Tensor:
         """Draws tokens `(open rows,)` from `(open rows, vocab)` probabilities. As in transformers,
-        the ended rows take part in the draw."""
+        ended rows consume random numbers, too."""
         if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
@@ -284,8 +284,8 @@ class SampleDecoding(Decoding):
         return stop_string_rows
 
     def _close_rows(self, ended: list[int]) -> list[int]:
-        """Removes rows that need no more forwards from `open_rows`, after the rows `ended` have
-        ended, and returns them."""
+        """After the rows `ended` have ended: removes from `open_rows` those that need no more
+        forwards, and returns them."""
         rows = self.open_rows
         if ended and self.stop_checker.has_eos and not self._keeps_scores:
             self.open_rows = [row for row in rows if not self._end_lengths[row]]
@@ -296,8 +296,8 @@ class SampleDecoding(Decoding):
         return []
 
     def _stream(self, tokens: list[int], ended: list[int]) -> None:
-        """Sends the tokens of all rows to the streamer, which learns that the rows `ended` have
-        ended."""
+        """Sends the tokens of all rows to the streamer, tells [`RowStreamers`] which rows have
+        `ended`, and ends the streamer once the decoding is done."""
         assert self.streamer is not None
         if isinstance(self.streamer, RowStreamers):
             self.streamer.ending.update(ended)
@@ -308,8 +308,8 @@ class SampleDecoding(Decoding):
 
     @staticmethod
     def accept_simple(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
-        """As `accept` for each of these decodings, which are simple, but faster: most of them only
-        append their token. An error becomes the result of its decoding."""
+        """As `accept` for each of these simple decodings (`is_simple`), but faster, since most of
+        them only append their token. An error becomes the result of its decoding."""
         results: list[Result] = []
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
@@ -331,7 +331,7 @@ class SampleDecoding(Decoding):
     @property
     def can_repeat(self) -> bool:
         """Whether an interrupted step can be undone (`rewind`) and repeated: no other code has read
-        its token, and no seeded generator has drawn it."""
+        the step's token, and no seeded generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:
@@ -349,8 +349,8 @@ class SampleDecoding(Decoding):
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
     def accept_run(self, chosen: Sequence[int]) -> SampledTokens:
-        """Accepts tokens chosen at consecutive positions: those that equal the draft's, and one
-        more, but none after a token that ends the row. The decoding is simple (`is_simple`)."""
+        """Accepts tokens chosen at consecutive positions: the leading ones that equal the draft's,
+        and one more, but none after a token that ends the row. Requires `is_simple`."""
         checker = self.stop_checker
         drafted = [] if self.draft is None else self.draft.tokens
         reason = None
@@ -373,8 +373,8 @@ class SampleDecoding(Decoding):
         return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
-        """Returns one decoding per row, which continues the row from here and keeps its padding.
-        Raises `ValueError` unless `can_split`."""
+        """Returns one decoding per row, which continues the row from here, padding included. Raises
+        `ValueError` unless `can_split`."""
         if not self.can_split:
             raise ValueError(
                 "these rows depend on one another: only decodings with `can_split` can be split"

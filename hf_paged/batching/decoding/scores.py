@@ -1,5 +1,5 @@
 """Operations on `(rows, vocab)` scores: batched calls of transformers' logits processors, argmax,
-draws, log-probabilities. They take scores and token ids, and no requests."""
+draws, log-probabilities. They read scores and token ids, but no requests."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _SEQUENCE_FREE: dict[type, str | None] = {
     stock.LogitNormalization: None,
 }
 
-# Processors that read only the scores and the length, each with a predicate of (processor, length):
-# whether the processor changes scores.
+# Processors that read only the scores and the length, each with a predicate of (processor, length)
+# that says whether the processor changes scores.
 _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
     stock.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
     stock.MinNewTokensLengthLogitsProcessor: lambda p, length: (
@@ -68,7 +68,7 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether each row's scores depend on that row alone, and no caller's code reads the `num_rows`
     rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
-    # with fewer prompts than rows, the rows that it affects depend on transformers' version
+    # with fewer prompts than rows, transformers' version decides which rows this kind affects
     for processor in processors:
         if type(processor) is kind and len(processor.encoder_input_ids) != num_rows:
             return False
@@ -78,7 +78,8 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 
 def can_run_on_drafts(processor: Any) -> bool:
-    """Whether the processor can run on draft tokens: it holds no state, and forces no token."""
+    """Whether the processor can run on draft tokens: it computes each row from that row alone and,
+    apart from minimum lengths, does not depend on the length."""
     kind = type(processor)
     if kind not in _ROW_WISE:
         return False
@@ -90,7 +91,7 @@ def for_rows(
     rows: Sequence[int],
     num_rows: int,
 ) -> LogitsProcessorList:
-    """Returns the row-wise processors of a call with `num_rows` rows for a batch of only `rows`."""
+    """Adapts the row-wise processors of a call with `num_rows` rows to a batch of only `rows`."""
     narrowed = LogitsProcessorList()
     for processor in processors:
         narrowed_attributes: dict[str, Any] = {}
@@ -137,8 +138,7 @@ class BatchableProcessors:
         self.length_bound: list[tuple[Callable[[Any, int], bool], Any]] = []
         # whether a processor reads tokens, so that new tokens must be added to `pending_tokens`
         self.reads_tokens = False
-        # tokens that are not marked in `penalized` yet
-        self.pending_tokens: list[int] = []
+        self.pending_tokens: list[int] = []  # not marked in `penalized` yet
         processor: Any
         for processor in processors:
             is_active = _LENGTH_BOUND.get(type(processor))
@@ -161,8 +161,7 @@ class BatchableProcessors:
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
         """Makes the batchable processors of a row with `(1, length)` ids. Returns `None` if a
-        processor depends on the order of tokens or is a caller's, or if there are several
-        repetition penalties."""
+        processor is not one of `_BATCHABLE`, or if there are several repetition penalties."""
         kinds = [type(processor) for processor in processors]
         is_plain = type(processors) is LogitsProcessorList
         if not is_plain or kinds.count(_REPETITION_PENALTY) > 1 or not _BATCHABLE.issuperset(kinds):
@@ -243,9 +242,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Returns `scores.argmax(dim=-1)`, the first index of equal maxima, `(rows,)`. On the CPU,
-    torch computes a maximum ten times as fast as its index, and in half precision, `max` computes
-    the index twice as fast as `argmax`."""
+    """Returns `scores.argmax(dim=-1)`, `(rows,)`: of equal maxima, the first index. On the CPU,
+    torch computes a maximum ten times as fast as its index and, in half precision, the index twice
+    as fast by `max` as by `argmax`."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -269,16 +268,17 @@ def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` from `(rows, vocab)`
-    probabilities, with the same tokens and the same generator state afterwards. On a GPU, it does
-    not synchronize, and rows that torch would reject get arbitrary tokens."""
+    probabilities, with the same tokens and the same generator state afterwards. Raises torch's
+    `RuntimeError` for rows that torch rejects. On a GPU where `exponential_race` equals torch's
+    draw, does not synchronize, and such rows get arbitrary tokens instead."""
     if probs.is_cpu or not _race_equals_multinomial(probs.device):
         return cpp.multinomial(probs, generator)
     return exponential_race(probs, generator)
 
 
 def exponential_race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws a token `(rows,)` from `(rows, vocab)` probabilities as torch's `multinomial` does: the
-    index of the smallest of independent exponential variables with these rates."""
+    """Draws tokens `(rows,)` from `(rows, vocab)` probabilities as torch's `multinomial` does: in
+    each row, the index of the smallest of independent exponential variables with these rates."""
     times = torch.empty_like(probs).exponential_(1, generator=generator)
     return probs.div(times).argmax(dim=-1)
 
@@ -314,7 +314,7 @@ def draw_by_inversion(probs: Tensor) -> Tensor:
 
 
 def _invert_cdf(cdf: Tensor) -> Tensor:
-    """Draws an index `(rows,)` from `(rows, n)` cumulative sums, which need not end at one."""
+    """Draws indices `(rows,)` from `(rows, n)` cumulative sums, which need not end at one."""
     rows, width = cdf.shape
     quantiles = torch.rand((rows, 1), dtype=torch.double, device=cdf.device)
     levels = quantiles * cdf[:, -1:]
@@ -339,7 +339,7 @@ def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def select_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """Returns `values[rows]` for ascending `rows`; the tensor itself if these are all its rows."""
+    """Returns `values[rows]` for ascending `rows`; `values` itself if these are all of its rows."""
     if len(rows) == len(values):
         return values
     return values[numbers_on(values.device, rows)]
@@ -362,9 +362,9 @@ def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 class PromptLogprobs:
-    """Records log-probabilities of a prompt's tokens, except the first, chunk by chunk. Recomputed
-    tokens overwrite earlier values. Also records the `num_alternatives` most probable tokens at
-    each position."""
+    """Records, chunk by chunk, the log-probabilities of a prompt's tokens except the first, and the
+    `num_alternatives` most probable tokens at each position. Recomputed tokens overwrite earlier
+    values."""
 
     MAX_ROWS = 256  # maximum number of rows of logits that are converted to float32 at once
 
@@ -375,8 +375,8 @@ class PromptLogprobs:
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_recordable(self, start: int, end: int) -> int:
-        """Returns how many of the computed tokens `[start, end)` precede a token of the prompt,
-        whose log-probability their logits give."""
+        """Returns for how many of the computed tokens `[start, end)` the prompt has a next token:
+        the logits after a token give the log-probability of the next one."""
         last_position = len(self.token_ids) - 1
         return max(0, min(end, last_position) - start)
 

@@ -1,5 +1,5 @@
 """Finds the stop strings of an engine's requests in the text of a row's last tokens. `sample.py`
-calls it."""
+and `beam.py` decide when."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _vocabularies = weakref.WeakKeyDictionary()
 
 class StopStrings(StoppingCriteria):
     """Ends the same rows as transformers' `StopStringCriteria`, which builds a table of all tokens,
-    strings and positions: for long strings, this takes minutes and gigabytes. `StopStrings` caches
-    only the texts of tokens that have occurred. Raises transformers' error for tokenizers whose
-    tokens have no texts."""
+    strings and positions. For long strings, the table takes minutes and gigabytes; `StopStrings`
+    caches only the texts of tokens that have occurred. Raises transformers' error for tokenizers
+    whose tokens have no texts."""
 
     def __init__(self, tokenizer: Any, stop_strings: str | list[str]) -> None:
         if isinstance(stop_strings, str):
             stop_strings = [stop_strings]
         self.stop_strings = tuple(stop_strings)
         self._strings = compat.stop_texts(tokenizer, self.stop_strings)
-        # number of last tokens that are read; the name is that of `StopStringCriteria`
+        # how many of the last tokens are read; `StopStringCriteria` has the same attribute
         self.maximum_token_len = max(map(len, self._strings))
         self._tokenizer = tokenizer
         self._names_by_token, self._texts_by_token = _vocabulary(tokenizer)
@@ -75,8 +75,8 @@ class StopStrings(StoppingCriteria):
 
 
 def _vocabulary(tokenizer: Any) -> tuple[dict[int, str], dict[int, _TokenText | None]]:
-    """Returns the names of a tokenizer's tokens, and the texts of tokens that have occurred, by
-    token id. All requests with this tokenizer share both."""
+    """Returns two dicts by token id, which all requests with this tokenizer share: the names of its
+    tokens, and the texts of tokens that have occurred."""
     size = len(tokenizer)
     entry = _vocabularies.get(tokenizer)
     if entry is None or entry[0] != size:  # new, or tokens were added

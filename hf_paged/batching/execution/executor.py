@@ -228,8 +228,8 @@ class Executor:
 
     @restoring
     def attention(self) -> Iterator[None]:
-        """A context for each step: switches the model's attention to `"hf_paged"`, runs layers with
-        a cache without compiled code, turns mask observers and gradients off, fills `slowed_by`."""
+        """A context for each step: switches attention to `"hf_paged"`, runs layers with a cache
+        without compiled code, disables mask observers and gradients, and fills `slowed_by`."""
         switches = self._switches  # copied, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
@@ -306,8 +306,8 @@ class Executor:
         return self.compute(self.runner.run, plan, None)
 
     def compute(self, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs `forward`, a method of the runner, under the call's autocast and together with the
-        other processes; returns its logits."""
+        """Runs `forward`, a method of the runner, under autocast and together with the other
+        processes; returns its logits."""
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
         with self._autocast_context(), shared_forward:
             return forward(*arguments)

@@ -199,8 +199,8 @@ def padding_columns(
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` if the mask is
-    not a causal `PagedMask` of exactly these tokens, or shows tokens that the cache may not keep."""
+    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` unless the mask
+    is a causal `PagedMask` of exactly these tokens that shows none which may have been freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
@@ -236,7 +236,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
     """Returns a packed step whose queries see only their chunk of `size` positions of the sequence:
     a row with queries in several chunks becomes one row per chunk, with the same block table.
-    Raises `NotCapturable` for a recorded step that may have such rows."""
+    Raises `NotCapturable` if a recorded step may have such rows."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(

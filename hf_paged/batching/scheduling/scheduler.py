@@ -243,10 +243,9 @@ class Scheduler:
         limit: int,
         may_preempt: bool = True,
     ) -> int:
-        """Schedules up to `limit` tokens of `sequence`, or all of a prompt that joins a scheduled
-        forward; returns how many. If too few blocks are free, preempts later requests, then shrinks
-        the chunk, if layers have windows, then preempts `request`, if none of its rows is scheduled
-        yet. Without `may_preempt`, preempts none."""
+        """Schedules up to `limit` tokens of `sequence`, or a whole prompt that joins a scheduled
+        forward; returns how many. If too few blocks are free, preempts later requests, shrinks the
+        chunk, then preempts `request`; without `may_preempt` only shrinks the chunk (`_append`)."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:

@@ -210,9 +210,8 @@ class LoopAdapters:
             raise AdapterError(name, str(error)) from None
 
     def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
-        """Returns, by name, those adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why the others cannot. Raises the errors of `load` and
-        `find_adapter`. `names` must not all be `None`."""
+        """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
+        than two can. Adds to `reasons` why others cannot. Raises as `_find_adapter` does."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)

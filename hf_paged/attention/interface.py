@@ -229,9 +229,8 @@ def _features(
     step: StepMetadata,
     kwargs: dict[str, Any],
 ) -> Features | None:
-    """Returns the features that the model's own implementation would apply; `None` if it is not
-    known to apply only these (it may be foreign code, or have dropout), or if a gradient is
-    required."""
+    """Returns the features that the model's own implementation would apply; `None` if it may apply
+    others (it is foreign code, or has dropout), or if a gradient is required."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # cached per step for all layers of one class and config, since reading the config takes a

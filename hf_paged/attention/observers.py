@@ -30,8 +30,7 @@ class LookAhead:
     length: int
     first: int = 0
     num_calls: int = 0  # attentions over the prompts' own tokens
-    # non-causal masks, each once
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # non-causal, each once
 
     def __call__(
         self,

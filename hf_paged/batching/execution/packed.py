@@ -363,8 +363,7 @@ class PackedRunner(Runner):
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
         `(k, vocab_size)` of the packed tokens `logit_indices`, `(k,)` int64, or of all tokens.
-        `logit_tokens`: `logit_indices` on the host; `None` in a recorded step, where only the
-        device knows them. `unpacked_plan` as in `compute`."""
+        `logit_tokens`: `logit_indices`, if known on the host. `unpacked_plan` as in `compute`."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
         head_picks = logit_indices is not None and self._takes_logits_to_keep and is_one_row
         if head_picks:

@@ -230,8 +230,8 @@ class RectangleRunner(Runner):
         return EncoderColumns(len(rectangle.blocks), width) if width != rectangle.width else None
 
     def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Acts as `_compute` for one new token of each row, but replays a recorded step; also runs
-        the model while the replay is unchecked. Returns `None` if no recorded step serves it."""
+        """Acts as `_compute` for one new token of each row, but replays a recorded step; until that
+        is checked, also runs the model. Returns `None` if no recorded step serves this one."""
         recorder = self._rectangle_recorder
         if recorder is None:
             return None

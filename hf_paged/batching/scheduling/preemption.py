@@ -311,8 +311,7 @@ class Preemption:
             self._match(sequence, sequence.keys)
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest cached prefix of `keys` that it may reuse, and sets its
-        stops. A row that replays its prompt reuses none."""
+        """Attaches a row to the longest reusable cached prefix of `keys`, and sets its stops."""
         request = sequence.request
         sequence.blocks = self.blocks.new()
         sequence.num_computed_tokens = 0
@@ -377,7 +376,7 @@ class Preemption:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
         in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
-        # tokens after a whole prompt wait for the next step; after a replayed one, each has its own
+        # tokens after a whole prompt wait for the next step; after a replay they run one per step
         if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
         # other requests may begin where a prefill stops

@@ -36,8 +36,8 @@ class NeverFitsError(OutOfBlocksError):
 
 class Suspects(deque[set[Request]]):
     """Groups of requests that may have made a forward fail. Steps compute the first group alone,
-    then the next; a group that fails again is halved, so that only requests that fail without
-    others are ended."""
+    then the next; a group that fails again is halved, so that only requests that fail on their own
+    are ended."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -51,7 +51,7 @@ class Suspects(deque[set[Request]]):
         middle = len(units) // 2
         for half in (units[middle:], units[:middle]):
             requests = {request for unit in half for request in unit if not request.is_finished}
-            self.discard(requests)  # if the forward computed the first group, it has them, too
+            self.discard(requests)  # the first group, if there is one, still has them
             self.appendleft(requests)
 
     def clear_computed(self) -> None:

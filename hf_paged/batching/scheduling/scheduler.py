@@ -302,7 +302,7 @@ class Scheduler:
 
     def _preempt_last(self, request: Request) -> None:
         """Preempts `request`, which needs blocks while no later request runs. Raises
-        `OutOfBlocksError` if it is alone in the memory and was already preempted at this length."""
+        `OutOfBlocksError` if it is alone in the memory and was last preempted so at this length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -388,7 +388,7 @@ class Scheduler:
                     num_tokens_left -= self._schedule_tokens(
                         request, sequence, num_tokens_left, may_preempt=False
                     )
-            if num_tokens_left == num_tokens_before:  # lacks tokens, or blocks of one layer group
+            if num_tokens_left == num_tokens_before:  # too few tokens left, or blocks of a group
                 self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)

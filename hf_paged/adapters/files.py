@@ -48,7 +48,7 @@ UNSUPPORTED_OPTIONS = (
     "trainable_token_indices",
     "layer_replication",
 )
-MAX_PREFETCHED = 2  # adapters that are loaded ahead at once
+MAX_PREFETCHED = 2  # adapters that are loaded ahead at a time
 CHUNK_BYTES = 1 << 20  # of a file, read at once
 MAX_DIGESTS = 4096  # files whose hashes are cached
 # after this time since its last change, a file is stable: any later change gets another timestamp,

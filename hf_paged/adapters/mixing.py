@@ -203,7 +203,7 @@ def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
 @restoring
 def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
     """A context in which packed forwards of this thread run with `mix`: PEFT's layers compute no
-    adapter, and hooks add its products. Raises the errors of `use_adapter`."""
+    adapter, and hooks add the products of the mix. Raises the errors of `use_adapter`."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
         stack.callback(active_mix.reset, active_mix.set(mix))
         for module in mix.weights:

@@ -287,9 +287,8 @@ def find_adapter(
     name: str,
     key: tuple[str, int],
 ) -> Adapter | str:
-    """Returns the adapter `name` of the model, read from PEFT's layers, or the reason why its rows
-    need a separate forward. Raises the errors of `check_adapter`, and [`AdapterError`] if weights
-    do not fit a layer that is split over processes."""
+    """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
+    separate forward. Raises [`AdapterError`] as `check_adapter`, or if it misfits a split layer."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):

@@ -88,11 +88,11 @@ def paged_attention(
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
     autocast. Keys and values that are handles of a [`PagedCache`] are read in place if that gives
-    the same result as the model's implementation; otherwise calls that with ordinary tensors, and
-    also returns the attention weights if it returns any. `attention_mask`: a
-    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
-    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a
-    packed step needs features that the backends lack.
+    the same result as the model's implementation; otherwise that is called with ordinary tensors,
+    and its attention weights, if any, are returned, too. `attention_mask`: a [`PagedMask`], or a
+    mask for the model's implementation, which also defines the `kwargs` (`scaling`, `dropout`,
+    `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a packed step needs features
+    that the backends lack.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention

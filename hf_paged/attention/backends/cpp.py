@@ -147,7 +147,7 @@ def _is_long(call: AttentionCall) -> bool:
 
 def attend_prepared(call: AttentionCall) -> Tensor | None:
     """Computes `attend` by the kernel that the last call on these blocks prepared, so that fewer
-    checks suffice; `None` if that call had another signature, or if this one may need `gather`."""
+    checks suffice; `None` if none had this call's signature, or if this call may need `gather`."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None

@@ -253,9 +253,9 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
-        shared tokens. If several rows (after a preemption) have a longer common prefix than is
-        cached, the first row computes it for all (`num_before_fork`): the prompt if it is replayed
-        or has inputs, otherwise full blocks, and only if rows are computed in chunks."""
+        shared tokens. After a preemption, the first of several rows computes the common prefix for
+        all, if less of it is cached (`num_before_fork`): the prompt if it is replayed or has
+        inputs, otherwise full blocks, and only if rows are computed in chunks."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences

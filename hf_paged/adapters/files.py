@@ -1,5 +1,5 @@
 """LoRA adapters in folders that PEFT saved: checks, loading, and the store of loaded weights.
-Leaves the blocks that account for the weights to `pages.py`."""
+`pages.py` holds the blocks that account for the weights."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ UNSUPPORTED_OPTIONS = (
     "trainable_token_indices",
     "layer_replication",
 )
-MAX_PREFETCHED = 2  # adapters that are loaded ahead
+MAX_PREFETCHED = 2  # adapters that are loaded ahead at a time
 CHUNK_BYTES = 1 << 20  # of a file, read at once
 MAX_DIGESTS = 4096  # files whose hashes are cached
 # after this time since its last change, a file is stable: any later change gets another timestamp,
 # since file systems' clocks tick more often
 STABLE_NS = 10**9
-HOST_MEMORY_DIVISOR = 8  # copies in host memory take at most 1/8 of its free memory
+HOST_MEMORY_DIVISOR = 8  # several copies in host memory take at most 1/8 of the free host memory
 
 
 class AdapterFile(NamedTuple):
@@ -67,10 +67,10 @@ class AdapterFile(NamedTuple):
 
 
 def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
-    """Resolves the adapter name of a request: it names an adapter of the model or, failing that, a
-    folder that PEFT saved. `takes_ids`: the prompt is plain token ids. Raises [`AdapterError`] if
-    the adapter cannot be served, `ValueError` if it is in a folder and the prompt has other
-    inputs."""
+    """Resolves the adapter name of a request, which names an adapter of the model or, failing that,
+    a folder that PEFT saved. `takes_ids`: whether the prompt is plain token ids. Raises
+    [`AdapterError`] if the adapter cannot be served, and `ValueError` if it is in a folder and the
+    prompt has other inputs."""
     check_served(model, name)
     if name is None:
         return ResolvedAdapter()
@@ -88,8 +88,8 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Reads a folder's config and the shapes of its weights. Raises [`AdapterError`] (a
-    `ValueError`) with the reason if the adapter cannot be served or read, or if PEFT is missing."""
+    """Returns the adapter in a folder, after checking its config and the shapes of its weights.
+    Raises [`AdapterError`] if the adapter cannot be served or read, or if PEFT is missing."""
     path = os.path.realpath(name)
     try:
         _read_config(path)
@@ -128,7 +128,7 @@ def read_adapter_file(name: str) -> AdapterFile:
 
 def _read_config(path: str) -> Any:
     """Returns PEFT's config of a folder. Raises [`AdapterError`] if such adapters cannot be loaded
-    on demand, `ImportError` without PEFT."""
+    on demand, and `ImportError` without PEFT."""
     try:
         import peft
     except ImportError as error:
@@ -163,7 +163,7 @@ def _version(path: str) -> str:
     for name in (CONFIG, WEIGHTS):
         file = os.path.join(path, name)
         stat = os.stat(file)
-        # a file that was just written may be written again without getting other times
+        # a file that was just written may change again without a change of its timestamps
         is_stable = time.time_ns() - stat.st_ctime_ns > STABLE_NS
         digest = _digest if is_stable else _digest.__wrapped__
         times = (stat.st_mtime_ns, stat.st_ctime_ns)
@@ -243,16 +243,16 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 @dataclasses.dataclass
 class _Loading:
     """An adapter that a thread loads. If the thread has ended without setting `parts`, because
-    loading failed or the process was forked meanwhile, the adapter is loaded when it is needed."""
+    loading failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
 
 
 class AdapterStore:
-    """The loaded weights of adapters in folders. Resident weights are on the model's device until
-    the pool evicts the adapter, which calls `forget`. For a model that is not on the CPU, copies of
-    the last used adapters also stay in host memory."""
+    """The loaded weights of adapters in folders. Resident weights are on the model's devices until
+    the pool evicts the adapter and `forget` is called. For a model that is not on the CPU, copies
+    of the last used adapters also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -267,7 +267,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter's weights, and loads them if needed. Raises [`AdapterError`]."""
+        """Returns the adapter's weights; loads them if needed. Raises as `load_adapter` does."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
@@ -285,7 +285,7 @@ class AdapterStore:
         return adapter
 
     def _cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-        """Returns the weights on the CPU: the copy in host memory, prefetched or newly loaded."""
+        """Takes the weights on the CPU from host memory or a prefetch; otherwise loads them."""
         parts = self._host.pop(file, None)
         if parts is not None:
             return parts
@@ -296,7 +296,7 @@ class AdapterStore:
         return loading.parts or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the first of these adapters, and drops all others that were prefetched."""
+        """Starts to load the first of these adapters; drops prefetched ones not among `files`."""
         for file in self._loading.keys() - files:
             del self._loading[file]
         for file in files[:MAX_PREFETCHED]:
@@ -320,8 +320,8 @@ class AdapterStore:
         self._resident.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops the weights of every adapter on a module that is not in `modules`, the model's
-        current ones, and all prefetched weights."""
+        """Drops all prefetched weights, and the other weights of every adapter on a module that is
+        not among the model's current `modules`."""
         for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.parts):
                 self._resident.pop(file, None)

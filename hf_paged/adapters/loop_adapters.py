@@ -111,7 +111,7 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Items[Request]) -> None:
-        """Starts to load adapters that are not resident in the pool."""
+        """Starts to load the adapters of the next requests that are not resident in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         needed = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
@@ -211,7 +211,7 @@ class LoopAdapters:
 
     def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
         """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why others cannot. Raises [`AdapterError`]."""
+        than two can. Adds to `reasons` why others cannot. Raises as `_find_adapter` does."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
@@ -236,8 +236,8 @@ class LoopAdapters:
         return adapters
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Returns an adapter's weights, and loads them if needed, in all processes that hold shards
-        of the model. Raises [`AdapterError`]."""
+        """Returns an adapter's weights; loads them first if needed, in all processes that hold
+        shards of the model. Raises [`AdapterError`] if one of these cannot."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
@@ -254,8 +254,8 @@ class LoopAdapters:
         return adapter
 
     def _find_adapter(self, name: Hashable) -> Adapter | str:
-        """Returns the adapter of a request, for `None` the model's active one; or why its rows need
-        a separate forward. Raises [`AdapterError`]."""
+        """Returns the adapter of a request (`None`: the model's active one), or the reason why its
+        rows need a separate forward. Raises the errors of `load` and `find_adapter`."""
         if isinstance(name, AdapterFile):
             return self.load(name)
         if name is None:
@@ -271,7 +271,7 @@ class LoopAdapters:
         if isinstance(adapter, str):
             return adapter
         if previous is not None and previous.state == adapter.state:
-            adapter.key = previous.key  # keeps the steps valid that were recorded with it
+            adapter.key = previous.key  # steps recorded with the previous object stay valid
         self._model_adapters[name] = adapter
         self._checked_names.add(name)
         return adapter

@@ -28,7 +28,7 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module gets rows other than the packed tokens in order, so their adapters are unknown."""
+    """A module gets rows that are not the packed tokens in order: their adapters are unknown."""
 
 
 class Mix(ForwardContext):
@@ -36,8 +36,8 @@ class Mix(ForwardContext):
     outputs."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None, can_record: bool = False) -> None:
-        """`head`: the linear layer that computes logits. `can_record`: whether one recorded step
-        can serve all ranges of these adapters (`takes_ranges`)."""
+        """`head`: the linear layer that computes logits, if any. `can_record`: whether one recorded
+        step can serve all ranges of these adapters (`takes_ranges`)."""
         distinct_adapters = dict.fromkeys(adapter for adapter, *_ in ranges)
         self.adapters = [adapter for adapter in distinct_adapters if adapter is not NO_ADAPTER]
         self._ranges = ranges
@@ -144,7 +144,7 @@ class RecordedMix:
     keys: Items[Hashable]
     # products by module, for ranges that the step reads on the device; `None`: fixed ranges
     deltas: dict[nn.Module, RecordedDeltas] | None
-    tables: Any = None  # with fixed ranges: keeps the tensors alive that the step reads
+    tables: Any = None  # with fixed ranges: the tensors that the step reads, to keep them alive
 
     @restoring
     def reading(self) -> Iterator[None]:
@@ -202,8 +202,8 @@ def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
 
 @restoring
 def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
-    """A context in which packed forwards of this thread run with `mix`. At the end it removes the
-    hooks and restores PEFT's layers."""
+    """A context in which packed forwards of this thread run with `mix`: PEFT's layers compute no
+    adapter, and hooks add the products of the mix. Raises the errors of `use_adapter`."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
         stack.callback(active_mix.reset, active_mix.set(mix))
         for module in mix.weights:
@@ -219,7 +219,7 @@ def run_mixed(
     make_mix: Callable[[Ranges], Mix],
 ) -> Tensor:
     """Runs the plan's rows, of which row `i` has `adapters[i]`, in one packed forward by `run`;
-    returns logits as `Runner.run` does."""
+    returns logits as `Runner.run` does. Raises `NotMixableError` if a module gets other rows."""
     # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
     # recorded step
     adapter_keys = {

@@ -1,6 +1,6 @@
-"""The PEFT adapters of a model: activates one for a forward, reads the LoRA weights that it adds to
-linear layers, and gives the reason why an adapter needs a separate forward or PEFT's own
-`generate`. Imports PEFT only once a model has adapters."""
+"""The PEFT adapters of a model: activates an adapter for a forward, reads the LoRA weights that it
+adds to linear layers, and finds why it needs a separate forward or PEFT's own `generate`. Imports
+PEFT only once a model has adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMES_KEYWORD = "adapter_names"  # with which PEFT passes the rows' adapters to
 
 
 class AdapterError(RowsError, TopicError, ValueError):
-    """An adapter cannot be served. In a step, the error ends only the requests that name it."""
+    """An adapter cannot be served. In a step, the error ends only requests with this adapter."""
 
     topic = Topic.ADAPTERS
 
@@ -50,8 +50,8 @@ class Adapter:
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
     parts: dict[nn.Module, LoraWeights]  # the weights that it adds to linear layers
-    # returns the adapter's current tensors and options in the model; for an adapter in a folder
-    # nothing, since its weights do not change
+    # returns the adapter's current tensors and options in the model, or `()` for an adapter in a
+    # folder, whose weights do not change
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
@@ -66,14 +66,14 @@ NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone
 
 
 def check_wrapped(levels: Sequence[Any]) -> None:
-    """Raises [`AdapterError`] if a wrapper has an adapter that is always active, and that only
-    PEFT's own `generate` computes. `levels`: the wrappers from the outermost to the model."""
+    """Raises [`AdapterError`] if a wrapper has an adapter that is always active and that only
+    PEFT's own `generate` can compute. `levels`: the wrappers, outermost first, then the model."""
     configs: dict[str, Any] = {}
     for level in levels:
         configs |= _configs(level)
     for name, config in configs.items():
         # adapters with layers can be inactive, which `check_served` reads from the layers; prompt
-        # learning and X-LoRA have none
+        # learning and X-LoRA have no layers
         reason = None if has_adapter(levels[-1], name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
@@ -120,8 +120,8 @@ def has_activated(model: nn.Module) -> bool:
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
-    """Raises [`AdapterError`] if layers in the model alone do not compute the adapter `name`, for
-    `None` the active adapters, as PEFT does."""
+    """Raises [`AdapterError`] if PEFT's layers in the model do not suffice to switch to the adapter
+    `name` and to compute it; `None`: to compute the active adapters."""
     reason = None if name is None else _unswitchable_reason(model)
     if reason is not None:
         raise AdapterError(
@@ -143,7 +143,7 @@ def check_served(model: nn.Module, name: Hashable) -> None:
 
 def _unswitchable_reason(model: nn.Module) -> str | None:
     """Returns why switching PEFT's layers does not suffice to replace the active adapter; `None` if
-    it does."""
+    that suffices."""
     modules = [model]
     while modules:
         module = modules.pop()
@@ -221,9 +221,9 @@ class NamedContext(ForwardContext):
 
 @restoring
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
-    """A context in which forwards of `model` run with its adapter `name`: with none for
-    `"__base__"`, with the active adapters for `None` or any other value than a string. Raises
-    [`AdapterError`]. Unlike PEFT's `set_adapter`, it does not change `requires_grad`."""
+    """A context in which forwards of `model` run with its adapter `name`, without adapters if that
+    is `"__base__"`, or with the active ones if `name` is not a string. Raises the errors of
+    `check_adapter`. Unlike PEFT's `set_adapter`, it does not change `requires_grad`."""
     if not isinstance(name, str):
         yield None
         return
@@ -248,8 +248,8 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """Returns the name of the active adapter: `"__base__"` if there is none, `None` if there are
-    several."""
+    """Returns the name of the active adapter: `"__base__"` if there is none, `None` if several are
+    active, or if only some layers are disabled."""
     are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
     if False not in are_disabled:
         return BASE
@@ -271,8 +271,8 @@ def _active_names(model: nn.Module) -> set[str]:
 
 
 def unmixable_reason(module: nn.Module) -> str | None:
-    """Returns why our LoRA products cannot be added to this module of the base model; `None` if
-    they can."""
+    """Returns why our LoRA products cannot be added to this module of the base model, as a
+    predicate (`"is ..."`); `None` if they can."""
     if type(module) not in (nn.Linear, Conv1D):
         return f"is not a plain linear layer ({type(module).__name__})"
     weight: Any = module.weight
@@ -287,8 +287,8 @@ def find_adapter(
     name: str,
     key: tuple[str, int],
 ) -> Adapter | str:
-    """Returns the adapter `name` of the model, read from PEFT's layers; or the reason why its rows
-    need a separate forward. Raises [`AdapterError`]."""
+    """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
+    separate forward. Raises [`AdapterError`] as `check_adapter`, or if it misfits a split layer."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
@@ -333,8 +333,8 @@ def find_adapter(
 
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
-    """Returns the state that defines an adapter: options and tensors of PEFT's layers and of their
-    base layers; `None` if some no longer exist."""
+    """Returns what identifies an adapter's state: options and identities of tensors of PEFT's
+    layers and of their base layers; `None` if some no longer exist."""
     state: list[Any] = []
     try:
         for layer, base in sources:
@@ -367,8 +367,8 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """A context in which PEFT's layers do not get `adapter_names`, which they can apply only to
-    rows of a padded batch. Yields the adapters' names by row of the running `generate` call; `None`
-    if it has no `adapter_names`."""
+    rows of a padded batch. Yields the names that the running `generate` call passed, one per row;
+    `None` if it passed none."""
     removed = list(_names_hooks(model))
     names = None
     # the last hooks count, since PEFT does not remove the hooks of a failed call

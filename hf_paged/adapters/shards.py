@@ -1,6 +1,5 @@
 """This process's shards of the LoRA weights of sharded layers, split as PEFT splits them
-(`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`). Leaves sums over processes to
-`kernels/lora.py`."""
+(`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`). `kernels/lora.py` sums over processes."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ def is_split(tensor: Any) -> bool:
 
 
 def local(tensor: Any) -> Any:
-    """Returns this process's shard of a split tensor, the same object every time; returns any other
-    tensor, or `None`, unchanged."""
+    """Returns this process's shard of a split tensor, the same object in every call; any other
+    tensor, or `None`, is returned unchanged."""
     if not is_split(tensor):
         return tensor
     with torch.no_grad():
@@ -39,7 +38,7 @@ def local_weights(
     scaling: float,
 ) -> LoraWeights | None:
     """Returns this process's shard of the weights of a PEFT layer, with the factor `scaling`;
-    `None` if they are not split as PEFT splits them."""
+    `None` if the weights are not split as PEFT splits them."""
     group = None
     for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
         if not is_split(tensor):

@@ -29,8 +29,8 @@ from .masks import (
 )
 from .observers import attention_observer
 
-# Queries per row of attention that reads blocks in place. A row with more is a prefill chunk, for
-# which gathering once and calling sdpa takes less than 3% longer.
+# Maximum queries per row of attention that reads blocks in place. A row with more is a prefill
+# chunk, for which gathering once and calling sdpa takes less than 3% longer.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
@@ -57,9 +57,9 @@ def _register() -> None:
 def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of
     `transformers.masking_utils.sdpa_mask` by name. Returns a [`PagedMask`] if transformers' own
-    functions build the mask and its pattern is supported, else the mask of the model's own
-    implementation. The latter is not deferred: building it may use `torch.vmap`, which cannot run
-    inside the operation that first reads a symbolic mask."""
+    functions build the mask and its pattern is supported, otherwise the mask of the model's own
+    implementation (`None` if that has none). The latter is not deferred: building it may use
+    `torch.vmap`, which cannot run inside the operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make_mask = compat.mask_function(implementation)
     pattern = None
@@ -86,13 +86,13 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
-    to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in its
-    dtype; also returns attention weights if the model's own implementation does. Keys and values
-    that are handles of a [`PagedCache`] are read in place if that gives the same result as the
-    model's implementation; otherwise this is called with ordinary tensors. `attention_mask`: a
-    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
-    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a
-    packed step needs features that the backends lack.
+    to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
+    autocast. Keys and values that are handles of a [`PagedCache`] are read in place if that gives
+    the same result as the model's implementation; otherwise that is called with ordinary tensors,
+    and its attention weights, if any, are returned, too. `attention_mask`: a [`PagedMask`], or a
+    mask for the model's implementation, which also defines the `kwargs` (`scaling`, `dropout`,
+    `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a packed step needs features
+    that the backends lack.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -107,7 +107,7 @@ def _paged_attention(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    # the queries, blocks and function of the output with which the call can run in place
+    # queries, blocks and a function to apply to the output, if the call can run in place
     in_place: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, LatentTensor)
@@ -196,7 +196,7 @@ def _in_place(
     is_causal: bool,
     features: Features | None,
 ) -> Tensor | None:
-    """Attention that reads blocks through the block tables; `None` if gathering is faster, or if
+    """Attention that reads blocks through the block tables; `None` if gathering is as fast, or if
     the call needs a dense mask or unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES:
@@ -229,8 +229,8 @@ def _features(
     step: StepMetadata,
     kwargs: dict[str, Any],
 ) -> Features | None:
-    """Returns the features that the model's own implementation would apply; `None` if it would
-    apply others, such as dropout, or if a gradient is required."""
+    """Returns the features that the model's own implementation would apply; `None` if it may apply
+    others (it is foreign code, or has dropout), or if a gradient is required."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # cached per step for all layers of one class and config, since reading the config takes a

@@ -22,8 +22,8 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Queries per row of a packed step that absorb the expansion. A row with more is a prompt, whose
-latents are expanded once for all of its queries."""
+"""Maximum queries of a row of a packed step that absorb the expansion. A row with more is a chunk
+of a prompt, whose latents are expanded once for all of its queries."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -130,9 +130,9 @@ def attend_packed(
     features: Any,
 ) -> Tensor:
     """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`.
-    Leading rows of few queries absorb the expansion. For the other rows, all latents, including
-    cached ones, are expanded into temporary blocks of keys and values. `features`: scale, softcap
-    and sinks of an `AttentionCall`."""
+    Leading rows of few queries absorb the expansion, if `absorb` can. For the other rows, all
+    latents, including cached ones, are expanded into temporary blocks of keys and values; raises
+    `NotCapturable` if the step is recorded. `features`: scale, softcap and sinks of the call."""
     short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_absorbed = 0
     outputs = []
@@ -215,7 +215,7 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Replaces the `expand_kv(latent, rotary)` of the modules' classes, if it is transformers' own
+    """Replaces `expand_kv(latent, rotary)` of the modules' classes, where it is transformers' own
     code, by functions that return `LatentTensor`s for handles. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
     for cls in classes:

@@ -22,22 +22,22 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Called with every mask that is made in this context; a call learns from it which leading positions
+# Called with every mask that is made in this context, so that a call learns which leading positions
 # its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first position of each row's range of keys, and the end of each row's range."""
+"""A range of positions for each row: the first position of every row, and the end of every row."""
 
 
 class MaskPattern(NamedTuple):
     """The parameters of a mask function."""
 
     causal: bool  # a query sees only keys up to its position
-    window: int | None = None  # it sees at most this many tokens, including itself
-    # it sees only tokens of its chunk of this length, counted from the row's first real token
+    window: int | None = None  # a query sees at most this many tokens, including itself
+    # a query sees only its chunk of this many tokens, counted from the row's first real token
     chunk: int | None = None
 
 
@@ -72,9 +72,9 @@ _NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 class PagedMask(LazyTensor):
-    """The symbolic mask `(batch, 1, query_length, kv_length)` of a mask function with a
-    `MaskPattern`, which our attention function reads. A slice of the last queries is symbolic, too;
-    other operations get the dense mask of the model's own implementation (`model_attention`)."""
+    """The symbolic mask `(batch, 1, query_length, kv_length)` of a mask function whose pattern is
+    known; our attention function reads the pattern. A slice of the last queries is symbolic, too.
+    Other operations get the dense mask of the model's own implementation (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
@@ -145,7 +145,7 @@ class PagedMask(LazyTensor):
 
     def resolve(self, implementation: str, **options: bool) -> Any:
         """Returns the mask that the mask interface of `implementation` makes from the same
-        arguments and these options; it may be `None` for sdpa."""
+        arguments and these options; `None` if that implementation needs no mask."""
         key = (implementation, *options)
         if key not in self._resolved:
             make_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
@@ -177,7 +177,7 @@ def padding_columns(
 ) -> Columns | None:
     """Returns the range of ones in the first `length` columns of each row of a mask `(batch or 1,
     any length)`, in which missing columns count as zeros. Without a mask, returns whole rows.
-    `None` if the ones of a row are not contiguous."""
+    `None` if the ones of a row are not contiguous, or if the mask has no columns."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].bool().cpu()
@@ -199,8 +199,8 @@ def padding_columns(
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` if the mask is
-    not causal, hides other tokens, or shows tokens whose blocks the layer group may have freed."""
+    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` unless the mask
+    is a causal `PagedMask` of exactly these tokens that shows none which may have been freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
@@ -235,7 +235,8 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 
 def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
     """Returns a packed step whose queries see only their chunk of `size` positions of the sequence:
-    a row with queries in several chunks becomes one row per chunk, with the same block table."""
+    a row with queries in several chunks becomes one row per chunk, with the same block table.
+    Raises `NotCapturable` if a recorded step may have such rows."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(
@@ -285,9 +286,9 @@ def rectangle_step(
     is_causal: bool,
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
-    """Returns a step of rows with equally many queries, and an additive bias in table coordinates,
-    that together have the effect of `mask`; `None` if only a dense mask has it. Raises
-    `NotCapturable` if the step is recorded and needs more than its lengths."""
+    """Returns a step of rows with equally many queries, and an additive bias in table coordinates
+    or `None`, which together have the effect of `mask`; `None` if only a dense mask has it. Raises
+    `NotCapturable` if a recorded step needs more than its lengths, and `ValueError` as `_build`."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -316,13 +317,13 @@ def rectangle_step(
 
 
 def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns the recorded step of one query per row, each of which sees all tokens that the layer
-    keeps of its row. Raises `NotCapturable` if the mask may hide some of them."""
+    """Returns the recorded step, in which the only query of each row sees all of the row's tokens
+    that the layer keeps. Raises `NotCapturable` if the mask may hide some of them."""
     if mask is None:
         return step
     if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
         raise NotCapturable("its mask is neither causal nor a sliding window")
-    # without a window in the mask, a query sees all tokens that the layer keeps
+    # a causal mask without a window hides none of the tokens that the layer keeps
     if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(
             f"the mask's window is {mask.pattern.window}, but the cache's is {step.window}"
@@ -373,7 +374,7 @@ def _build(
     visible: Columns,
     device: torch.device,
 ) -> StepMetadata:
-    """Returns a step whose rows see the `visible` columns in a pattern. Raises `ValueError` if
+    """Returns a step whose rows see the `visible` columns under a pattern. Raises `ValueError` if
     these include columns that were padding in an earlier step, and so were not stored."""
     columns = step.columns
     firsts, ends = visible

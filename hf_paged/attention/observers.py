@@ -1,5 +1,5 @@
-"""Observers of attention in forwards that are not packed: find positions that attend to later
-positions, and the columns of an encoder that rows attend to. They do not change attention."""
+"""Observers of attention in forwards that are not packed. They find positions that attend to later
+positions, and the columns of an encoder that rows attend to; they do not change attention."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ attention_observer: ContextVar[Observer | None] = ContextVar("attention_observer
 
 @dataclasses.dataclass(eq=False)
 class LookAhead:
-    """An `attention_observer` that finds the positions that attended to later ones, in a forward
-    over prompts: over rows of `length` columns or, if a cache holds the first ones, over the
-    columns from `first` on."""
+    """An `attention_observer` that finds the positions that attended to later ones in a forward
+    over prompts, which are rows of `length` columns. The forward computes the columns from `first`
+    on; a cache holds those before."""
 
     paddings: list[int]  # leading padding columns of each row
     length: int
     first: int = 0
     num_calls: int = 0  # attentions over the prompts' own tokens
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # except causal ones
+    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # non-causal, each once
 
     def __call__(
         self,
@@ -52,8 +52,8 @@ class LookAhead:
             self._masks.append(mask)
 
     def positions(self) -> Tensor | None:
-        """Returns a mask `(rows, length)` bool of the positions that attended to a later one, and
-        of the positions between the two; `None` if masks have unsupported sizes."""
+        """Returns a mask `(rows, length)` bool of the positions that attended to a later one, of
+        these later ones, and of all positions between; `None` if masks have unsupported sizes."""
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")

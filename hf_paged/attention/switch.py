@@ -84,8 +84,8 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
-    """Makes transformers forget our functions once no call in progress uses them; such a call
-    registers them again by `register`. `None`: transformers keeps them."""
+    """Makes transformers forget our functions once no call in progress uses them; a call that
+    switches to them again first calls `register`. `None`: transformers keeps them."""
     global _register
     _register = register
     if not _switches.entries:
@@ -112,9 +112,9 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """Returns the name of the config's attention implementation, from before any call switched it.
-    If a model was loaded with ours: `"sdpa"` if the file of the layer's class `cls` declares
-    support for it (or without `cls`), else `"eager"`."""
+    """Returns the name of the config's attention implementation, from before any call switched it;
+    `"sdpa"` without a config. If the model was loaded with ours: `"eager"` if no model in the file
+    of the layer's class `cls` supports sdpa, otherwise `"sdpa"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
@@ -139,8 +139,8 @@ def _file_supports_sdpa(module_name: str) -> bool:
 
 
 def _file_global(cls: type, name: str) -> Any:
-    """Returns the global `name` of the file that defines the class, or else of a base class's file;
-    `None` if there is none."""
+    """Returns the global `name` of the file that defines the class or, failing that, of a base
+    class's file; `None` if there is none."""
     for base in cls.__mro__:
         module = sys.modules.get(base.__module__)
         value = getattr(module, name, None)
@@ -151,7 +151,7 @@ def _file_global(cls: type, name: str) -> Any:
 
 def model_attention_function(cls: type, implementation: str) -> Callable[..., Any]:
     """Returns the function that an attention layer of class `cls` would call with that
-    implementation."""
+    implementation. Raises `KeyError` if the name is unknown."""
     # a file may define its own interface, with other functions than transformers' interface
     interface = _file_global(cls, "ALL_ATTENTION_FUNCTIONS") or ALL_ATTENTION_FUNCTIONS
     eager = _file_global(cls, "eager_attention_forward")
@@ -174,7 +174,7 @@ STOCK_FUNCTIONS = (
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
     """Returns `model_attention_function` if it and its mask function are transformers' own code,
-    whose results are known; `None` if other code registered or replaced one of them."""
+    whose results are known; `None` if other code registered or replaced one, or if none exists."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
@@ -264,7 +264,7 @@ def _tree(code: Any) -> ast.Module | None:
 @functools.cache
 def _calls_interface(cls: type) -> bool:
     """Whether the code of the class, without its bases, updates a cache and calls the attention
-    interface."""
+    interface; false if its source is not available."""
     tree = _tree(cls)
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
@@ -314,9 +314,9 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """Returns the features that an eager attention function adds to softmax(q k * scale + mask) v,
-    by its source: any of `softcap`, `position_bias` and `sinks`. `None` if it may compute anything
-    else, so that it must be called."""
+    """Returns the features that an eager attention function, by its source, adds to
+    softmax(q k * scale + mask) v: any of `softcap`, `position_bias` and `sinks`. `None` if it may
+    compute anything else, so that our kernels cannot replace it."""
     tree = _tree(function)
     if function is None or tree is None:
         return None

@@ -1,6 +1,6 @@
 """Selects the implementation of paged attention: the Triton kernels on a GPU, the C++ kernel on the
-CPU, or the portable path, which gathers keys and values, for calls that these do not support. The
-environment variable `kernels.VARIABLE` forces one of them.
+CPU, and for calls that these do not support the portable path, which gathers keys and values. The
+environment variable `kernels.VARIABLE` forces a backend.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ log_once = functools.cache(logging.getLogger(__name__).warning)
 
 def select(call: AttentionCall) -> ModuleType:
     """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one;
-    `gather` if that backend does not support the call, which is logged once per reason for Triton.
-    Raises if the forced backend is unavailable.
+    `gather` if that backend is unavailable or does not support the call; logs each reason against
+    Triton once. Raises the errors of `kernels.preferred`.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
     is_cpu = call.query.is_cpu
@@ -77,7 +77,7 @@ def select(call: AttentionCall) -> ModuleType:
 
 def _preferred(step: StepMetadata) -> str:
     """Returns the name of the backend that a step's calls try first, in every layer. Reads the
-    environment variable."""
+    environment variable, and raises as `kernels.preferred` does."""
     name = preferred(step.block_tables)
     if name == "cpp" and not forced() and not cpp.is_available():
         return "gather"
@@ -85,9 +85,9 @@ def _preferred(step: StepMetadata) -> str:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes the result of `reference.attend` with the selected backend; under autocast in its
-    dtype, as a model's own attention does. Gathers keys and values if a Triton kernel cannot be
-    launched.
+    """Computes the result of `reference.attend` with the selected backend; under autocast in the
+    autocast dtype, except for float64, as a model's own attention does. Gathers keys and values if
+    a Triton kernel cannot be launched.
 
     Raises:
         NotCapturable: if the step's lengths are only on the device, and no kernel that reads them

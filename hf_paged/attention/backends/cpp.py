@@ -1,5 +1,5 @@
-"""Attention on the CPU by the C++ kernel, which reads the blocks in place. Calls that it does not
-support go to `gather`."""
+"""Attention on the CPU by the C++ kernel, which reads the blocks in place. Calls that the kernel
+does not support go to `gather`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def is_available() -> bool:
 @torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
     """Whether the kernel agrees with PyTorch, on quantized blocks of dtype `codes` if given.
-    Checked once per process, for each number of rows that has separate code, since our tests do not
-    cover the user's compiler and CPU."""
+    Checked once per process, since our tests do not cover the user's compiler and CPU, and for
+    each number of queries times heads that has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -82,8 +82,8 @@ _agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`, by dtype of c
 
 def _agrees_in_thread(codes: torch.dtype) -> bool:
     """Returns the result of `_agrees`, run in another thread, which the current forward's modes and
-    recordings do not affect; `False` if no thread can be started or memory runs out, and then the
-    next call checks again."""
+    recordings do not affect. If no thread can be started or the check raises an error, returns
+    `False`, and the next call checks again."""
     if codes not in _agreements:
 
         def check() -> None:
@@ -146,8 +146,8 @@ def _is_long(call: AttentionCall) -> bool:
 
 
 def attend_prepared(call: AttentionCall) -> Tensor | None:
-    """Computes `attend` without checks, by the kernel that the last call on these blocks prepared;
-    returns `None` if that call had another signature."""
+    """Computes `attend` by the kernel that the last call on these blocks prepared, so that fewer
+    checks suffice; `None` if none had this call's signature, or if this call may need `gather`."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None

@@ -55,7 +55,7 @@ _scratch = _Scratch()
 def attend(call: AttentionCall) -> Tensor:
     """Computes the result of `reference.attend`. Plain bfloat16 and float16 calls round where
     PyTorch's SDPA rounds. Rows that begin in this step use the step's own keys and values
-    (`AttentionCall.fresh`) if available."""
+    (`AttentionCall.fresh`), if the call is plain and has them."""
     return call.by_groups(_attend_rows)
 
 
@@ -187,9 +187,9 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes `_attend_part` for consecutive queries and the keys that any of them sees; in
-    float32 if there is a bias, a softcap or sinks. A query that sees no keys gets zeros, as in
-    PyTorch's SDPA."""
+    """Computes `_attend_part` for consecutive queries and the keys that any of them sees; in at
+    least float32 if there is a bias, a softcap or sinks. A query that sees no keys gets zeros, as
+    in PyTorch's SDPA."""
     query = call.query
     bias = call.bias
     dtype = query.dtype
@@ -202,7 +202,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
-        # then the slice has all queries of the part
+        # if so, the slice has all queries of the part (see `_attend_part`)
         is_causal = part.causal and call.is_plain and queries >= MIN_UNPACKED_QUERIES
         if not is_causal:
             mask = _mask(call.step, part, queries, keys, dtype)
@@ -246,10 +246,10 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """Returns the mask `[1, 1, heads * queries, keys]` of the last queries and keys, to be added to
-    the scores; `None` if no key is hidden. It is a view of one mask per step, since rows of any
-    length have the same mask if counted from their end. With padded rows there is one mask per
-    part, `[rows, 1, heads * queries or 1, keys]`."""
+    """Returns the mask `[1, 1, heads * queries, keys]` of the part's last `queries` queries and
+    `keys` keys, to be added to the scores; `None` if no key is hidden. It is a view of one mask per
+    step, since rows of any length have the same mask if counted from their end. For a part with
+    padded rows it is that part's own mask, `[rows, 1, heads * queries or 1, keys]`."""
     mask_queries = queries
     mask_keys = part.length
     if part.is_padding is None:

@@ -31,7 +31,7 @@ class AttentionCall(NamedTuple):
     bias: Tensor | None = None
     """A tensor that is added to the scores; may hold `-inf`. Broadcasts to `(n, heads, query_len,
     >= max seq_len)`, with the last axis in each row's table coordinates. If rows have different
-    numbers of queries, it must be the same for all rows and queries."""
+    numbers of queries, the bias must be the same for all rows and queries."""
     fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's tokens, if available."""
 
@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
         return self._replace(query=query, bias=bias, sinks=sinks)
 
     def by_groups(self, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
-        """Runs `attend` on groups of rows with equally many queries, one after another."""
+        """Runs `attend` on groups of rows with equally many queries; concatenates the results."""
         if self.step.query_len is not None:
             return attend(self)
         outputs = []
@@ -82,7 +82,7 @@ class AttentionCall(NamedTuple):
 
 def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
     """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
-    combines keys and values of several layers, or got them before and after the pool grew."""
+    combines keys and values of several layers, or if the pool grew after it got some of them."""
     layer = key.layer
     keys = key.blocks
     values = value.blocks
@@ -144,10 +144,10 @@ def attend_densely(
     sees_keys: bool,
 ) -> Tensor:
     """Computes attention with the scale, softcap, sinks and queries `[rows, heads, queries, dim]`
-    of `call` over keys and values `[rows, kv_heads, keys, dim]`: `[rows, queries, heads,
-    value_dim]`, summed in float32. `mask` is added to the scores `[rows, heads, queries, keys]`.
-    `sees_keys`: every query sees a key; otherwise a query from which the mask hides all keys gets
-    zeros."""
+    of `call` over keys and values `[rows, kv_heads, keys, dim]`, summed in at least float32.
+    Returns `[rows, queries, heads, value_dim]`. `mask` is added to the scores `[rows, heads,
+    queries, keys]`. `sees_keys`: whether every query sees a key; if not, a query from which the
+    mask hides all keys gets zeros."""
     query = call.query
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape

@@ -1,5 +1,5 @@
-"""Attention by the Triton kernels: one launch for rows of few queries and one for chunks, or a
-cascade for rows with shared blocks. Calls that the kernels do not support go to `gather`."""
+"""Attention by the Triton kernels, in one launch for decodes and one for chunks, or by a cascade
+for decodes that share blocks. Calls that the kernels do not support go to `gather`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """Computes `attend` for rows with equally many, few queries; by a cascade if that is estimated
+    """Computes `attend` for rows with equally many, few queries, by a cascade if that is estimated
     to be faster."""
     from ...kernels.triton import attention  # needs Triton
 

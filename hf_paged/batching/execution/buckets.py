@@ -32,7 +32,7 @@ def chunk_bucket(num_tokens: int) -> int:
 
 def draft_bucket(num_rows: int) -> int:
     """Returns the rows of the graph for `num_rows` rows, drafts included: 1, 2, 4, 8, 16, 24, 32,
-    48, 64, 96, ...; fewer sizes than in `bucket`, since their number changes in every step."""
+    48, 64, 96, ...; fewer sizes than in `bucket`, since each step has another number of drafts."""
     if num_rows <= MIN_CHUNK_TOKENS:
         return bucket(num_rows)
     return chunk_bucket(num_rows)

@@ -77,8 +77,8 @@ class Executor:
             self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
         # `runner.num_forwards` when forwards' own changes of the state were last accepted
         self._num_accepted_forwards = 0
-        # contexts around each step: one runs compiled layers without compiled code, the other sets
-        # the attention of configs to `"hf_paged"`
+        # two contexts around each step: the first runs compiled layers without compiled code, the
+        # second sets the attention of configs to `"hf_paged"`
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
         self._num_handled_changes = -1  # `guard.num_changes` at the last `handle_model_change`
         self._is_state_due = False  # whether the model's state must be read for the runner
@@ -94,11 +94,11 @@ class Executor:
         allow_replays: bool = True,
         runs_user_code: bool = True,
     ) -> None:
-        """Starts work on the model; called first, and only while no step is in flight. Without
-        `check_weights` the prefix cache is not used. Without `allow_replays` no recorded step is
-        replayed, and the model's state is not read. Without `switch_attention` the caller has set
-        the model's attention to `"hf_paged"`. Without `runs_user_code` only code of transformers
-        and of the model runs between steps."""
+        """Starts work on the model; must be called before other methods, and only while no step is
+        in flight. Without `check_weights` the prefix cache is not used. Without `allow_replays` no
+        recorded step is replayed, and the model's state is not read. Without `switch_attention` the
+        caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code of
+        transformers and of the model runs between steps."""
         self._device = compute_device(self.model)
         # the dtype of all forwards, whichever thread runs the steps
         self.autocast = autocast_dtype(self._device)
@@ -111,8 +111,8 @@ class Executor:
         self.forget_model()
 
     def open(self, span: StableSpan) -> None:
-        """Called before every step of a span; before the first, lets the guard begin a period and
-        schedules a check of the model."""
+        """Called before every step of a span. Before the first, lets the guard begin a period and
+        schedules `check_model`; before the others, calls `doubt_model`."""
         if span.is_open:
             self.doubt_model()  # another thread may change the model without pausing the engine
         else:
@@ -122,10 +122,10 @@ class Executor:
             span.is_open = self.is_unchecked = True
 
     def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
-        """Fingerprints the weights that computed the span's blocks before control returns to user
-        code (in a call, after its first token). If that code may change the model before the next
-        step, as between an engine's steps and, with `runs_user_code`, within a call, also reads
-        the state with which `check_model` compares the model."""
+        """Fingerprints the weights that computed the span's blocks, before control returns to user
+        code (in a call, after its first token). User code may change the model between an engine's
+        steps and, with `runs_user_code`, between those of a call: then also records the state with
+        which `check_model` compares the model."""
         should_watch = runs_user_code or not span.is_call
         is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:
@@ -190,7 +190,7 @@ class Executor:
     def check_model(self) -> None:
         """Called before a step, within `attention`: if user code may have run since the last step
         (`is_unchecked`) and has changed the model, drops cached prefixes, recorded steps and the
-        step launched ahead. Stops packing rows if the model's new structure rules that out."""
+        step launched ahead, and stops packing rows if the new structure rules packing out."""
         is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due or self._state is None:
             return
@@ -228,8 +228,8 @@ class Executor:
 
     @restoring
     def attention(self) -> Iterator[None]:
-        """A context for each step: switches the model's attention to `"hf_paged"`, runs layers with
-        a cache without compiled code, and turns off mask observers and gradients."""
+        """A context for each step: switches attention to `"hf_paged"`, runs layers with a cache
+        without compiled code, disables mask observers and gradients, and fills `slowed_by`."""
         switches = self._switches  # copied, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
@@ -253,8 +253,8 @@ class Executor:
             unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Returns logits as `Runner.run` does; takes those of rows launched ahead, if any, and
-        computes the others."""
+        """Returns logits as `Runner.run` does: those of rows launched ahead, if any, and newly
+        computed ones of the other rows."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched, num_launched = None, 0
@@ -286,8 +286,8 @@ class Executor:
         return self._run_rows(plan)
 
     def _unpack(self, failure: str | None = None, prefix: str = "") -> bool:
-        """Calls `Runner.unpack` and adds a warning with its reason, after `prefix`; returns whether
-        the runner stopped packing rows."""
+        """Calls `Runner.unpack` with `failure`; returns whether the runner stopped packing rows. If
+        so, adds a warning to `slowed_by`, with the reason after `prefix`."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
@@ -314,7 +314,7 @@ class Executor:
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         """Returns a function that launches the next step while it copies the tokens of these rows
-        to the host; `None` if the next step needs the tokens on the host (`RunAhead.fetch`)."""
+        to the host; `None` if the next step cannot be launched ahead (`RunAhead.fetch`)."""
         if self.run_ahead is None or not self.runner.is_packed:
             return None
         return self.run_ahead.fetch(ready, self._launch_next)
@@ -327,7 +327,7 @@ class Executor:
         adapter, *other_adapters = {sequence.request.adapter for sequence in sequences}
         if other_adapters:
             return None
-        # clamped, since the host sees ids out of range, and raises for them, only later
+        # clamped, since the host checks for ids out of range only later
         valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
         adapter_context: AbstractContextManager[ForwardContext | None] = nullcontext()
         if adapter is not None:

@@ -106,8 +106,8 @@ def pack(
 
 
 def _row_ends(first: int, count: int, draft: list[int]) -> range:
-    """Returns the end of each packed row that holds the `count` tokens from `first` on: of one row
-    or, with a draft, of one row per token."""
+    """Returns the ends of the packed rows that hold the `count` tokens from `first` on: one row or,
+    with a draft, one row per token."""
     row_len = 1 if draft else count
     return range(first + row_len, first + count + 1, row_len)
 
@@ -117,7 +117,7 @@ def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: i
     simple = all_tables[:num_simple]
     origins = [table.num_dropped * block_size for table in simple]
     tables = list(map(_BLOCK_IDS, simple))
-    # of each token in its table
+    # the index of each token in its table
     indices = list(map(operator.sub, plan.starts, origins))
     slots = [
         block_ids[index // block_size] * block_size + index % block_size
@@ -140,7 +140,7 @@ def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: i
 def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
     """Returns, for each prompt in the step whose log-probabilities are recorded: the recording, the
     position of the prompt's first token in this step, and the range of packed tokens whose logits
-    are recorded, since a prompt token follows them."""
+    are recorded: those that another prompt token follows."""
     recordings = []
     first = 0
     for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):
@@ -197,12 +197,12 @@ def write_changed_rows(
         added = block_ids[len(row_ids) :]
         begin = start + len(row_ids)
         buffer[begin : begin + len(added)] = array("i", added)
-        row_ids += added  # only after the write, before which an interrupt may end this call
+        row_ids += added  # last, since an interrupt may end this call before the write
 
 
 class TableRows:
-    """The block tables of a step's rows in one tensor. Each step writes its changes in place, so it
-    begins only when nothing uses the previous step's tensor any more."""
+    """The block tables of a step's rows in one tensor. Each step writes its changes in place, so a
+    step may begin only when nothing uses the previous step's tensor any more."""
 
     def __init__(self) -> None:
         self._written: list[list[int]] = []

@@ -1,5 +1,5 @@
 """Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding. Reads the
-rows' block tables, and leaves it to the loop to advance the rows."""
+rows' block tables; `Scheduler.commit` advances the rows."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ from .runner import LogitsPart, Runner, WholePrompts, in_order, num_cached
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERT_TOKENS = 64
-"""Maximum tokens of a forward that copies the expert weights of each token; an estimate of the
-number whose copies take little memory."""
+"""Maximum tokens of a forward that copies the expert weights of each token: an estimate of how many
+such copies take little memory."""
 
 
 class PackedRunner(Runner):
-    """Runs the model on tokens of many sequences at once; `recorder` replays the steps that it can.
-    The caller has switched the model's attention. The empty `cache` defines which layers share
-    block tables. `can_mix_lengths`: whether rows of different lengths may share a padded forward
-    after `unpack`. `batch_invariant`: whether a row's logits must have the same bits beside any
-    other rows. `processes`: the processes that compute each forward together."""
+    """Runs the model on tokens of many sequences at once. The caller must have switched the model's
+    attention. The empty `cache` defines which layers share block tables. `can_mix_lengths`: whether
+    rows of different lengths may share a padded forward after `unpack`. `recorder` replays steps
+    that it has recorded. `batch_invariant`: whether a row's logits must have the same bits beside
+    any other rows. `processes`: the processes that compute each forward together."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self.supports_drafts = self.rope is None
         self.recorder = recorder
-        # the room that computes in a fixed order, for `batch_invariant`
+        # the room that computes in a fixed order; `None` without `batch_invariant`
         self._fixed_order_room: TapeRoom | None = None
         if batch_invariant:
             self._fixed_order_room = room("tape", "`batch_invariant`")
@@ -144,8 +144,8 @@ class PackedRunner(Runner):
         return in_order(parts, plan.num_logits)
 
     def _divide(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
-        """Divides rows, by index in the step, among forwards: each has rows with equally many
-        position axes or, if rows are not packed, one row or rows of one token each."""
+        """Divides rows, by index in the step, among forwards. A packed forward has rows with
+        equally many position axes; a padded one has one row, or rows of one token each."""
         axis_counts: list[int] = []
         for index in indices:
             prompts, row = plan.sequences[index].request.inputs or (None, 0)
@@ -179,7 +179,7 @@ class PackedRunner(Runner):
             num_computed = num_cached(index_by_row, plan)
             logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_computed)
         content = prompts.content(self.model.config)
-        # the prefix cache may share K/V only if their keys cover all tokens that they depend on: no
+        # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so no
         # text token may attend to later tokens
         for row, sequence in sequences.items():
             is_text = None if content is None else ~content[row].cpu()
@@ -194,7 +194,7 @@ class PackedRunner(Runner):
         context: ForwardContext | None,
     ) -> Tensor:
         tokens = pack(plan, self._block_sizes, self.rope)
-        # a step that returns the logits of all tokens computes no prompt tokens to record
+        # a step that returns the logits of all tokens has no prompt tokens to record
         recordings: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
             recordings = recorded_prompts(plan)
@@ -270,16 +270,16 @@ class PackedRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a replay; returns logits `(n, vocab_size)` of the packed tokens
-        `tokens.last`, then of `extra_tokens`; if both are empty, of the last token.
-        `unpacked_plan`: the step's plan if its rows are not packed; then each row has one token, or
-        there is one row."""
+        `tokens.last`, then of those with the indices `extra_tokens`; if both are empty, of the last
+        token. `unpacked_plan`: the step's plan if its rows are not packed; then each row has one
+        token, or there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
         logit_indices = None
         logit_tokens = None
         arguments = {}
         if extra_tokens or len(tokens.last) < num_tokens:
-            # at least one token: a head with another library's weights may fail without any
+            # at least one, since a head with another library's weights may fail without tokens
             logit_tokens = tokens.last + extra_tokens or [num_tokens - 1]
             logit_indices = numbers_on(self.device, logit_tokens)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
@@ -300,8 +300,8 @@ class PackedRunner(Runner):
             )
 
     def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
-        """Returns the inputs `(n, T)` int64 (a row of token ids, one of positions, one of slots for
-        each layer group, one of positions for each axis) and each group's step."""
+        """Returns the inputs `(n, T)` int64 (a row of token ids, one of positions, one of slots per
+        layer group, one of positions per axis) and the step of each layer group."""
         buffer = array("q", tokens.token_ids)  # one buffer, so that one copy reaches the device
         buffer.extend(tokens.positions)
         for group in tokens.groups:
@@ -339,7 +339,7 @@ class PackedRunner(Runner):
             or num_tokens > MAX_GATHERED_EXPERT_TOKENS
         ):
             return NOTHING
-        # expert products for few tokens on a device are those that `generate` uses for decodes: in
+        # for few tokens on a device, uses the expert products with which `generate` decodes: in
         # dtypes other than bfloat16, grouped products synchronize with the device, so they cannot
         # be recorded
         expert_context: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
@@ -363,7 +363,7 @@ class PackedRunner(Runner):
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
         `(k, vocab_size)` of the packed tokens `logit_indices`, `(k,)` int64, or of all tokens.
-        `logit_tokens`: `logit_indices` on the host. `unpacked_plan` as in `compute`."""
+        `logit_tokens`: `logit_indices`, if known on the host. `unpacked_plan` as in `compute`."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
         head_picks = logit_indices is not None and self._takes_logits_to_keep and is_one_row
         if head_picks:

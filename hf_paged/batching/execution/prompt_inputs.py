@@ -18,7 +18,7 @@ from ... import compat
 from ...cache.prefix_index import MARSHAL_VERSION
 from .rectangle import padding_mask
 
-# inputs that hold no content, such as options and caches, or one value per token
+# inputs without content: options, caches, and those with one value per token
 COMMON_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
@@ -70,7 +70,7 @@ class PromptInputs:
     def length(self) -> int:
         """Columns of the first forward, including padding."""
         embeds = self.model_kwargs.get("inputs_embeds")
-        # a model with an encoder passes the embeddings to it
+        # a model with an encoder passes the embeddings to the encoder
         if embeds is None or self.num_encoder_tokens:
             return int(self.input_ids.shape[1])
         return int(embeds.shape[1])
@@ -187,8 +187,8 @@ class PromptInputs:
 
     def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
         """Returns each row's prefix-cache keys, to be used in the namespace of `names`. A
-        placeholder's key includes a hash of all inputs. `None` if the prefix cache cannot be used
-        for these prompts."""
+        placeholder's key includes a hash of all media and placeholders of the call. `None` if the
+        prefix cache cannot be used for these prompts."""
         content = self.content(config)
         if content is None:
             return None
@@ -226,8 +226,8 @@ class PromptInputs:
         return keys_by_row
 
     def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:
-        """Returns the prefix-cache keys of tokens that follow a row's prompt; equal to the keys of
-        the same tokens as text at the end of the prompt."""
+        """Returns the prefix-cache keys of tokens that follow a row's prompt; they equal the keys
+        that these tokens would have as text at the end of the prompt."""
         axes = self.axes[row]
         if axes is None:
             return list(token_ids)
@@ -257,8 +257,8 @@ def is_plain_value(value: Any) -> bool:
 
 def _digest(value: Any) -> bytes:
     """Returns a cryptographic hash (32 bytes) of the tensors and plain values in nested containers.
-    It must resist collisions: whoever constructs two inputs with one digest could be served another
-    user's content. Raises `TypeError` for other objects."""
+    It must resist collisions: whoever constructs an input with the digest of another user's could
+    be served that user's content. Raises `TypeError` for other objects."""
     tensors: list[Tensor] = []
 
     def describe(value: Any) -> Any:

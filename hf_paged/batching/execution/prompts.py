@@ -55,15 +55,15 @@ class Prompts(PromptInputs):
     model's `prepare_inputs_for_generation`. One forward computes all rows, since nothing says which
     images and audio belong to which row."""
 
-    # determines which other rows these rows join in rectangles; `None`: no others
+    # determines which other rows these rows may join in rectangles; `None`: no others
     join_key: JoinKey | None = None
     # prompts with equal keys share one forward; `None`: these prompts share it with no others
     merge_key: Hashable | None = None
 
     def set_join_keys(self, verdict: tuple[bool, bool] | None) -> None:
-        """Sets `join_key` and `merge_key`, or leaves them `None` if rows cannot join. `verdict`:
-        whether joined rows must have equal lengths, and equal encoder lengths; `None`: a check
-        found that rows cannot join."""
+        """Sets `join_key` if rows can join others and, if the prompts can also share a forward,
+        `merge_key`. `verdict`: whether joined rows must have equal lengths, and equal encoder
+        lengths; `None`: a check found that rows cannot join."""
         shapes: list[Hashable] = []
         options: list[Any] = []
         has_media = False
@@ -97,8 +97,8 @@ class Prompts(PromptInputs):
         content = self.content(config)
         if content is None:
             return None
-        # the placeholder tokens of each row, so that a surplus in one prompt cannot make up for
-        # missing ones in another
+        # has each row's placeholders, so that surplus ones in one prompt cannot make up for missing
+        # ones in another
         key: list[Hashable] = []
         for ids, is_content in zip(self.input_ids, content):
             key.append(tuple(sorted(ids[is_content].tolist())))
@@ -146,7 +146,7 @@ class Prompts(PromptInputs):
 
     def varied(self, token_id: int) -> Prompts:
         """Returns these prompts with the token `token_id` appended to each row, and with other
-        images, for `merge_check`, which merges them with these."""
+        images: negated ones. `merge_check` merges them with the original prompts."""
         model_kwargs = dict(self.model_kwargs)
         for name, value in model_kwargs.items():
             if not isinstance(value, Tensor):
@@ -198,7 +198,7 @@ class Prompts(PromptInputs):
         rows: dict[int, Sequence],
     ) -> Rectangle:
         """Returns a rectangle of all rows on the empty `cache`, with the blocks of the sequences in
-        `rows`; the other rows have no blocks, and count as padding alone."""
+        `rows`. The other rows have no blocks, and consist of padding alone."""
         inputs = dict(self.model_kwargs)
         no_blocks = no_encoder_blocks = NO_BLOCKS
         if cache is not None:
@@ -226,9 +226,8 @@ class Prompts(PromptInputs):
         """Runs the model's own forward over all rows. Stores the keys and values of the sequences
         in `rows` in their tables, which must have space for them, through the empty `cache`. The
         first `num_cached` tokens of a single row may be stored already. Returns logits `(all rows,
-        vocab_size)`, and a mask `(all rows, length)` bool of the columns that attended to a later
-        column, or that lie between the two; `None` if it is unknown. Raises `ValueError` if the
-        model stores another number of tokens."""
+        vocab_size)`, and the mask `(all rows, length)` bool of `LookAhead.positions`, or `None` if
+        it is unknown. Raises `ValueError` if the model stores another number of tokens."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
         rectangle = self.make_rectangle(model, cache, rows)
@@ -255,9 +254,9 @@ class Prompts(PromptInputs):
         keys: list[Keys] | None,
         can_begin_after_text: bool = False,
     ) -> None:
-        """Makes a row the prompt of a request. Without `keys` the prefix cache is not used for it.
-        `can_begin_after_text`: whether the text before the first placeholder may be shared with any
-        other prompt, so that the model's own forward begins after it."""
+        """Makes a row the prompt of a request. Without `keys` the request does not use the prefix
+        cache. `can_begin_after_text`: whether the model's own forward can begin after the text
+        before the first placeholder, which may then be shared with any other prompt."""
         request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
         if keys is None or request.namespace is UNCACHED:
             request.namespace = UNCACHED
@@ -269,8 +268,8 @@ class Prompts(PromptInputs):
 
     def prepare_positions(self, model: Any) -> None:
         """Sets `position_ids` to those that the model's own preparation returns or, if it returns
-        none, to the columns, which the model then uses itself. Does nothing for a model without
-        `position_ids` or with transformers' preparation."""
+        none, to the columns, which the model then uses as positions. Does nothing for a model that
+        takes no `position_ids`, or that uses transformers' preparation."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
             return
@@ -315,8 +314,8 @@ def prompts_of(
 ) -> Prompts:
     """Makes `Prompts` from `unexpanded`, the inputs of `generate` before it repeats rows, and from
     the `model_kwargs` that it prepared for its loop. `is_decoder`: the model has an encoder, and
-    these are the decoder's prompts. Only the leading zeros of an attention mask count as
-    padding."""
+    these are the decoder's prompts. Only leading zeros of an attention mask count as padding, and
+    only in rows that also have ones."""
     ids, inputs = unexpanded
     inputs = {
         name: map_tensors(_without_graph, value)
@@ -339,8 +338,8 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def copy_nested_dicts(value: Any) -> Any:
-    """Returns the value with its nested dicts copied, but not their tensors: `generate` repeats the
-    rows of a dict's tensors by replacing its entries."""
+    """Copies a dict and the dicts in it, but not their tensors, since `generate` repeats the rows
+    of a dict's tensors by replacing its entries. Returns any other value unchanged."""
     if not isinstance(value, dict):
         return value
     copied = copy.copy(value)

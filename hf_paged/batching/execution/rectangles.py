@@ -1,5 +1,5 @@
 """Runs a scheduled batch as rectangles `[rows, query_len]`: batches padded on the left, as in
-`generate`. Leaves block tables to the block manager."""
+`generate`. The block manager changes block tables."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 class RectangleRunner(Runner):
     """Runs padded batches, with inputs that the model itself prepares: first the prompts, then the
-    next tokens of all rows together. The caller has switched the model's attention. Padding is not
-    stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally many
-    new tokens, since padding between a row's tokens would change its states.
+    next tokens of all rows together. The caller must have switched the model's attention. Padding
+    is not stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally
+    many new tokens, since padding between a row's tokens would change its states.
 
     Rows stay in the batch that they began in, with the state of `generate`'s loop, if the layout
     requires it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced
-    or copied. Rows whose `Prompts` have a `join_key` continue with rows of an equal `join_key`."""
+    or copied. But rows whose `Prompts` have a `join_key` continue with all rows of an equal one."""
 
     has_states = True
 
@@ -72,7 +72,7 @@ class RectangleRunner(Runner):
         self._has_state_layers = bool(state_layers(cache))
         self.supports_drafts = layout.reason_against_drafts is None
         self._rectangle_recorder: RectangleRecorder | None = None
-        is_on_host = compute_device(model).type == "cpu"  # else reading masks waits for the device
+        is_on_host = compute_device(model).type == "cpu"  # elsewhere, reading masks is slow
         if recorder is not None and is_on_host and self._supports_cache:
             self.recorder = recorder
             self._rectangle_recorder = recorder.rectangles(model, cache)
@@ -156,10 +156,10 @@ class RectangleRunner(Runner):
         num_logits: int = 1,
         may_replay: bool = False,
     ) -> Tensor:
-        """Runs a forward of the rectangle: of all columns if it `begins`, else of the last
+        """Runs a forward of the rectangle: of all columns if it `begins`, otherwise of the last
         `num_new`. Stores the states of `rows` (default: all), which continue. Returns logits
         `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens of each row.
-        `may_replay`: a recorded step may take the place of the forward."""
+        `may_replay`: whether a replay may take the place of the forward."""
         inputs_before = dict(rectangle.inputs)
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         logits = None
@@ -209,7 +209,7 @@ class RectangleRunner(Runner):
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else observing_attention(observer)
-        if num_logits > 1 and "logits_to_keep" in prepared:  # the model may have set it
+        if num_logits > 1 and "logits_to_keep" in prepared:  # it was prepared for one token
             prepared["logits_to_keep"] = num_logits
         with self.product_context, observing:
             outputs = self.model(**prepared, return_dict=True)
@@ -230,8 +230,8 @@ class RectangleRunner(Runner):
         return EncoderColumns(len(rectangle.blocks), width) if width != rectangle.width else None
 
     def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Computes one new token of each row by a replay, and otherwise does as `_compute`; returns
-        `None` if no recorded step serves this one."""
+        """Acts as `_compute` for one new token of each row, but replays a recorded step; until that
+        is checked, also runs the model. Returns `None` if no recorded step serves this one."""
         recorder = self._rectangle_recorder
         if recorder is None:
             return None
@@ -288,8 +288,8 @@ class RectangleRunner(Runner):
         return self._forward(rectangle, begins=False, may_replay=may_replay)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
-        """Returns these rows of a rectangle; `is_shared`: other sequences also continue from it, so
-        that its cache must stay unchanged. The caller calls `Rectangle.borrow`."""
+        """Returns these rows of a rectangle, for which the caller must call `Rectangle.borrow`.
+        `is_shared`: other sequences also continue from the cache, which then stays unchanged."""
         if not self._supports_cache:  # the model's own cache is among the inputs
             copied = copy.copy(rectangle)
             copied.inputs = copy.deepcopy(rectangle.inputs)
@@ -301,8 +301,8 @@ class RectangleRunner(Runner):
         return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column would exceed the model's positions if its code counts padding as
-        positions. That is so once a longer row has left, and every remaining row has padding."""
+        """Whether the next column would exceed the model's positions, if its code counts padding as
+        positions, although no row's tokens do: a longer row has left, and all others are padded."""
         max_positions = self.layout.max_positions
         if max_positions is None or not self.layout.is_side_by_side:
             return False
@@ -311,9 +311,9 @@ class RectangleRunner(Runner):
         return all(rectangle.paddings[row] for row in rows)
 
     def _find_state(self, slot: int) -> tuple[Any, int]:
-        """Returns the holder of a slot's state, a rectangle or copied rows, and the row in it;
-        `(None, 0)` if there is none, as for a sequence that begins after cached tokens, in a model
-        without state layers."""
+        """Returns the holder of a slot's state, a rectangle or copied rows, and the row in it. If
+        there is none, as for a sequence that begins after cached tokens, returns `(None, 0)`, or
+        raises `KeyError` if the model has state layers."""
         try:
             return self.states.find(slot)
         except KeyError:

@@ -34,8 +34,8 @@ LogitsPart = tuple[list[int], Tensor]
 """Indices of rows in a step, and their logits `(n, vocab_size)`."""
 
 WholePrompts = tuple[Prompts, dict[int, int]]
-"""Prompts that the model's own forward computes as a whole, and the index in the step of each of
-their rows that the step computes."""
+"""Prompts that the model's own forward computes as a whole, and, by row, the index in the step of
+each row that the step computes."""
 
 
 class Runner:
@@ -45,7 +45,7 @@ class Runner:
     memory: PagedMemory
     is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
     recorder: Recorder | None = None  # replays steps; needs the model's state (`begin`)
-    supports_drafts: bool = False  # whether it computes a sequence's `draft` after its last token
+    supports_drafts: bool = False  # whether it computes `Sequence.draft` after the last token
     # whether a failed step may have advanced states, so that its rows must be recomputed
     has_states: bool = False
     num_captured_steps: int = 0  # steps that were replays
@@ -109,8 +109,8 @@ class Runner:
         """Runs prompts that the model's own forward computes as a whole: those with an equal
         `merge_key` in one forward or, if it fails, each in a separate one, so that a
         [`PromptsError`] ends only the requests of its prompts. Prompts that begin after cached
-        tokens run alone. Returns the logits by index in the step, and the indices of the rows that
-        remain."""
+        tokens run alone. Returns the logits by index in the step, and the indices of all rows that
+        it did not compute."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
@@ -137,7 +137,7 @@ class Runner:
     def divide(self, rows: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and
         at most `max_num_batched_tokens` tokens, including padding, unless one member alone has
-        more. `rows`: the kind, the number of rows, their length and the member."""
+        more. `rows`: for each member, its kind, its number of rows, their length, and itself."""
         max_tokens = self.memory.config.max_num_batched_tokens
         forwards: list[list[Member]] = []
         last_forwards: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
@@ -183,6 +183,6 @@ def in_order(parts: Items[LogitsPart], num_logits: Items[int]) -> Tensor:
 
 
 def num_cached(index_by_row: dict[int, int], plan: StepPlan) -> int:
-    """Returns after how many cached tokens a forward of whole prompts begins, the fewest of its
+    """Returns after how many cached tokens a forward of whole prompts begins: the minimum over its
     rows."""
     return min(plan.starts[index] for index in index_by_row.values())

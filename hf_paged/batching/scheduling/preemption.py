@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class CostModel:
-    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3) by
-    averages of seconds per token and of bytes per second, in which the weight of an observation
-    halves every `HALF_LIFE` observations. Seconds per token include a step's fixed cost."""
+    """Chooses between recompute and swap (PagedAttention, arXiv 2309.06180, section 7.3) from
+    average seconds per token and bytes per second. The weight of an observation halves every
+    `HALF_LIFE` observations. Seconds per token include a step's fixed cost."""
 
     HALF_LIFE = 32
 
@@ -55,7 +55,7 @@ class CostModel:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Seconds per prefill token; `None` before any was observed."""
+        """Seconds per prefill token; `None` before the first observation."""
         tokens, seconds = self._prefills
         if not tokens:
             return None
@@ -70,7 +70,7 @@ class CostModel:
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
         """Returns `"swap"` if copying `num_bytes` out and back is estimated to take less time than
-        computing `num_tokens` tokens, else `"recompute"`."""
+        computing `num_tokens` tokens, otherwise `"recompute"`."""
         seconds_per_token = self.seconds_per_token or 0.0
         swap_seconds = 2 * num_bytes / self.bytes_per_second
         if swap_seconds < num_tokens * seconds_per_token:
@@ -80,9 +80,9 @@ class CostModel:
 
 # In rectangles, the tokens after a cache hit or a snapshot need a separate forward, whose fixed
 # cost is about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many, and so must
-# a snapshot where earlier prompts diverged. Where waiting prompts diverge, a stop costs two such
-# forwards: of the prompt that stops there, and of those that begin there. The snapshot at the end
-# of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
+# a snapshot where earlier prompts diverged. A stop where waiting prompts diverge costs two such
+# forwards: one for the prompt that stops there, and one for those that begin there. The snapshot at
+# the end of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
@@ -92,18 +92,18 @@ class Preemption:
     stay shared."""
 
     blocks: BlockManager
-    mode: str = "recompute"  # or "swap", or "auto": as `cost` chooses
+    mode: str = "recompute"  # or "swap", or "auto", in which `cost` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this span are still valid (`Epochs.needs_verification`),
-    # and drops them if not
+    # returns whether blocks cached before this span are still valid, and drops them if not; called
+    # if a request would use some (`Epochs.needs_verification`)
     verify: Callable[[], bool] | None = None
-    # whether a sequence may be computed in chunks; if not, as a whole and then token by token
+    # whether a sequence may be computed in chunks; otherwise as a whole, then token by token
     can_chunk: bool = True
     # if sequences cannot be chunked: whether `replays_prompt` is true of all requests
     replays_all_prompts: bool = False
     # for a model with an encoder: allocates blocks for its output
     encoder_blocks: BlockManager | None = None
-    cost: CostModel | None = None  # learns from the times of prefills and swaps
+    cost: CostModel | None = None  # for mode "auto"; learns from the times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out so far
@@ -173,11 +173,11 @@ class Preemption:
         num_reserved_blocks: int,
         is_alone: bool,
     ) -> bool:
-        """Swaps a waiting request in, or attaches its rows to their cached blocks, if the free
-        blocks suffice for all tokens that it has to compute, at most `max_chunk_tokens` at a time,
-        and `num_reserved_blocks` are left; returns whether they do. While no other request runs
-        (`is_alone`), a request that cannot be swapped in is recomputed, since no more blocks will
-        become free. After an exception the request's tables may be partly changed."""
+        """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns `False`
+        if the free blocks, without `num_reserved_blocks`, do not suffice for all tokens that it has
+        to compute, at most `max_chunk_tokens` at a time. While no other request runs (`is_alone`),
+        a request that cannot be swapped in is recomputed, since no more blocks will become free.
+        After an exception the request's tables may be partly changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, num_reserved_blocks, is_alone):
@@ -237,7 +237,7 @@ class Preemption:
     def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
-        # beside other requests, one more block must be free for every row
+        # beside other requests, one more block of each group must be free for every row
         num_growing = 0 if is_alone else request.num_open_rows
         growth = [num_growing] * len(manager.groups)
         num_needed = self.swapper.num_blocks(request) + sum(growth)
@@ -253,15 +253,15 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
-        shared tokens. After a preemption, all rows share their common prefix again (the prompt, if
-        `replays_prompt`): if it is not cached, the first row computes it (`num_before_fork`)."""
+        shared tokens. After a preemption, the first of several rows computes the common prefix for
+        all, if less of it is cached (`num_before_fork`): the prompt if it is replayed or has
+        inputs, otherwise full blocks, and only if rows are computed in chunks."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences
         num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
             self._match(sequence, sequence.keys)
-        # tokens in full blocks common to all rows, excluding the last token of the shortest
         num_shared = 0
         if len(rows) > 1:
             if self.replays_prompt(request):
@@ -272,7 +272,7 @@ class Preemption:
                     num_shared = num_prompt_tokens
             elif self.can_chunk:
                 tokens = [sequence.token_ids for sequence in rows]
-                divergence = min(map(len, tokens)) - 1
+                divergence = min(map(len, tokens)) - 1  # every row computes its last token
                 for position, column in enumerate(zip(*tokens)):
                     if len(set(column)) > 1:
                         divergence = min(position, divergence)
@@ -290,8 +290,8 @@ class Preemption:
         return attached
 
     def _is_restorable(self, request: Request) -> bool:
-        """Whether the request has one row, of which the tier holds a longer prefix than the
-        pool."""
+        """Whether the request has one row, of which the tier holds a longer prefix than the pool,
+        and does not replay its prompt."""
         rows = request.open_sequences
         tier = self.blocks.tier
         if tier is None or len(rows) > 1:
@@ -302,7 +302,7 @@ class Preemption:
         return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Restores the tier's prefix of the row to the pool, and attaches the row to it."""
+        """Restores the tier's prefix of the only row to the pool, and attaches the row to it."""
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
@@ -311,14 +311,14 @@ class Preemption:
             self._match(sequence, sequence.keys)
 
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest cached prefix of `keys`, and sets its stops."""
+        """Attaches a row to the longest reusable cached prefix of `keys`, and sets its stops."""
         request = sequence.request
         sequence.blocks = self.blocks.new()
         sequence.num_computed_tokens = 0
         if self.replays_prompt(request):
             return
         if request.drafts_first_token:
-            # the last prompt token has a separate step, and the step before it needs a token, too
+            # the last prompt token has a separate step, and the step before must also compute one
             keys = keys[:-1]
         min_saved = 0 if self.can_chunk else FORWARD_TOKENS
         min_matched = max(request.num_content, min_saved)
@@ -333,14 +333,14 @@ class Preemption:
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the numbers of tokens after which the sequence's prefill stops, so that other
         requests can begin there: where waiting prompts diverge from this one and, for snapshots of
-        states, where earlier prompts diverged (as in SGLang for hybrid models) and after its last
-        full block."""
+        states, where earlier prompts diverged (as in SGLang for hybrid models) and after the
+        sequence's last full block."""
         request = sequence.request
         size = self.blocks.block_size
         num_computed = sequence.num_computed_tokens
         if not self.may_stop(request):
             return ()
-        min_saved: dict[int, int] = {}  # by stop, how many tokens it must be past the previous one
+        min_saved: dict[int, int] = {}  # by stop, its minimum distance in tokens from the previous
         if self.blocks.keeps_states:
             last_stop = (sequence.num_tokens - 1) // size * size
             min_saved[last_stop] = SNAPSHOT_TOKENS
@@ -357,9 +357,9 @@ class Preemption:
         return tuple(stops)
 
     def num_before_fork(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens the sequence may compute now: the first row the tokens that all
-        rows share, the other rows none. Once these tokens are computed, forks the first row's
-        blocks for the others, and returns all remaining tokens of the first row."""
+        """Returns how many tokens the sequence may compute now: for the first row, the tokens that
+        all rows share; for the others, 0. Once the shared tokens are computed, forks the first
+        row's blocks for the others, and returns the number of its remaining tokens."""
         rows = request.open_sequences
         num_shared = request.num_shared_tokens
         if sequence is not rows[0]:
@@ -376,7 +376,7 @@ class Preemption:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
         in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
-        # the tokens after a prompt that is computed as a whole wait for the next step
+        # tokens after a whole prompt wait for the next step; after a replay they run one per step
         if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
         # other requests may begin where a prefill stops
@@ -384,7 +384,7 @@ class Preemption:
             if stop > num_computed:
                 count = min(count, stop - num_computed)
         # Under a limit in bytes, only layers with the same window can reuse the blocks that leave
-        # a window: a request that did not fit even alone advances block by block.
+        # a window, so a request that did not fit even alone advances block by block.
         has_windows = self.can_chunk and self.blocks.has_windows
         if has_windows and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
@@ -395,7 +395,7 @@ class Preemption:
 
     def swap_out_or_free(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
-        full blocks. Blocks that an earlier model computed are swapped out if possible."""
+        full blocks. Blocks computed before the model changed are swapped out if possible."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
@@ -407,13 +407,13 @@ class Preemption:
             mode = self.mode
             num_bytes = 0
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
-                # recomputed tokens would get keys and values of the changed model
+                # recomputed tokens would get keys and values of the model as it is now
                 mode = "swap"
             elif self.cost is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # blocks shared with other requests stay in the pool, so that a recompute finds
-                # them; a swap-in would need new blocks
+                # blocks shared with other requests stay in the pool, where a recompute finds them,
+                # while a swap-in would need new ones
                 num_rows = len(rows)
                 is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
                 choice = "recompute"
@@ -436,17 +436,17 @@ class Preemption:
 
     def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
-        Reasons: a preemption without a swap; a swapped request that does not fit even alone; new
-        rotary factors or weights (`weights_update`); a failed step that may have advanced states,
-        or that left bookkeeping half changed (`StepLoop.recover`)."""
+        Reasons: a preemption without a swap; blocks that do not suffice for an admission; new
+        rotary factors or weights (`weights_update`); a failed step that admitted the request, may
+        have advanced its states, or left bookkeeping half changed (`StepLoop.recover`)."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence and frees its blocks, in the pool and on the host; the prefix cache keeps
-        full blocks."""
+        """Ends a sequence and frees its blocks, in the pool and on the host. The prefix cache may
+        keep full blocks that are in the pool."""
         if sequence.swapped is None:
             self._register(sequence)
         sequence.is_finished = True

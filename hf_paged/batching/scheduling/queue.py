@@ -1,5 +1,5 @@
-"""Holds a scheduler's unfinished requests, running and waiting, in priority order; tracks which of
-them may have caused a failed forward; creates out-of-blocks errors. The scheduler decides what a
+"""The scheduler's unfinished requests, running and waiting, in priority order. Tracks which of them
+may have caused a failed forward, and creates out-of-blocks errors. The scheduler decides what a
 step computes."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _by_key = attrgetter("key")
 
 
 class NeverFitsError(OutOfBlocksError):
-    """`request` needs more blocks than are available, although no other request holds any."""
+    """`request` needs more blocks than are available, although nothing else holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -35,9 +35,9 @@ class NeverFitsError(OutOfBlocksError):
 
 
 class Suspects(deque[set[Request]]):
-    """Groups of requests, one of which made a forward fail. Steps compute the first group alone,
-    then the next; a group that fails again is halved, so that only a request that fails alone is
-    ended."""
+    """Groups of requests that may have made a forward fail. Steps compute the first group alone,
+    then the next; a group that fails again is halved, so that only requests that fail on their own
+    are ended."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -51,12 +51,12 @@ class Suspects(deque[set[Request]]):
         middle = len(units) // 2
         for half in (units[middle:], units[:middle]):
             requests = {request for unit in half for request in unit if not request.is_finished}
-            self.discard(requests)  # from the first group, which the forward computed, if any
+            self.discard(requests)  # the first group, if there is one, still has them
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
-        """After a successful forward of the first group, removes its requests that have nothing to
-        compute until they get their next tokens."""
+        """After a successful forward of the first group, removes its requests that are finished, or
+        have nothing to compute until they get their next tokens."""
         self.discard({request for request in self[0] if _needs_no_forward(request)})
 
     def discard(self, requests: set[Request]) -> None:
@@ -75,17 +75,17 @@ class RequestQueue:
     # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
-    # the requests that this step may compute: the first group of suspects; `None`: all
+    # the requests that this step may compute: the first group of suspects; `None` for all
     allowed: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
-    # includes preempted requests that have nothing to compute until their next token
+    # includes preempted requests, also those with nothing to compute until their next token
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
 
     @property
     def first_waiting(self) -> Request | None:
-        """The request to admit next."""
+        """The request to admit next; `None` if none may begin."""
         return next(filter(self.may_begin, self.waiting), None)
 
     def may_begin(self, request: Request) -> bool:
@@ -99,7 +99,7 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Queues a new request."""
         if request.adapter_bytes:
-            self.adapters()  # creates the adapters of the loop, which then prefetch weights
+            self.adapters()  # creates the loop's `Adapters`, whose `prefetch` each step then calls
         arrival = self._num_arrivals
         request.key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
@@ -129,8 +129,8 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Subtracts a row of the request that has ended, while others continue, from the counts of
-        open rows."""
+        """Updates the counts of open rows after a row of the request has ended while others
+        continue."""
         request.num_open_rows -= 1
         if request.status is Status.RUNNING:
             self.num_rows -= 1
@@ -148,9 +148,9 @@ class RequestQueue:
         num_reserved_blocks: int,
         is_alone: bool,
     ) -> bool:
-        """Calls `Preemption.admit`, and `Adapters.admit` around it if the request's adapter takes
-        memory of the pool; returns whether the request fits. After an `OutOfBlocksError` the
-        request holds no blocks, and will be recomputed."""
+        """Calls `Preemption.admit`, through `Adapters.admit` if the request's adapter takes memory
+        of the pool; returns whether the request fits. If it raises `OutOfBlocksError`, the request
+        holds no blocks, and will be recomputed."""
         admit = functools.partial(
             self.preemption.admit, request, max_chunk_tokens, num_reserved_blocks, is_alone
         )

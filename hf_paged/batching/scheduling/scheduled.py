@@ -16,8 +16,8 @@ class Budget:
     num_tokens: int  # in all
     num_chunk_tokens: int  # in chunks beside decodes
     num_draft_tokens: int  # in drafts
-    # tokens for decodes that are not scheduled yet; negative until the step's first chunk, which
-    # counts these decodes
+    # tokens for decodes that are not scheduled yet; negative until `Scheduler._chunk_limit` counts
+    # these decodes for the step's first chunk
     num_reserved: int = -1
 
 
@@ -44,7 +44,7 @@ class Scheduled:
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the request's prompt is computed as a whole, in the same forward as all chunks
-        scheduled so far; then it may exceed the token budget."""
+        scheduled so far. Such a prompt may exceed the token budget."""
         if request.inputs is None:
             return False
         for sequence, _ in self.chunks:

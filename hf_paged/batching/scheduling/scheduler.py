@@ -1,5 +1,5 @@
-"""Schedules each step: which sequences run, with how many tokens. Leaves whole requests' blocks to
-`preemption.py`. Plain Python: no tensors."""
+"""Schedules each step: which sequences run, with how many tokens. `preemption.py` allocates and
+frees the blocks of whole requests. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Scheduler:
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step
-    # running sequences; exceeded only by a single large request, or to admit requests that running
-    # ones wait for
+    # maximum number of running sequences; exceeded only by a request that runs alone, or if all
+    # running requests wait for one that does not run
     max_num_seqs: int
     # prefill tokens in a step with decodes; `None`: as many as fit into the step
     max_chunk_tokens: int | None = None
-    watermark: float = 0.01  # share of all blocks that admission leaves to running requests
+    watermark: float = 0.01  # share of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
@@ -80,10 +80,10 @@ class Scheduler:
             self.timeline.record_waiting(request)
 
     def schedule(self) -> StepPlan:
-        """Returns the plan of the next step, which `commit` or `fail_step` must end. Raises
-        `OutOfBlocksError`, with nothing scheduled, if the blocks that the first request needs are
-        held elsewhere, and `NeverFitsError` if no other request holds any. After any other
-        exception the caller must call `recover`."""
+        """Returns the plan of the next step, which `commit` or `fail_step` must end unless it is
+        empty. Raises `OutOfBlocksError`, with nothing scheduled, if other requests, caches or
+        models hold the blocks that the first request needs, and `NeverFitsError` if none of these
+        holds any. After any other exception the caller must call `recover`."""
         self._is_committed = False
         self._scheduled = Scheduled()
         self._schedule(self._scheduled)
@@ -93,8 +93,8 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the plan, whose K and V are now in their blocks. A row without
-        blocks was ended by another thread during the step."""
+        """Advances the rows of the plan, whose K and V are now in their blocks. Skips rows that
+        were ended since `schedule`, which have no blocks."""
         self._is_committed = True
         self.blocks.index.end_step()
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
@@ -108,7 +108,7 @@ class Scheduler:
         for sequence in plan.sequences[plan.num_decodes :]:
             request = sequence.request
             if request.inputs is not None:
-                # only now may other requests reuse its blocks
+                # only now may other requests reuse the blocks of such a prompt
                 self.blocks.register(
                     sequence.blocks,
                     sequence.keys,
@@ -137,9 +137,10 @@ class Scheduler:
             self._admit_first()
 
     def _admit_first(self) -> None:
-        """Admits the first waiting request if nothing is scheduled although requests wait: the
-        running requests await tokens, which may depend on one that does not run. Preempts them if
-        their blocks are needed. Raises `OutOfBlocksError`."""
+        """Called if nothing is scheduled although requests wait: the running requests await their
+        next tokens, which may depend on a request that does not run. Admits the first waiting one
+        regardless of `max_num_seqs`; preempts running ones if it needs their blocks. Raises
+        `OutOfBlocksError` if it still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
@@ -161,7 +162,7 @@ class Scheduler:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
     def _continue_running(self) -> int:
-        """Schedules tokens of running requests; returns how many prefill tokens may be added."""
+        """Schedules tokens of running requests; returns how many prefill tokens others may add."""
         scheduled = self._scheduled
         decodes = scheduled.decodes
         max_tokens = self.max_num_batched_tokens
@@ -170,7 +171,7 @@ class Scheduler:
             max_chunk_tokens = max_tokens
         budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
-        for request in self.queue.running:  # only this request or later ones can be removed
+        for request in self.queue.running:  # safe, since only this or later ones can be removed
             if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
@@ -242,9 +243,9 @@ class Scheduler:
         limit: int,
         may_preempt: bool = True,
     ) -> int:
-        """Schedules up to `limit` tokens of `sequence`; returns how many. If too few blocks are
-        free, preempts later requests, then shrinks the chunk, then preempts `request` itself;
-        without `may_preempt` only shrinks the chunk."""
+        """Schedules up to `limit` tokens of `sequence`, or a whole prompt that joins a scheduled
+        forward; returns how many. If too few blocks are free, preempts later requests, shrinks the
+        chunk, then preempts `request`; without `may_preempt` only shrinks the chunk (`_append`)."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -265,7 +266,7 @@ class Scheduler:
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
             return 0
-        if request.num_shared_tokens:  # keeps the fast path from passing the shared tokens' end
+        if request.num_shared_tokens:  # keeps the fast path from computing more than these tokens
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
@@ -300,8 +301,8 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks, since no later request holds any. Raises
-        `OutOfBlocksError` if it has made no progress since it was last preempted while alone."""
+        """Preempts `request`, which needs blocks while no later request runs. Raises
+        `OutOfBlocksError` if it is alone in the memory and was last preempted so at this length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -311,7 +312,7 @@ class Scheduler:
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
         request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
-            # caching its window blocks would keep their memory from other layers
+            # cached blocks of layers with windows would keep the freed memory from other layers
             request.namespace = UNCACHED
 
     def _add_chunk(
@@ -331,7 +332,7 @@ class Scheduler:
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates blocks for one more token of each sequence, if the next step will be exactly
         these decodes; `num_ending` other running sequences end before it. Returns `False` if the
-        next step may be another one, or if too few blocks are free."""
+        next step may differ, or if too few blocks are free."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False
         if self.queue.waiting:
@@ -353,7 +354,7 @@ class Scheduler:
 
     def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last. Postpones requests that can
-        soon begin after tokens that this step computes for another request."""
+        soon reuse the prefix that a scheduled request is computing (`WaitingPrompts.awaited`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -373,8 +374,8 @@ class Scheduler:
             num_reserved_blocks = 0
             if not is_alone:
                 num_reserved_blocks = int(self.watermark * self.blocks.num_total)
-            # as many blocks suffice as for chunks of one token: a request alone may shrink its
-            # chunks, and a sequence computed as a whole skips blocks outside its windows
+            # a request that runs alone may shrink its chunks, and a whole prompt skips blocks
+            # outside its windows: neither needs more blocks than chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
             while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
@@ -387,7 +388,7 @@ class Scheduler:
                     num_tokens_left -= self._schedule_tokens(
                         request, sequence, num_tokens_left, may_preempt=False
                     )
-            if num_tokens_left == num_tokens_before:  # one of the layer groups lacks free blocks
+            if num_tokens_left == num_tokens_before:  # too few tokens left, or blocks of a group
                 self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)
@@ -419,8 +420,8 @@ class Scheduler:
         return self._scheduled.preempted
 
     def _requeue(self, request: Request, keep_kv: bool = False) -> None:
-        """Moves a running request back to the waiting ones. Drops its K/V, unless `keep_kv` leaves
-        that to `Preemption.swap_out_or_free`."""
+        """Moves a running request back to the waiting ones. Drops its K/V or, with `keep_kv`, calls
+        `Preemption.swap_out_or_free`."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
             sequence.commit_draft(self.blocks)
@@ -431,9 +432,9 @@ class Scheduler:
             self._enqueue(request)
 
     def fail_step(self) -> None:
-        """Undoes the last step, whose forward raised an exception; or, in a child process, the step
-        of a thread that does not exist there. That step may be partly scheduled, or computed, but
-        its logits are not delivered."""
+        """Undoes the last step: one whose forward raised an exception or, in a child process, one
+        of a thread that does not exist there. The latter may be partly scheduled, or computed with
+        its logits not yet delivered."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         requeued = plan.admitted  # may share blocks that other rows of the step did not write
@@ -452,9 +453,9 @@ class Scheduler:
                 sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:
-        """Called after an exception that may have left bookkeeping partly changed: the queue then
-        has the unfinished ones of `requests`, and no others, all waiting with nothing computed. The
-        caller has already made the pools match the tables."""
+        """Called after an exception that may have left bookkeeping partly changed: resets the queue
+        to the unfinished ones of `requests`, all waiting with nothing computed. The caller must
+        already have made the pools match the tables."""
         requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._blocked_request = None
@@ -469,7 +470,7 @@ class Scheduler:
                 self._enqueue(request)
 
     def finish_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence, and its request with the last one."""
+        """Ends a sequence, and with the last open one also the request."""
         if sequence.is_finished:
             return
         request = sequence.request
@@ -484,7 +485,7 @@ class Scheduler:
         the forward."""
         if request.status is Status.FINISHED:
             return
-        # first, since releasing its adapter may evict cached blocks, but not those of this request
+        # before this request's blocks are cached, since releasing its adapter may evict cached ones
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.record_end(request)

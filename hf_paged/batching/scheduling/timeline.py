@@ -84,14 +84,14 @@ class Timeline:
                 if request.status is not Status.RUNNING:  # preempted in the same step
                     continue
                 previous = self._open[request].activity
-                # whether the step computes all of its tokens
+                # whether the request lacks no tokens after this step
                 will_be_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
                 )
                 if request not in chunked and will_be_computed:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # also between two chunks, in a step without one
+                else:  # also in a step without a chunk of it, between two of its chunks
                     was_preempted = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     activity = Activity.RECOMPUTE if was_preempted else Activity.PREFILL
                     self._change(request, activity)
@@ -118,7 +118,7 @@ class Timeline:
             self._close(request, is_last=True)
 
     def intervals(self) -> list[Interval]:
-        """Returns all intervals, by request in order of arrival; open intervals end now."""
+        """Returns the kept intervals, by request in order of arrival; open intervals end now."""
         running = [
             interval._replace(end_step=self.num_steps, end=self._now())
             for interval in self._open.values()

@@ -1,5 +1,5 @@
-"""The common prefixes of waiting prompts, and where the prompts diverge. Plain Python: no tensors,
-no policy."""
+"""Finds the common prefixes of waiting prompts, and where the prompts diverge. Plain Python: no
+tensors, no policy."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class WaitingPrompts:
         return divergences
 
     def await_stops(self, request: Request, stops: Collection[int]) -> None:
-        """Records that this step computes tokens of a request whose prefill will stop after `stops`
-        tokens."""
+        """Records that this step computes tokens of a request whose prefill will stop at each of
+        `stops`, which are numbers of tokens."""
         self.awaited.update(prefix for end, prefix in self._hash_prefixes(request) if end in stops)
 
     def is_awaited(self, request: Request) -> bool:

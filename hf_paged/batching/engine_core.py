@@ -393,6 +393,7 @@ class EngineCore(EngineLoop):
             if not has_failed:
                 raise
             self._fail_requests(loop, error)
+            self._has_failed = False  # the next step is one of other requests
         finally:
             setup_seconds.reset(token)
             if is_outermost:

@@ -49,6 +49,12 @@ def test_what_the_model_cannot_take_is_the_clients_fault(monkeypatch: pytest.Mon
     code, answer = asyncio.run(status([5] * 300))
     assert code == 400 and "positions" in answer["error"]
 
+    async def empty() -> dict[str, Any]:
+        return {}
+
+    code, answer = asyncio.run(server(SimpleNamespace(json=empty)))
+    assert code == 400 and "no `prompt`" in answer["error"]
+
 
 class Block:
     """Ray's `BlockAccessor` for a dict of NumPy arrays, as far as the predictor uses it: rows hold

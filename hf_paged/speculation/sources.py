@@ -43,9 +43,8 @@ class DrawnDraft(Draft):
         self.scores = scores
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns the next token `(1,)` for the model's `(1, vocab)` probabilities: the draft's
-        token, if accepted; otherwise one drawn from the residual distribution or, after the
-        draft's end, from `probs`."""
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, if accepted;
+        otherwise one drawn from the residual distribution or, after the draft, from `probs`."""
         position = self.position
         if position < len(self.drawn_tokens):
             token = self.drawn_tokens[position]

@@ -127,9 +127,8 @@ def save(
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Implements `rooms.TiersRoom.load`. Raises `OSError` if the file cannot be opened,
-    `ValueError` if it is not a saved prefix of the current model, `OutOfBlocksError` if too few
-    blocks are free, and the error of a failed copy."""
+    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is no saved prefix of the
+    current model, `OutOfBlocksError`, `OSError` from opening it, and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)

@@ -316,8 +316,7 @@ class RowSlots:
         return best
 
     def _grow(self, num_slots: int) -> bool:
-        """Adds slots until there are at least `num_slots`; returns `False`, and adds none, if that
-        exceeds `MAX_ROWS`."""
+        """Adds slots until there are at least `num_slots`; returns `False` above `MAX_ROWS`."""
         if num_slots > MAX_ROWS:
             return False
         if len(self.rows) < num_slots:

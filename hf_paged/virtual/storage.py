@@ -36,8 +36,7 @@ from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# address space for the blocks of a layer, or more if the reservation asks for more: growing beyond
-# it moves the blocks
+# address space for a layer's blocks, unless more are reserved: growing beyond it moves the blocks
 MAX_RESERVED_BYTES = 64 << 30
 # a pool without a limit grows by at least this many runs of `1 + blocks_ahead` blocks, so that new
 # rows find free runs

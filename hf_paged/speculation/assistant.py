@@ -284,8 +284,7 @@ class Assistant:
 
     @staticmethod
     def add_tokens(rows: Items[AssistantRow], logits: Tensor) -> None:
-        """Chooses a token for each row from its logits, `(rows, vocab)`, and adds it to the row's
-        draft."""
+        """Chooses a token for each row from `logits` `(rows, vocab)`, and adds it to the draft."""
         scores = logits.float()
         for index, row in enumerate(rows):
             if row.processors:

@@ -98,8 +98,7 @@ class HiddenStates:
         self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
 
     def store(self, hidden: Tensor) -> None:
-        """Stores the hidden states `(1, n, hidden_size)` of the current packed step in the step's
-        slots."""
+        """Stores hidden states `(1, n, hidden_size)` in the slots of the current packed step."""
         half_size = hidden.shape[2] // 2
         head_dim = math.gcd(half_size, MAX_HEAD_DIM)
         num_heads = half_size // head_dim

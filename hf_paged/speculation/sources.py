@@ -164,7 +164,7 @@ class StepCosts:
 class DraftLength:
     """Chooses the lengths of a row's drafts: the `k`-th token pays off while the probability that
     the first `k` tokens are all accepted exceeds the price of a token. A row pauses when too few
-    are accepted or its source has none: twice as long every time, until one is accepted."""
+    are accepted or its source has no draft: longer every time, until a token is accepted."""
 
     DECAY = 0.8  # of a draft's weight in the acceptance rate, per later draft
     FIRST_PAUSE = 8  # pauses are in steps
@@ -180,8 +180,7 @@ class DraftLength:
         self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
     def choose(self, price: float, max_tokens: int) -> int:
-        """Returns the length of the next draft, at most `max_tokens`; if that is 0, begins a
-        pause."""
+        """Returns the length of the next draft, up to `max_tokens`; if it is 0, begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:

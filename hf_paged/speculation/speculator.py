@@ -42,8 +42,7 @@ from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
 from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
-"""A row that may draft in this step: its source, its sequence and the number of tokens to draft (0
-until it is chosen)."""
+"""A row that may draft in this step, and the number of tokens to draft (0 until it is chosen)."""
 
 
 def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
@@ -173,8 +172,7 @@ class Speculator:
         return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
-        """Returns the assistant with this model, which all of its rows share; creates it for the
-        first row."""
+        """Returns the assistant with this model, shared by its rows; creates it for the first."""
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant

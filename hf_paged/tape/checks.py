@@ -34,7 +34,7 @@ class Checks:
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self._pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
-        self.copied_states: Sequence[Any] = ()  # layers with the states that that replay changes
+        self.copied_states: Sequence[Any] = ()  # layers with copied states, for that step's replay
 
     def clear(self) -> None:
         self._refused.clear()

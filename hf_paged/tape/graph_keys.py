@@ -75,7 +75,7 @@ class GraphKey(NamedTuple):
         return all(map(_has_capacity, self.prefixes, step.prefixes))
 
     def waste(self) -> tuple[Any, ...]:
-        """A sort key for the graphs that serve a step: the graph with the least wastes least."""
+        """A sort key for the graphs that serve a step: the first wastes least."""
         return not self.prefixes, self.num_tokens, self.widths
 
     @property

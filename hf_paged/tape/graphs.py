@@ -106,8 +106,7 @@ class StepGraphs:
         lock: threading.RLock,
         backend: GraphBackend,
     ) -> None:
-        """`groups`: those of the memory whose lock is `lock`; empty if the model has only
-        states."""
+        """`groups`: those of the memory with this `lock`; empty if the model has only states."""
         # the reason that no steps are recorded or replayed until the model changes
         self.unsupported_reason: str | None = None
         # whether the model's own code computes attention, over all slots of the block tables
@@ -409,9 +408,9 @@ class StepGraphs:
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
     def _handle_failure(self, key: GraphKey, error: Exception) -> None:
-        """If memory ran out, delays the next attempt. Otherwise stops recording steps with prefixes
-        or, without prefixes, such steps (chunks or only decodes) of this size or larger; stops
-        recording altogether if only decodes failed and no graph of these exists."""
+        """If memory ran out, only delays the next attempt. Otherwise sets a limit: on prefixes, if
+        the step has any, otherwise on chunk tokens or, without chunks, on decodes. If that was the
+        first step of decodes to be recorded, stops recording altogether."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:

@@ -82,7 +82,7 @@ class Length(Tensor):
     def _compare(self, operation: Compare, number: int) -> bool:
         """Compares with a number, and narrows the valid cache lengths to those with the same
         result."""
-        split = number - self.offset  # where the result changes, or for equality is another
+        split = number - self.offset  # at (equality: only at) this cache length the result changes
         if operation in (operator.gt, operator.le):
             split += 1
         cache_length = self.recorded_value - self.offset

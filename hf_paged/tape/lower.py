@@ -124,8 +124,7 @@ class Lowering:
     # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation as row operations or as a kernel; returns whether that was
-        possible."""
+        """Adds the operation as row operations or as a kernel; returns whether it could."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:

@@ -93,7 +93,7 @@ def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
 
 
 def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops the last entry if it only copies a buffer, which one earlier entry writes, to memory
+    """Drops the last entry if it only copies a buffer, which a single other entry uses, to memory
     outside all buffers: the buffer gets that memory's address instead."""
     if not entries:
         return

@@ -191,8 +191,7 @@ class RectangleReplays:
         return visible_lengths
 
     def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward, with its own inputs in place of these, computes the
-        same."""
+        """Whether the recorded forward computes the same with its own inputs in place of these."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}

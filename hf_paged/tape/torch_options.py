@@ -1,5 +1,5 @@
 """The global options and modes of torch that change a forward but not a replay. `graphs.py` drops
-graphs when they change."""
+graphs when options change, and replays none in a mode."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ _ONE_FILE_ERRNOS = {
 }
 
 Layers = dict[int, KVBlocks]
-"""Copies of one group's blocks in host memory, by layer index. Every layer has the same number of
-blocks."""
+"""Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
 """The blocks that a file must contain, by group: by layer, any blocks of the same form; and the
 number of blocks in each layer."""
@@ -305,8 +304,8 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, for layers like `layers`; `None` if it cannot be read. Then
-        `has` returns `False` until it is written again. Deletes a file with other content."""
+        """Returns the block in a file, for layers like `layers`. If the file cannot be read, or has
+        other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
         if self.is_off:
             return None
         path = self._file(weights, name)

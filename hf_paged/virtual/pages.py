@@ -251,9 +251,8 @@ class MemoryFile:
             raise OSError(error_number, os.strerror(error_number))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        """Replaces the pages at these `starts` in the range, addresses of `size` bytes each, by
-        private copies, which are freed with the range. Raises `MemoryError`, perhaps after some
-        pages are replaced."""
+        """Replaces the pages at `starts`, addresses of `size` bytes each in this range, by private
+        copies, which are freed with the range. Raises `MemoryError`, perhaps when partly done."""
         runs: list[list[int]] = []  # address and bytes of adjacent pages
         for start in starts:
             if runs and sum(runs[-1]) == start:

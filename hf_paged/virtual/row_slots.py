@@ -241,9 +241,8 @@ class RowSlots:
         assigned: set[int],
         has_padding: bool,
     ) -> int | None:
-        """Returns the slot of the row's last step, found by one of the row's last two blocks;
-        `None` if there is none outside `assigned`, or if blocks that other steps read there would
-        be unmapped."""
+        """Finds the slot of the row's last step by one of the row's last two blocks; returns `None`
+        if there is none outside `assigned`, or if that would unmap blocks that other steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]

@@ -446,8 +446,7 @@ class StepGraphs:
     def _ranges(
         self, recorded_context: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns the token ranges of the running step's context, in the order in which a recorded
-        step reads them."""
+        """Returns the token ranges of the running step's context, in the recorded step's order."""
         if recorded_context is None or self._context is None:
             return []
         keys = recorded_context.keys

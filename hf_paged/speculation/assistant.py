@@ -1,5 +1,5 @@
 """Drafts from a smaller model with the same vocabulary (assisted generation): its rows run
-together, in blocks of the target's memory. Leaves verification of the drafts to the sampler."""
+together, in blocks of the target's memory. The sampler verifies the drafts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     memory."""
     with _assistant_numbers_lock:
         if model not in _assistant_numbers:
-            # the number of a deleted model is reused, since its layer groups exist
+            # numbers of deleted models are reused, since their layer groups still exist
             used_numbers = _assistant_numbers.values()
             free_numbers = set(range(1, len(_assistant_numbers) + 2)).difference(used_numbers)
             _assistant_numbers[model] = min(free_numbers)
@@ -57,8 +57,8 @@ def assistant_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
 
 
 def can_batch_rows(assistance: Assistance, config: Any) -> bool:
-    """Whether the assistant is a separate model with the target's vocabulary, so that its rows can
-    be batched."""
+    """Whether the assistant is a separate model with the target's vocabulary: only then can its
+    rows be batched."""
     has_other_vocabulary = None not in (assistance.tokenizer, assistance.assistant_tokenizer)
     is_separate_model = assistance.model is not None and config.assistant_early_exit is None
     return is_separate_model and not has_other_vocabulary
@@ -70,7 +70,7 @@ class Assistant:
     steps."""
 
     MAX_PAUSE = 256  # steps
-    depth = 1  # K/V at a position depend on this many tokens, of which its own is the first
+    depth = 1  # K/V at a position depend on this many tokens, from the position's own on
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Assistant:
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
-        self.seconds_per_token = 0.0  # moving average of the time of a forward with one token a row
+        self.seconds_per_token = 0.0  # moving average: seconds to draft one token for every row
         self._next_pause = 1  # steps
         self._num_paused = 0  # remaining steps of the current pause
 
@@ -110,16 +110,15 @@ class Assistant:
 
     def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
-        logits processors for these: the target's, except those that hold a state or force a
-        length."""
+        logits processors for these: those of transformers' assistant, which include the target's,
+        except processors that hold a state or force a token."""
         strategy, processors = compat.assisted_candidates(
             decoding.input_ids,
             self.model,
             decoding.config,
             decoding.logits_processor,
         )
-        # `processors` lacks these: transformers creates them anew for every draft, from the
-        # target's options
+        # not in `processors`: transformers creates them for every draft, from the target's options
         min_length_processors = [
             processor
             for processor in decoding.logits_processor
@@ -130,20 +129,21 @@ class Assistant:
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
         """Returns the maximum number of tokens to draft after the target's sequence: the current
-        number of the row's strategy. The assistant computes all of them except the last."""
+        number of the row's strategy, within the assistant's positions. The assistant chooses the
+        last token without computing it."""
         num_tokens = int(row.strategy.num_assistant_tokens)
         if self._max_positions is None:
             return num_tokens
         return min(num_tokens, self._max_positions + 1 - sequence.num_tokens)
 
     def change_weights(self) -> None:
-        """Drops all keys and values, since weights may have changed. Called between steps."""
+        """Drops all keys and values, since the weights may have changed. Called between steps."""
         with self.executor.lock:
             self.executor.begin(check_weights=False)
         self._free_all()
 
     def reclaim(self) -> bool:
-        """Frees all blocks and begins a pause; returns whether there were any blocks."""
+        """Frees all blocks and, if there were any, begins a pause; returns whether it did."""
         had_blocks = self._free_all()
         if had_blocks:
             self._num_paused = self._next_pause
@@ -155,7 +155,7 @@ class Assistant:
 
     def _free(self, row: AssistantRow) -> bool:
         """Frees the row's blocks and drops its tokens, which `_sync` copies again; returns whether
-        it had blocks."""
+        the row had blocks."""
         sequence = row.sequence
         with self.memory.changing():
             had_blocks = any(table.block_ids for table in sequence.blocks.tables)
@@ -166,8 +166,8 @@ class Assistant:
 
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
-        """Returns a draft for each row; `None` until the assistant has computed all of the row's
-        tokens, and during a pause."""
+        """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
+        computed yet, and for all rows during a pause."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -182,7 +182,7 @@ class Assistant:
             self._next_pause = max(1, self._next_pause - 1)
             return [row.draft(max_tokens) for row, _, max_tokens in tasks]
         except (OutOfBlocksError, NotPackable):
-            # the pool reached its limit in bytes in the first forward, or heads can no longer be
+            # the first forward reached the pool's limit in bytes, or MTP heads can no longer be
             # packed: without drafts, rows are only slower
             self.reclaim()
             return [None] * len(tasks)
@@ -191,7 +191,7 @@ class Assistant:
             raise
 
     def _draft(self, tasks: DraftTasks) -> None:
-        """Adds draft tokens to the rows whose target tokens are all computed."""
+        """Computes missed tokens, then drafts for the rows whose tokens are all computed."""
         max_tokens = {row: count for row, _, count in tasks}
         logits = self._catch_up(list(max_tokens))
         drafting = [row for row in max_tokens if row in logits]
@@ -241,14 +241,14 @@ class Assistant:
         return is_allocated
 
     def _allocate_missed(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
-        """Allocates blocks for tokens of these rows that are not computed, up to `max_catch_up` in
-        all; returns the rows that got any, with the numbers of tokens to compute."""
+        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all;
+        returns the rows that have tokens to compute, with their numbers."""
         budget = self._max_catch_up
         row_counts = []
         for row in rows:
             count = row.sequence.num_to_compute
             if count > budget:
-                # if some positions do not fit, computes only those that depend on no draft token
+                # if not all positions fit, computes only some that depend on no draft token
                 count = min(budget, count + 1 - self.depth)
             if count > 0 and self._allocate(row, count):
                 row_counts.append((row, count))
@@ -265,7 +265,7 @@ class Assistant:
         for row, count in row_counts:
             if 1 < count <= MAX_CATCH_UP_ROWS and count == row.sequence.num_to_compute:
                 rows_with_drafts.append(row)
-                row.move_tail_to_draft(count - 1)  # a step of drafts can be a replay
+                row.move_tail_to_draft(count - 1)  # so that the step can be a replay
         row_counts.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
         try:
@@ -284,8 +284,7 @@ class Assistant:
 
     @staticmethod
     def add_tokens(rows: Items[AssistantRow], logits: Tensor) -> None:
-        """Chooses a token for each row from its logits, `(rows, vocab)`, and adds it to the row's
-        draft."""
+        """Chooses a token for each row from `logits` `(rows, vocab)`, and adds it to the draft."""
         scores = logits.float()
         for index, row in enumerate(rows):
             if row.processors:
@@ -314,8 +313,8 @@ class Assistant:
 
 
 class AssistantRow(Source):
-    """The state of one row in an assistant: its strategy, its logits processors and its `sequence`,
-    which has `num_target_tokens` tokens of the target and then those of a draft."""
+    """The state of one row in an assistant: a strategy, logits processors and a `sequence`, which
+    has `num_target_tokens` tokens of the target's row and then those of a draft."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant = assistant
@@ -348,7 +347,7 @@ class AssistantRow(Source):
 
     @property
     def threshold(self) -> float | None:
-        """The probability below which a token ends the draft; `None`: none does."""
+        """The probability below which a token ends the draft; `None`: no probability does."""
         if self.strategy is None:
             return None
         return self.strategy.generation_config.assistant_confidence_threshold or None
@@ -358,8 +357,8 @@ class AssistantRow(Source):
         return self.do_sample or self.threshold is not None
 
     def should_continue(self, max_tokens: int) -> bool:
-        """Whether the draft, of at most `max_tokens`, gets another token. If not, records its
-        length and passes its confidences to the strategy, which learns from them."""
+        """Whether the draft, of at most `max_tokens`, gets another token. If not, records the
+        draft's length and passes its confidences to the strategy, which learns from them."""
         confidences = self.confidences
         has_space = len(confidences) < max_tokens
         is_confident = self.threshold is None or confidences[-1] >= self.threshold

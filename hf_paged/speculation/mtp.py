@@ -1,6 +1,6 @@
 """Drafts from a model's multi-token prediction heads (MTP, arXiv 2412.19437, section 2.2): rows run
-together, on hidden states that the target's steps store in its blocks. Leaves the heads themselves
-to transformers' `MtpModel`."""
+together, on hidden states that the target's steps store in the target's blocks. transformers'
+`MtpModel` implements the heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..threads import step_lock
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, DraftTasks, assistant_cache
 
-MAX_HEAD_DIM = 128  # of the heads as which hidden states are stored
+MAX_HEAD_DIM = 128  # hidden states are stored as K/V heads of at most this dim
 
 
 class HiddenNamespace(NamedTuple):
@@ -47,8 +47,8 @@ class HiddenNamespace(NamedTuple):
 
 
 def drafts_by_heads(config: Any) -> bool:
-    """Whether the model's multi-token prediction heads draft (`use_mtp`): in transformers, other
-    options for drafts take precedence."""
+    """Whether the model's multi-token prediction heads draft (`use_mtp`). In transformers, two
+    other options for drafts take precedence."""
     preceding_options = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
     return bool(config.use_mtp) and preceding_options == (None, None)
 
@@ -90,16 +90,15 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
 
 
 class HiddenStates:
-    """Stores hidden states in the blocks of the full-attention layers, so that they are shared,
-    copied, swapped and cached with K/V. One more layer of that group stores the first half of each
-    hidden state as keys and the second as values."""
+    """Stores hidden states in the blocks of the full-attention layers' group, so that they are
+    shared, copied, swapped and cached with K/V: an additional layer of that group stores the first
+    half of each hidden state as keys and the second half as values."""
 
     def __init__(self, cache: PagedCache) -> None:
         self._layer = PagedLayer(cache.groups[GroupSpec()], len(cache.layers))
 
     def store(self, hidden: Tensor) -> None:
-        """Stores the hidden states `(1, n, hidden_size)` of the current packed step in its
-        slots."""
+        """Stores hidden states `(1, n, hidden_size)` in the slots of the current packed step."""
         half_size = hidden.shape[2] // 2
         head_dim = math.gcd(half_size, MAX_HEAD_DIM)
         num_heads = half_size // head_dim
@@ -144,9 +143,9 @@ class MtpRunner(PackedRunner):
         hidden: Tensor,
         choose: Callable[[Tensor], None],
     ) -> Tensor:
-        """Computes the positions of the plan from the target's hidden states there, `hidden`
-        `(1, positions, hidden_size)`; returns those of the last head. After each head, `choose`
-        gets logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
+        """Runs all heads at the plan's positions, on the target's hidden states there, `hidden`
+        `(1, positions, hidden_size)`; returns the last head's. After each head, `choose` gets
+        logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
         token to each. The other sequences already have the tokens that later heads read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
@@ -179,13 +178,13 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. From its first row on, the target's steps store hidden states.
+    """The MTP heads of one model. From the first row on, the target's steps store hidden states.
     Every draft runs all heads, which share block tables, and recomputes positions that depend on
     rejected tokens."""
 
     def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
         model = compat.load_mtp(target.model)
-        step_lock(model, target.model)  # the heads share its embedding and `lm_head`
+        step_lock(model, target.model)  # the heads share the target's embedding and `lm_head`
         memory = target.cache.memory
         cache = assistant_cache(model, memory)
         self.runner = MtpRunner(model, cache)
@@ -201,7 +200,7 @@ class MtpHeads(Assistant):
         self.model.train(self.target.model.training)
         super().add(row)
         if self.target.store_hidden is None:
-            with self.executor.lock:  # between forwards
+            with self.executor.lock:  # while no forward runs
                 self.target.keep_hidden(self.hidden.store)
 
     def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:

@@ -1,9 +1,9 @@
 """Sources of drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
 2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays off
-at the row's acceptance rate. Leaves verification to the sampler: it samples the step's logits as
-usual, position after position, until a token differs from the draft, so that a row gets the same
-tokens as without drafts. Sampled rows use speculative sampling for drafts that were drawn, which
-keeps the distribution of their tokens (`DrawnDraft`)."""
+at the row's acceptance rate. The sampler verifies drafts: it samples the step's logits as usual,
+position after position, until a token differs from the draft, so a row gets the same tokens as
+without drafts. For drawn drafts (`DrawnDraft`), sampled rows use speculative sampling, which keeps
+the distribution of their tokens but not the tokens."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class DrawnDraft(Draft):
 
     def __init__(self, tokens: list[int], scores: Tensor) -> None:
         super().__init__(tokens)
-        # also tokens cut from `tokens`: `sample` may accept the one after the verified tokens
+        # includes tokens cut from `tokens`: `sample` may accept the one after the verified tokens
         self.drawn_tokens = list(tokens)
         self.scores = scores
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, or one drawn
-        from the residual distribution."""
+        """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, if accepted;
+        otherwise one drawn from the residual distribution or, after the draft, from `probs`."""
         position = self.position
         if position < len(self.drawn_tokens):
             token = self.drawn_tokens[position]
@@ -60,16 +60,15 @@ class DrawnDraft(Draft):
 
 
 class Source:
-    """The source of one row's drafts. If it has an `assistant`, that drafts for all of its rows
-    together; otherwise `propose` drafts. Without `length`, drafts are as long as the source
-    allows."""
+    """The source of one row's drafts. An `assistant` drafts for all of its rows together; without
+    one, `propose` drafts. Without `length`, drafts are as long as the source allows."""
 
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
-    strategy: Any = None  # transformers' candidate generator, which learns from its drafts
-    num_proposed = 0  # tokens of the last draft of `strategy`
+    strategy: Any = None  # transformers' candidate generator, which learns what is accepted
+    num_proposed = 0  # tokens of the last draft of `strategy`, until `observe`
     length: DraftLength | None = None
-    generator: torch.Generator | None = None  # that of the row
+    generator: torch.Generator | None = None  # the row's
     resume_step = 0  # the first step after a pause
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
@@ -90,8 +89,8 @@ class Source:
         return None
 
     def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
-        """Returns how many tokens, at most `max_tokens`, to draft in step number `step`, at this
-        `StepCosts.price`; 0 begins a pause."""
+        """Returns how many tokens to draft in step number `step`, at most `max_tokens` (at least
+        1), at this `StepCosts.price`; if that is 0, begins a pause."""
         if self.length is None:
             return max_tokens
         count = self.length.choose(price, max_tokens)
@@ -101,8 +100,8 @@ class Source:
 
     def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
         """Makes a draft ready for step number `step`: cuts it at the first token without an
-        embedding in the model, which an assistant may draft, and draws its random numbers. Returns
-        `None` if it is empty."""
+        embedding in the model, which an assistant may draft, and draws its random numbers. If no
+        token is left, returns `None` and, with a `length`, begins a pause."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:
@@ -139,7 +138,7 @@ class StepCosts:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Adds a step, unless it took exceptionally long."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
-        if seconds > 4 * mean:  # an outlier: a graph was recorded, or the machine was busy
+        if seconds > 4 * mean:  # perhaps a graph was recorded, or the machine was busy
             return
         terms = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         if seconds < mean / 4:  # the earlier steps were outliers
@@ -164,8 +163,8 @@ class StepCosts:
 
 class DraftLength:
     """Chooses the lengths of a row's drafts: the `k`-th token pays off while the probability that
-    the first `k` tokens are all accepted is above its price. A row pauses when its drafts are
-    rejected or its source has none, twice as long every time."""
+    the first `k` tokens are all accepted exceeds the price of a token. A row pauses when too few
+    are accepted or its source has no draft: longer every time, until a token is accepted."""
 
     DECAY = 0.8  # of a draft's weight in the acceptance rate, per later draft
     FIRST_PAUSE = 8  # pauses are in steps
@@ -181,7 +180,7 @@ class DraftLength:
         self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
     def choose(self, price: float, max_tokens: int) -> int:
-        """Returns the length of the next draft, at most `max_tokens`; 0 begins a pause."""
+        """Returns the length of the next draft, up to `max_tokens`; if it is 0, begins a pause."""
         rate = min(self._accepted / self._tried, 0.999)
         length = 0
         if rate > 0:
@@ -189,12 +188,12 @@ class DraftLength:
         if not length:
             self.pause = self._reject_pause
             self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
-            # an acceptance rate at which one token is drafted after the pause
+            # an acceptance rate of at least a half, so that drafts may be tried after the pause
             self._accepted, self._tried = max(self._accepted, 0.5), 1.0
         return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:
-        """Begins a pause since the source had no draft."""
+        """Begins a pause, at first of no step, since the source had no draft."""
         self.pause = self._empty_pause
         self._empty_pause = min(2 * self._empty_pause + 1, self.MAX_EMPTY_PAUSE)
 
@@ -207,9 +206,9 @@ class DraftLength:
 
 
 class NgramIndex:
-    """Maps n-grams of `NGRAM_SIZE` tokens to the tokens that followed them in other rows and
-    earlier requests of the same namespace. Keeps the latest `MAX_INDEX_NGRAMS`, as bytes, which the
-    garbage collector does not traverse."""
+    """Maps n-grams of `NGRAM_SIZE` tokens to the tokens that followed them in rows of current and
+    earlier requests, by namespace. Keeps the latest `MAX_INDEX_NGRAMS` of all namespaces together,
+    as bytes, which the garbage collector does not traverse."""
 
     def __init__(self) -> None:
         self._continuations: OrderedDict[bytes, bytes] = OrderedDict()
@@ -222,7 +221,7 @@ class NgramIndex:
         namespace: bytes = b"",
     ) -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
-        end)`. `namespace`: a digest."""
+        end)` from `NGRAM_SIZE` on. `namespace`: a digest."""
         packed = _packed(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES
@@ -247,9 +246,9 @@ def _packed(token_ids: list[int]) -> bytes:
 
 
 class Ngrams(Source):
-    """Drafts the tokens that followed an earlier occurrence of the row's last n-gram, in the row's
-    own text or else in other rows (`index`). If neither contains the n-gram, since a draft token
-    was rejected, goes on copying the same text after that token: only one word may differ."""
+    """Drafts the tokens that followed an earlier occurrence of the row's last n-gram: in the row's
+    own text or, if there is none, in `index`. If both lack the n-gram because a draft token was
+    rejected, goes on copying the same text after that token: perhaps only one word differs."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
@@ -302,8 +301,8 @@ class Ngrams(Source):
             self._add_to_index(end)
 
     def _add_to_index(self, end: int) -> None:
-        """Adds the continuations of the row's first `end` tokens to the index, except of those that
-        are in it."""
+        """Adds to the index what followed each of the row's tokens before position `end`, except
+        those added already."""
         first = max(0, self._num_indexed - NGRAM_SIZE)
         tokens = self._token_ids[first:]
         self.index.add(tokens, self._num_indexed - first, end - first, self.namespace)
@@ -315,7 +314,7 @@ class Ngrams(Source):
 
 class CandidateSource(Source):
     """Drafts up to `max_tokens` tokens for one row with one of transformers' candidate generators.
-    If the row `is_sampled` and has a seed, draws them with the row's random generator."""
+    If `is_sampled` and the row has a `generator`, tokens are drawn with that."""
 
     def __init__(
         self,
@@ -364,8 +363,8 @@ class CandidateSource(Source):
 
 @restoring
 def _drawing_by(generator: torch.Generator) -> Iterator[None]:
-    """A context in which draws from torch's global generator of the device return the numbers of
-    `generator`, and advance `generator` instead of the global one."""
+    """A context in which draws from torch's global generator of `generator.device` return the
+    numbers of `generator`, and advance `generator` instead of the global one."""
     device: Any = generator.device
     module: Any = torch.random
     device_args: tuple[Any, ...] = ()

@@ -1,5 +1,5 @@
 """Speculative decoding of a loop's rows: chooses each row's source of drafts, and drafts before
-each step. Leaves the steps to the loop."""
+each step. The loop runs the steps."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
 from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
-"""A row that drafts in this step, with the number of tokens to draft."""
+"""A row that may draft in this step, and the number of tokens to draft (0 until it is chosen)."""
 
 
 def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
     """Yields the reasons why the engine cannot draft for the rows of a `generate` call with
-    assisted decoding. The first is reported."""
+    assisted decoding. The caller reports the first."""
     model = call.model
     config = call.config
     num_rows = len(call.paddings)
@@ -63,7 +63,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.ASSISTED("a single row is sampled or streamed as transformers' own loop does it"): (
             is_single_row and (config.do_sample or call.streamer is not None)
         ),
-        # such as guidance, whose cache would lack the rejected drafts
+        # such as guidance, which has a cache that would lack the rejected drafts
         Topic.ASSISTED(
             "a stateful processor must see rejected drafts too, as in transformers' own loop"
         ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
@@ -109,8 +109,8 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
 
 
 class Speculator:
-    """The `Drafter` ([`hf_paged.seams.Drafter`]) of a loop: chooses each row's source of drafts,
-    and which rows draft together."""
+    """The drafter ([`hf_paged.seams.Drafter`]) of a loop: chooses each row's source of drafts, and
+    which rows draft together."""
 
     def __init__(
         self,
@@ -134,16 +134,16 @@ class Speculator:
         self.rows: dict[Generation, Source] = {}
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """As `Drafter.attach`: creates the source of drafts that the row's config and its caller
-        request; by default n-grams."""
+        """As `Drafter.attach`: creates the source of drafts that the row's generation config and
+        `assistance` request; by default n-grams."""
         ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # sampled rows have transformers' draft lengths: their tokens depend on drafts, and so would
-        # depend on the times of steps
+        # sampled rows draft as transformers does: their tokens depend on the drafts, so adaptive
+        # lengths would make them depend on the times of steps
         has_adaptive_length = not decoding.do_sample
         drafts_first_token = False
         source: Source
@@ -172,7 +172,7 @@ class Speculator:
         return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
-        """Returns the assistant with this model, which its rows share."""
+        """Returns the assistant with this model, shared by its rows; creates it for the first."""
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant
@@ -252,7 +252,7 @@ class Speculator:
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> list[tuple[Generation, Draft | Exception]]:
-        """As `Drafter.propose`. An error of a source ends the rows for which it occurs."""
+        """As `Drafter.propose`. Returns an error of a source for each row for which it occurs."""
         self._step += 1
         step = self._step
         candidates: list[DraftRow] = []
@@ -329,9 +329,9 @@ def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
 
 
 def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
-    """Shortens drafts of adaptive length to the next smaller recorded size of the step, if that is
-    at least as close as the larger one to which the step would be padded: padding is computed, too.
-    The size is `num_rows` plus all draft tokens."""
+    """Shortens drafts of adaptive length until the step has the next smaller recorded size, if that
+    is at least as close as the larger size to which the step would be padded: padding is computed,
+    too. A step's size is `num_rows` plus the number of all draft tokens."""
     adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
         if source.length is None:
@@ -346,7 +346,7 @@ def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> No
         return
     longest = [(-len(tokens), index) for index, tokens in enumerate(adaptive_drafts)]
     heapq.heapify(longest)
-    for _ in range(excess):  # the last tokens of the longest drafts are the least likely
+    for _ in range(excess):  # the last tokens of the longest drafts are the least likely accepted
         negative_length, index = longest[0]
         adaptive_drafts[index].pop()
         heapq.heapreplace(longest, (negative_length + 1, index))

@@ -1,5 +1,5 @@
 """The memory of a recording's tensors: one buffer per storage, in the tape's arena or at a fixed
-address outside it. Leaves the content of buffers to the entries."""
+address outside it. The entries determine the content of buffers."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Buffers:
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []  # by buffer id
-        # by the storage's address, which is not reused, since the recording keeps its tensors alive
+        # by storage address: none is reused, since the recording keeps its tensors alive
         self._ids: dict[int, int] = {}
-        # addresses of the buffers outside the arena, by id; stores to these are never dropped
+        # addresses of the buffers outside the arena, by id; stores to these buffers are not dropped
         self.fixed_addresses: dict[int, int] = {}
         # tensors that the tape must keep alive: existing ones that may otherwise be freed, and
         # constants, which a replay does not compute again
@@ -82,7 +82,7 @@ class Buffers:
         return self._ids.get(storage.data_ptr())
 
     def add_fixed(self, tensor: Tensor) -> None:
-        """As `add`, for a storage outside the arena: every replay writes to its current address."""
+        """As `add`, for a storage outside the arena: replays access it at its current address."""
         self.add(tensor)
         buffer_id = self.id_of(tensor)
         if buffer_id is not None:
@@ -136,7 +136,7 @@ class Arena:
             placements.append(_Placement(offset, end, first, last))
             placements.sort()
             num_bytes = max(num_bytes, end)
-        capacity = num_bytes + _ALIGNMENT  # leaves bytes for rounding up the start
+        capacity = num_bytes + _ALIGNMENT  # with space for rounding up the start
         with torch.inference_mode(False):  # inference tensors are read-only in other modes
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT

@@ -1,5 +1,5 @@
 """Checks whether recorded steps give the results of the model's own forward, and remembers the
-outcomes. The runner runs both."""
+outcomes. The runner runs the step and the forward."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
-    In a recording, the forward gets as many columns as its tables can hold tokens, more than the
-    rows have, so code that depends on the number of columns may give other results. A check
-    therefore covers tables of one size, and rows that are at least as long as those it compared:
-    with shorter rows, the two numbers differ more. A kind whose results differ once is refused for
-    tables of any size."""
+    In a recording, the forward gets a column for each token that its tables can hold, more than
+    the rows have tokens, so code that depends on the number of columns may give other results. So
+    a check covers only tables of its size, and rows at least as long as those that it compared:
+    with shorter rows, the columns exceed the tokens by more. A kind whose results differ once is
+    refused for tables of any size."""
 
     def __init__(self) -> None:
         self._refused = set[Hashable]()
@@ -34,7 +34,7 @@ class Checks:
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self._pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
-        self.copied_states: Sequence[Any] = ()  # layers with the states that its replay changes
+        self.copied_states: Sequence[Any] = ()  # layers with copied states, for that step's replay
 
     def clear(self) -> None:
         self._refused.clear()
@@ -61,16 +61,16 @@ class Checks:
             self._pending = (kind, widths, lengths)
 
     def copy(self, states: Sequence[Any], num_rows: int) -> Sequence[Any]:
-        """Returns layers with copies of the states of the first `num_rows` rows, which a replay may
-        change."""
+        """Returns layers with copies of the states of the first `num_rows` rows, for a replay to
+        change; empty if there are no states."""
         if states:
             rows = StateRows([(states, list(range(num_rows)))])
             self.copied_states = rows.state_layers
         return self.copied_states
 
     def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
-        """Ends a check: compares pairs of results `(rows, ...)`, of the model's own forward, in
-        `dtype`, and of the replay."""
+        """Ends a check: compares pairs of results `(rows, ...)`, of the model's own forward and of
+        the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
         assert self._pending is not None
         kind, widths, lengths = self._pending
         self.begin_step(kind)

@@ -1,5 +1,5 @@
 """The entries of a tape, except row operations: calls of C++ kernels, matrix products and PyTorch's
-operations. Packs the arguments of those that run in C++; leaves their order to `tape.py`."""
+operations. Packs the arguments of those that run in C++; `tape.py` runs entries in order."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Linear:
     """`y = x W^T + b` for several weights with the same `x` `(rows, depth)`."""
 
     x: TensorRef
-    # whether weights are stored as `(depth, width)`, else `(width, depth)`
+    # whether weights are stored as `(depth, width)` instead of `(width, depth)`
     is_transposed: bool
     pieces: list[tuple[TensorRef, TensorRef | None, TensorRef]]  # weight, bias, output
 
     @property
     def merge_key(self) -> tuple[TensorRef, bool, bool]:
-        """Equal for products that one call can compute without changing their results."""
+        """Equal for products that one call can compute with the same results as separate calls."""
         _, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
         return self.x, self.is_transposed, is_wide
@@ -74,7 +74,7 @@ class TorchOp:
 
     function: Any  # torch._ops.OpOverload
     arguments: Any  # positional and keyword arguments
-    # the `TensorRef`s to copy its results to, and its results that are no tensors; empty if the
+    # of each result: the `TensorRef` to copy it to, or a result that is no tensor; empty if the
     # operation works in place
     results: list[Any]
     reads: set[int]  # ids of buffers

@@ -22,7 +22,7 @@ _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_sof
 
 
 def _name(function: Any) -> str:
-    """An operation's name without namespace and overload."""
+    """Returns an operation's name without its overload and without the namespace `aten`."""
     name: str = function._schema.name
     return name.removeprefix("aten::")
 
@@ -33,7 +33,7 @@ def is_view_in_place(function: Any) -> bool:
 
 
 def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation works along the last axis only; `args[0]` is its input."""
+    """Whether an operation works along the last axis only. `args[0]` is the operation's input."""
     axis = None
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "dim":

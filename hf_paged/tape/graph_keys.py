@@ -12,10 +12,10 @@ from ..batching.execution.inputs import PackedTokens
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 
-# minimum tokens per row for which block tables have columns, so that short sequences can grow
+# tables have columns for at least this many tokens per row, so that short sequences can grow
 # without a new graph
 MIN_TABLE_TOKENS = 1024
-# the same for a forward with `reads_keys`, which computes with a key for each of these tokens
+# the same with `reads_keys`, where the forward computes with a key for each of these tokens
 MIN_TABLE_TOKENS_IF_READ = 64
 # Maximum tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
 # needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
@@ -36,14 +36,14 @@ class GraphKey(NamedTuple):
     # by layer group: number of prefixes that decodes share, columns of the prefixes' tables
     prefixes: tuple[tuple[int, int], ...] = ()
     num_ranges: int = 0  # token ranges of the context, in each of which an adapter applies
-    num_axes: int = 0  # axes of the model's `position_ids`; 0: positions count tokens
+    num_axes: int = 0  # axes of the model's `position_ids`; 0 if positions count tokens
     variant: Hashable = None  # of the context
     # autocast dtype, training mode, batch invariance, kind of step, torch's options
     options: Hashable = None
 
     @property
     def num_rows(self) -> int:
-        """All rows. With chunks, one more holds the padding tokens."""
+        """All rows. With chunks, these include one more row, for the padding tokens."""
         if not self.num_chunks:
             return self.num_decodes
         return self.num_decodes + self.num_chunks + 1
@@ -59,7 +59,7 @@ class GraphKey(NamedTuple):
 
     def serves(self, step: GraphKey) -> bool:
         """Whether this graph can run steps of key `step`: padded to at most twice their chunk
-        tokens, and possibly without a cascade over their shared prefixes."""
+        tokens, and perhaps without a cascade over the prefixes that they share."""
         if self.options != step.options or not _covers(self.variant, step.variant):
             return False
         if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
@@ -75,13 +75,13 @@ class GraphKey(NamedTuple):
         return all(map(_has_capacity, self.prefixes, step.prefixes))
 
     def waste(self) -> tuple[Any, ...]:
-        """Sort key of the graphs that serve a step: the smallest wastes least."""
+        """A sort key for the graphs that serve a step: the first wastes least."""
         return not self.prefixes, self.num_tokens, self.widths
 
     @property
     def without_widths(self) -> Hashable:
-        """The key without table widths. Uses are also counted by it, so that a step whose tables
-        outgrow a graph is recorded at once."""
+        """The key without table widths. Uses are counted by this key, too, so that a step whose
+        tables outgrow a graph is recorded at once."""
         return (
             self.num_decodes,
             self.num_chunks,

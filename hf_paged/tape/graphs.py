@@ -1,6 +1,6 @@
-"""Records steps as graphs, one per number of rows and tokens, and replays them with other inputs. A
-graph reads and writes the addresses it was recorded with, so each step's inputs are copied to
-buffers at fixed addresses. Leaves the forward itself to the runner."""
+"""Records steps as graphs, one per `GraphKey` (sizes and options), and replays them with other
+inputs. A graph reads and writes the addresses that it was recorded with, so the inputs of each step
+are first copied to buffers there. The runner supplies the forward."""
 
 from __future__ import annotations
 
@@ -61,24 +61,24 @@ from .torch_options import active_mode, torch_options
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Tensor]
-"""Takes token ids and positions `(1, n)`, the step of each layer group, the indices of the tokens
-that get logits (`None`: all), the context and further arguments of the model; returns logits
-`(indices, vocab_size)`."""
+"""Takes token ids and positions `(1, n)`, the step of each layer group, the indices of the `m`
+tokens that get logits (`None`: all), the context and, as keywords, `StaticInputs.arguments`;
+returns logits `(m, vocab_size)`."""
 
-# eager steps of a size before it is recorded: a recording takes about as long as three steps (an
-# estimate, not measured)
+# steps without a graph of their own size before one is recorded: a recording takes about as long as
+# three steps (an estimate, not measured)
 MIN_USES = 3
-# the same if the context `is_fixed`, since a context with other ranges may soon replace it: about
-# as many replays as pay for a recording
+# the same if the context `is_fixed`, since a context with other ranges may soon replace it: roughly
+# the number of replays that pay for a recording
 MIN_FIXED_USES = 64
-# stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider tables and
-# adapters
+# maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
+# tables and adapters
 MAX_GRAPHS = 64
 
 
 def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
-    """Returns the graphs of `model`, which the memory of `cache` keeps between calls; `None` if the
-    model's steps cannot be recorded. `cache`: the model's empty cache."""
+    """Returns the `StepGraphs` of `model`, kept between calls in the memory of `cache`, the model's
+    empty cache; `None` if the model is on several devices, or its device has no backend."""
     memory = cache.memory
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices - {torch.device("meta")}) > 1:
@@ -97,7 +97,7 @@ def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | Non
 
 
 class StepGraphs:
-    """The graphs of one model over one memory, neither of which it keeps alive."""
+    """The graphs of one model over one memory (`seams.Recorder`). Keeps neither alive."""
 
     def __init__(
         self,
@@ -106,15 +106,14 @@ class StepGraphs:
         lock: threading.RLock,
         backend: GraphBackend,
     ) -> None:
-        """`lock`: that of the memory of `groups`. `groups` is empty if the model has states
-        only."""
-        # why no more steps are recorded or replayed, until the model changes
+        """`groups`: those of the memory with this `lock`; empty if the model has only states."""
+        # the reason that no steps are recorded or replayed until the model changes
         self.unsupported_reason: str | None = None
-        # whether forwards compute with as many keys as tables can hold tokens
+        # whether the model's own code computes attention, over all slots of the block tables
         self.reads_keys = False
         self.lengths = LengthRange()  # cache lengths for which recorded rectangle steps are valid
         self.checks = Checks()
-        # why changes of the model cannot be detected, so that no graph is used
+        # the reason that changes of the model cannot be detected: then no graph is used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
         self._model, self._device, self._groups = self.identity
@@ -123,14 +122,14 @@ class StepGraphs:
         self.in_order = backend.in_order
         # addresses of the storages of the model's tensors
         self._persistent_storages: set[int] = set()
-        self._signature: Hashable = None  # the state of model and torch that graphs fit
+        self._signature: Hashable = None  # state of model and torch in which graphs are valid
         self._graphs: dict[GraphKey, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._shared_prefixes = SharedPrefixes(self._model, groups)
-        # eager steps by key and by `GraphKey.without_widths`; negative to delay a recording after
-        # memory ran out
+        # steps without a graph of their own size, by key and by `GraphKey.without_widths`; negative
+        # after memory ran out, to delay the next attempt
         self._uses: Counter[Hashable] = Counter()
-        # the largest sizes to record after a failure: "decodes", "chunks" (in tokens), "prefixes"
+        # the largest sizes to record after failures: "decodes", "chunks" (tokens), "prefixes" (0)
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         self._outputs = StaticOutputs()  # shared by graphs
@@ -140,9 +139,9 @@ class StepGraphs:
         self._states: Items[Any] = ()
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
-        """Drops all graphs if they were recorded with the model in another state; in-place changes
-        of weights do not matter. `reads_keys` as in `Recorder.begin`; it also becomes true if a
-        recording raises `KeysReadError`."""
+        """Drops all graphs if they were recorded in another state of the model or of torch's
+        options; in-place changes of weights do not matter. `reads_keys`, as in `Recorder.begin`,
+        takes effect only then; a recording that raises `KeysReadError` sets it, too."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -182,18 +181,18 @@ class StepGraphs:
         states: Items[Any] = (),
         checked_as: Hashable = None,
     ) -> Tensor | None:
-        """As `Recorder.run`: replays a step, after recording it if it is due. Returns logits
-        `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves the
-        step. `token_ids` `(n,)`, int64, on the device, replace those of a step that has only
-        decodes; such a step is replayed, but not recorded. The tensors of `states` then belong to
-        the recording, except if the replay is to be checked, which changes copies."""
+        """As `Recorder.run`: replays a step, after recording its graph if that is due. Returns
+        logits `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves
+        the step. `token_ids` `(n,)`, int64, on the device, replace those of a step of only decodes,
+        which is then never recorded, nor replayed if it must be checked. After a replay the tensors
+        of `states` belong to the recording; a replay to be checked changes copies instead."""
         if not self.checks.begin_step(checked_as) or self.unsupported_reason is not None:
             return None
         if not self._is_recordable(tokens, context):
             return None
         if self._must_run_eagerly():
             return None
-        # the lock keeps other threads from moving blocks between this check and the launch
+        # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:
             self._drop_stale_graphs()
             if self._groups and not self._blocks:
@@ -239,8 +238,8 @@ class StepGraphs:
         return RectangleReplays(model, cache, self)
 
     def _must_run_eagerly(self) -> bool:
-        """Whether a replay would bypass an active mode, or might miss changes of the model; adds
-        the reason to the call's `unsupported_reasons`."""
+        """Whether a replay would bypass an active mode, or might miss changes of the model; if so,
+        adds the reason to the call's `unsupported_reasons`."""
         mode = active_mode()
         reason = self._untracked_reason
         if mode is not None:
@@ -253,8 +252,8 @@ class StepGraphs:
         return True
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether such steps are recorded: decodes that all get logits, and on a GPU also steps
-        with few chunk tokens."""
+        """Whether such steps are recorded: steps of decodes that all get logits and, on a GPU, with
+        few chunk tokens if the context allows, up to `_limits` and without `rope_factors`."""
         if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
@@ -274,7 +273,7 @@ class StepGraphs:
         prefixes: Prefixes,
         kind: Hashable,
     ) -> GraphKey:
-        """Returns the key of the smallest graph that serves a step of the running context."""
+        """Returns the key of the smallest graph that could serve the running step."""
         is_training = getattr(self._model(), "training", False)
         variant = None
         num_ranges = 0
@@ -298,8 +297,8 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> GraphKey | None:
-        """Records the graph `requested` once enough steps have needed it; until then returns the
-        key of a larger graph that serves the step, or `None`."""
+        """Once enough steps have needed the graph `requested`, records it and returns its key, or
+        `None` if that fails; until then returns the key of the best larger graph, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
         best = min(candidates, key=GraphKey.waste, default=None)
         min_uses = MIN_USES
@@ -320,7 +319,7 @@ class StepGraphs:
         prefixes: Prefixes,
         token_ids: Tensor | None,
     ) -> Tensor:
-        """Replays the graph of `key` for a step; returns the step's logits."""
+        """Replays the graph of `key` for a step; returns a copy of the step's logits."""
         step = self._graphs[key] = self._graphs.pop(key)  # now the last used
         with self.in_order():
             step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
@@ -339,8 +338,9 @@ class StepGraphs:
         prefixes: Prefixes,
     ) -> GraphKey | None:
         """Records a graph and returns its key; returns `None` if that fails, or while another
-        thread records. Logs a failure, and limits which graphs are recorded from then on. An
-        interrupt may leave a mode of torch active, which the call ends (`interrupts.guarded`)."""
+        thread records. Logs a failure, and limits which graphs are recorded from then on; the first
+        `KeysReadError` only drops all graphs. If an interrupt leaves a mode of torch active, the
+        call ends it (`interrupts.guarded`)."""
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -372,8 +372,8 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> RecordedStep:
-        """Records a graph for steps of `key`. Raises the errors of the forward, and
-        `NotCapturable`."""
+        """Records a graph for steps of `key`. Raises the errors of the forward, and `NotCapturable`
+        if the forward cannot be recorded, or a tape gives other results."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
@@ -385,8 +385,8 @@ class StepGraphs:
         storages = storages | storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
-        # without autocast's cache, so that replays convert the weights: a graph must not read
-        # cached copies, which autocast frees when it ends
+        # without autocast's cache, so that replays convert the weights: a graph must not read the
+        # cached copies, which are freed when autocast ends
         dtype = autocast_dtype(self._device)
         uncached = torch.autocast(
             self._device.type,
@@ -408,8 +408,9 @@ class StepGraphs:
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
     def _handle_failure(self, key: GraphKey, error: Exception) -> None:
-        """Stops recording steps like this of this size or larger, or all steps of the model if no
-        decodes are recorded so far. If memory ran out, only delays the next attempt."""
+        """If memory ran out, only delays the next attempt. Otherwise sets a limit: on prefixes, if
+        the step has any, otherwise on chunk tokens or, without chunks, on decodes. If that was the
+        first step of decodes to be recorded, stops recording altogether."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
@@ -445,15 +446,14 @@ class StepGraphs:
     def _ranges(
         self, recorded_context: RecordedContext | None, tokens: PackedTokens
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns the token ranges of the running step's context, in the order in which a recorded
-        step reads them."""
+        """Returns the token ranges of the running step's context, in the recorded step's order."""
         if recorded_context is None or self._context is None:
             return []
         keys = recorded_context.keys
         return self._context.ranges(keys, tokens.num_decodes, len(tokens.token_ids))
 
     def _drop_stale_graphs(self) -> None:
-        """Drops all graphs if the blocks of a layer were replaced, since the pool grew or was
+        """Drops all graphs if a layer's blocks were replaced or added, as when the pool grew or was
         rebuilt."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
@@ -470,8 +470,8 @@ def _run_forward(
     outputs: list[Tensor],
     recorded_context: RecordedContext | None,
 ) -> None:
-    """Runs the forward that is recorded, from `inputs` to `outputs`; the first run appends the
-    output buffer. `owner` is weak, so that a recording does not keep it alive."""
+    """Runs the forward to record, from `inputs` to `outputs`; the first run appends the output
+    buffer. `owner` is weak, so that a recording does not keep the `StepGraphs` alive."""
     graphs = owner()
     assert graphs is not None and graphs._forward is not None
     # an autocast context of the caller may have cached converted weights before the recording

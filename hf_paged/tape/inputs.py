@@ -1,5 +1,5 @@
 """Buffers at fixed addresses from which a recorded step reads its tokens and block tables, filled
-with one copy per step. Runs no forward."""
+with one copy per step, and those to which it writes logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _InputArray:
         self.num_words = -(-count * self._dtype.itemsize // _WORD.itemsize)
 
     def bind(self, host: Tensor, device: Tensor) -> None:
-        """Uses these `num_words` words of the two buffers."""
+        """Places the array in these `num_words` words of the two buffers."""
         self.host = host.view(self._dtype)[: self.count].numpy()
         self.device = device.view(self._dtype)[: self.count]
 
@@ -61,13 +61,13 @@ def padded(
     numbers: list[int], count: int, num_decodes: int, shift: int, fill: int = 0
 ) -> list[int]:
     """Returns `count` numbers: those of the decodes, `shift` times `fill`, those of the chunks, and
-    `fill` to the end."""
+    `fill` for the rest."""
     num_at_end = count - len(numbers) - shift
     return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * num_at_end]
 
 
 NewArray = Callable[[str, int], _InputArray]
-"""Adds an array with a typecode and a count to the buffers."""
+"""Adds an array to the buffers, from its typecode and its count of numbers."""
 
 
 class _Tables:
@@ -106,8 +106,8 @@ class _GroupInputs(_Tables):
 
 
 class _CascadeInputs(_Tables):
-    """The arrays of a [`Cascade`] of decodes: the tables are those of the shared prefixes. Decodes
-    that share none form one more group, the last, whose prefix is empty."""
+    """The arrays of a [`Cascade`] of decodes; the tables are those of the shared prefixes. Decodes
+    that share no prefix form one more group, the last, whose prefix is empty."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class _CascadeInputs(_Tables):
         tables: list[list[int]],
         block_size: int,
     ) -> None:
-        """Writes the prefixes of a step with these block tables."""
+        """Writes the prefixes that a step's decodes, with these block tables, share."""
         tail_starts = [0] * self.num_decodes
         query_start = [0]
         grouped_rows = list[int]()
@@ -184,10 +184,10 @@ class StaticInputs:
 
     `token_ids` and `positions` are `(1, tokens)` int64. `logit_indices` is `(decodes + chunks,)`
     int64, the tokens that get logits; `None` without chunks. `ranges` is `(key.num_ranges, 2)`
-    int64: the range of decodes of each key of the context and, with chunks, its range of chunk
-    tokens. `arguments` contains further arguments of the forward: the model's `position_ids`,
-    `(axes, 1, tokens)` or for one axis `(1, tokens)`, if positions do not count tokens, and
-    `states`, if rows have states."""
+    int64: for each key of the context, a range of decodes and, with chunks, a range of chunk
+    tokens. `arguments` contains further arguments of the forward: if positions do not count tokens,
+    the model's `position_ids`, `(axes, 1, tokens)` or for one axis `(1, tokens)`; if rows have
+    states, the buffers of these, `states`."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class StaticInputs:
         device: torch.device,
         layers: Sequence[Any] = (),
     ) -> None:
-        """`memories`: by layer group. `layers`: those with the rows' states."""
+        """`memories`: by layer group. `layers`: those of the cache that hold the rows' states."""
         self.key = key
         num_logit_indices = 0
         num_starts = 0
@@ -267,9 +267,9 @@ class StaticInputs:
         prefixes: Sequence[Sequence[SharedPrefix]],
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
-        """Copies a step to the buffers, after the previous copy from pinned memory is done.
-        `prefixes`: those that decodes share, by layer group. `ranges`: of decodes and of chunk
-        tokens, by key of the context."""
+        """Copies a step to the buffers, once the previous copy from pinned memory is done.
+        `prefixes`: those that decodes share, by layer group; empty if there are none. `ranges`: by
+        key of the context, its ranges of decodes and of chunk tokens."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         key = self.key
@@ -316,8 +316,8 @@ class StaticInputs:
             self._copy_done.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Returns the recorded step of each layer group. A replay may give all chunk tokens to any
-        chunk; `query_start` on the host gives them to the first."""
+        """Returns the recorded step of each layer group. A replay may divide the chunk tokens among
+        the chunks in any way; `query_start` on the host gives them all to the first."""
         key = self.key
         num_decodes = key.num_decodes
         ends = [key.num_tokens] * (key.num_rows - num_decodes)

@@ -1,5 +1,5 @@
-"""Batch-invariant forwards: each operation runs at once with the kernels of tapes, so that a row's
-bits do not depend on the other rows. `lower.py` decides which operations have kernels.
+"""Batch-invariant forwards: each operation runs immediately, with the kernels of tapes, so that the
+bits of a row do not depend on the other rows. `lower.py` decides which operations have kernels.
 
 PyTorch's products, means and elementwise functions round differently for different numbers of rows,
 since their blocking, thread splits and code for vector tails change. Our kernels compute every row
@@ -33,7 +33,7 @@ from .tape import store_bytes
 
 aten = torch.ops.aten
 
-_MAX_PROGRAMS = 8192  # beyond which all are dropped
+_MAX_PROGRAMS = 8192  # when there are so many, all are dropped
 
 
 class NotInvariant(NotPackable):
@@ -44,7 +44,7 @@ class _Program(NamedTuple):
     """The kernels that compute an operation on tensors of certain shapes."""
 
     entries: list[RowOps | Kernel | Linear]
-    # a tensor's index among the inputs, by its address when the program was created
+    # the index of each input tensor, by the address that it had when the program was created
     inputs: dict[int, int]
     # sizes, strides, dtype; empty if the operation changes its first input
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
@@ -79,12 +79,12 @@ class _Program(NamedTuple):
 
 
 _MISSING: Any = object()
-# `None` for operations of PyTorch that are batch-invariant themselves
+# `None` for operations that PyTorch runs: they are batch-invariant themselves, or return no floats
 _programs: dict[Hashable, _Program | None] = {}
 
 
 class _BatchInvariantMode(TorchDispatchMode):
-    """Runs each operation on floats by its program, or by PyTorch where that is batch-invariant."""
+    """Runs each operation on floats by its program, or by PyTorch if its program is `None`."""
 
     def __torch_dispatch__(
         self,
@@ -107,7 +107,7 @@ class _BatchInvariantMode(TorchDispatchMode):
         has_floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
         if not has_floats:
             return func(*args, **kwargs)
-        # a program knows its inputs by address, so the key says which of them share one
+        # a program knows its inputs by address, so the key says which inputs share an address
         last_first = reversed(list(enumerate(tensors)))
         index_by_address = {tensor.data_ptr(): index for index, tensor in last_first}
         leaf_keys = (_leaf_key(leaf, index_by_address) for leaf in leaves)
@@ -129,8 +129,8 @@ def _sum(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Computes `aten::sum` of floats over one dimension other than the last, in order, such as that
-    of a token's experts; returns `NotImplemented` for other calls."""
+    """Computes `aten::sum` of floats over one dimension other than the last (such as a token's
+    experts), in order; returns `NotImplemented` for other calls."""
     if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
     (dim,) = dims
@@ -169,7 +169,7 @@ def _grouped_mm(
     return out
 
 
-# operations that are computed by others, which have kernels
+# operations that are computed by others, for which there are kernels
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten._grouped_mm.default: _grouped_mm,
@@ -177,7 +177,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
-    """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for tensors
+    """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for a tensor
     that no kernel takes."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
@@ -199,9 +199,9 @@ def _create_program(
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Creates an operation's program, with these `_Program.inputs`; returns `None` if PyTorch's
-    operation is batch-invariant or returns no floats. Raises [`NotInvariant`] if no kernel computes
-    it."""
+    """Creates an operation's program, with these `_Program.inputs`; returns `None` if the operation
+    is batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel
+    computes it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_exact(func, args, kwargs) or not returns_tensors:
         return None
@@ -229,7 +229,7 @@ def _create_program(
 
 
 def _empty_like(x: Any, device: str) -> Any:
-    """Replaces the tensors in `x` by uninitialized ones with the same sizes and strides."""
+    """Replaces the tensors in `x` by uninitialized ones, on `device`, with the same layout."""
 
     def empty(y: Tensor) -> Tensor:
         return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=device)

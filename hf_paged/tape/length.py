@@ -1,5 +1,5 @@
-"""The cache length in the forward of a recorded rectangle step: a tensor, from which model code can
-compute position ids, and which it can compare with Python numbers."""
+"""The cache length in the forward of a recorded rectangle step: a tensor from which model code can
+compute position ids, but which can also be compared with Python numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 Compare = Callable[[int, int], bool]
 
-# By the function that an operator calls: the sign of the number that it adds. `+=` creates a new
-# length, as with an int
+# by the function that an operator calls: the sign of the number that the function adds. As with an
+# int, `+=` creates a new length
 _SIGNS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
 _COMPARISONS: dict[Callable[..., Any], Compare] = {
     Tensor.gt: operator.gt,
@@ -27,8 +27,8 @@ _COMPARISONS: dict[Callable[..., Any], Compare] = {
 
 
 class LengthRange:
-    """The cache lengths, `minimum` to `maximum` inclusive, for which every comparison gives its
-    recorded result."""
+    """The cache lengths, `minimum` to `maximum` inclusive, for which every comparison in recorded
+    forwards gives its recorded result."""
 
     def __init__(self) -> None:
         self.minimum = 0
@@ -45,8 +45,8 @@ class LengthRange:
 
 
 class Length(Tensor):
-    """The length of the cache plus `offset`, `()` int64. A comparison with an int returns a bool,
-    which may decide the recorded operations, and so narrows the `valid_lengths`."""
+    """The length of the cache plus `offset`, `()` int64. A comparison with an int returns a bool
+    and, since that may decide which operations are recorded, narrows `valid_lengths`."""
 
     tensor: Tensor  # this length as an ordinary tensor
     recorded_value: int  # this length in the recorded step
@@ -82,7 +82,7 @@ class Length(Tensor):
     def _compare(self, operation: Compare, number: int) -> bool:
         """Compares with a number, and narrows the valid cache lengths to those with the same
         result."""
-        split = number - self.offset  # the smallest cache length above the change of the result
+        split = number - self.offset  # at (equality: only at) this cache length the result changes
         if operation in (operator.gt, operator.le):
             split += 1
         cache_length = self.recorded_value - self.offset
@@ -102,8 +102,8 @@ RANGE_FUNCTIONS = frozenset({torch.arange, Tensor.__getitem__})
 
 
 def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths: its size is the same in every
-    replay, so a tensor of positions replaces it. Returns `NotImplemented` for other arguments."""
+    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths: every replay has the same size
+    of range, so a tensor of positions replaces it. Otherwise returns `NotImplemented`."""
     if func is torch.arange and len(args) == 2:
         positions = _positions_between(*args)
         if positions is not None:
@@ -114,7 +114,7 @@ def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
         ranges = [
             _positions_between(item.start, item.stop) if _is_range(item) else None for item in items
         ]
-        # beside other indices, an index tensor would select other elements than the range
+        # beside other index tensors, a tensor of positions would select other elements than a slice
         are_basic = all(isinstance(item, (slice, int, type(None))) for item in items)
         if are_basic and sum(positions is not None for positions in ranges) == 1:
             pairs = zip(items, ranges)

@@ -1,6 +1,6 @@
 """Lowers a recording to a tape's entries: drops views and constants, fuses elementwise operations
 and reductions of rows into lists (`rows.py`), replaces products and lookups by our kernels, and
-keeps the remaining operations as calls of PyTorch. Leaves changes across entries to `passes.py`."""
+keeps the remaining operations as calls of PyTorch. `passes.py` makes changes across entries."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ _REDUCTIONS = {
     "aten::amax": "largest",
 }
 _POWERS = {2: "square", 3: "cube"}
-# operations that first round Python numbers to the dtype
+# operations that round a Python number to the output's dtype before they use it
 _ROUNDS_NUMBERS = {"add", "sub", "maximum", "minimum"}
 
 
 @dataclass
 class Lowering:
-    """Lowers a recording. `is_persistent` returns whether a tensor that existed before the
-    recording stays alive at its address."""
+    """Lowers one recording. `is_persistent` returns whether a tensor that existed before the
+    recording stays alive, at its address, as long as the tape."""
 
     is_persistent: Callable[[Tensor], bool]
     buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
-    # addresses of storages: those that any operation writes to, those that an operation before the
-    # last writes to, and those with constant content
+    # addresses of the storages to which any operation writes, of those to which an operation before
+    # the last writes, and of those with constant content
     _written: set[int] = field(default_factory=set)
     _written_before_last: set[int] = field(default_factory=set)
     _constants: set[int] = field(default_factory=set)
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
-        """Returns the entries that compute `operations`. Raises `NotCapturable`."""
+        """Returns the entries that compute `operations`; raises `NotCapturable` if none can."""
         # the last operation writes the results, which no operation reads
         self._written_before_last = set(_written_storages(operations[:-1]))
         self._written = self._written_before_last.union(_written_storages(operations[-1:]))
@@ -107,8 +107,8 @@ class Lowering:
             self._add_torch_op(operation)
 
     def _retain(self, tensors: Iterable[Tensor]) -> None:
-        """Keeps existing tensors alive for the tape, unless their owners do or they have a buffer;
-        adds buffers for those that operations write to."""
+        """Keeps tensors without a buffer alive for the tape, unless no operation writes to them and
+        they stay alive anyway; adds fixed buffers where an operation before the last writes."""
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue
@@ -124,8 +124,7 @@ class Lowering:
     # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation as row operations or as a kernel; returns whether that was
-        possible."""
+        """Adds the operation as row operations or as a kernel; returns whether it could."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -153,9 +152,9 @@ class Lowering:
         output: Tensor,
         dtypes: Iterable[torch.dtype] = FLOAT_NUMBERS,
     ) -> tuple[RowOps, list[int], TensorLayout] | None:
-        """Prepares an operation over rows of `sizes`. Returns the list to append it to, the
-        registers of the inputs that are not `None`, and the layout of the output; `None` if row
-        operations cannot compute it. The list is the last entry if possible, else a new one."""
+        """Prepares an operation over rows of `sizes`. Returns the list to append it to (the last
+        entry if possible, otherwise a new one), the registers of the inputs that are not `None`,
+        and the layout of the output; `None` if row operations cannot compute it."""
         tensors = [x for x in (*inputs, output) if x is not None]
         if output.dtype not in FLOAT_NUMBERS or not output.numel():
             return None
@@ -182,8 +181,8 @@ class Lowering:
         return None
 
     def _end_row_ops(self) -> None:
-        """Makes the next operation read memory instead of registers: it cannot join the empty list
-        that this adds."""
+        """Makes the next operation read memory instead of registers, by adding an empty list, which
+        no operation can join."""
         no_rows = (0, 0, 0, 0)
         self.entries.append(RowOps(no_rows))
 
@@ -205,8 +204,8 @@ class Lowering:
         output: Tensor,
         is_in_place: bool = False,
     ) -> bool:
-        """Adds an elementwise operation on one or two `args`, tensors or numbers; returns whether
-        that was possible."""
+        """Adds an elementwise operation on one or two `args`, a tensor and perhaps a tensor or
+        number; returns whether that was possible."""
         tensors = tensors_in(args)
         if not tensors or tensors[0] is not args[0]:
             return False
@@ -230,7 +229,7 @@ class Lowering:
                     register = registers[index]
                     registers[index] = rows.compute("copy", register, dtype=dtype)
         if all(rows.are_narrow[register] for register in registers) != target.is_narrow:
-            return False  # one number per row cannot fill whole rows
+            return False  # one number per row cannot be stored as whole rows, nor the reverse
         if op == "cube":
             square = rows.compute("square", *registers)
             registers.insert(0, square)
@@ -298,7 +297,7 @@ class Lowering:
             if part.numel():
                 target = result.narrow(axis, start, length)
                 if not self._compute("copy", (part,), target):
-                    return False  # then a PyTorch call writes all parts, also those copied so far
+                    return False  # a PyTorch call then writes all parts, even those copied so far
             start += length
         return True
 
@@ -405,7 +404,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _written_storages(operations: list[Recorded]) -> Iterator[int]:
-    """Yields the addresses of the storages that operations write to, except their new results."""
+    """Yields the addresses of the storages that operations write to, except for new results."""
     for operation in operations:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):

@@ -12,7 +12,7 @@ from .buffers import Buffers
 from .entries import Entry, Linear, TorchOp
 from .rows import RowOps
 
-_MAX_DISTANCE = 5  # positions between two lists of row operations that may be merged
+_MAX_DISTANCE = 5  # maximum positions between two lists of row operations that are merged
 
 
 def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
@@ -34,7 +34,7 @@ def _merge(
     merge: Callable[[Entry, list[Entry]], bool],
 ) -> list[Entry]:
     """Returns the entries without those that `merge` merged into an earlier one. `merge` gets an
-    entry and the earlier ones, and returns whether it merged them."""
+    entry and the remaining earlier ones, and returns whether it merged the entry into one."""
     remaining: list[Entry] = []
     for entry in entries:
         if not merge(entry, remaining):
@@ -43,8 +43,8 @@ def _merge(
 
 
 def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
-    """Merges a product into the last earlier one with the same `merge_key`, unless that is full or
-    an entry between them writes to an input of this one."""
+    """Merges a product into the last earlier product with the same `merge_key`, unless that one is
+    full, or an entry between the two writes to an input of `entry`."""
     if not isinstance(entry, Linear):
         return False
     for candidate in reversed(earlier):
@@ -93,8 +93,8 @@ def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
 
 
 def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops the last entry if it only copies a buffer to memory outside all buffers: the buffer
-    gets that address instead."""
+    """Drops the last entry if it only copies a buffer, which a single other entry uses, to memory
+    outside all buffers: the buffer gets that memory's address instead."""
     if not entries:
         return
     *earlier, last = entries

@@ -1,6 +1,6 @@
 """Linear layers' products in forwards without a tape: `linear.cpp` multiplies few half-precision
-rows, and many rows are multiplied in float32 if PyTorch has no native kernels for the dtype. Leaves
-products in tapes to `lower.py`."""
+rows, and many rows are multiplied in float32 if PyTorch has no native kernels for the dtype.
+`lower.py` lowers products in tapes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UNLIMITED_ROWS = 1 << 60
 
 
 class RowProducts(TorchFunctionMode):
-    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as a product of two matrices.
-    PyTorch adds the bias before or after rounding, depending on the input's strides."""
+    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as a product of two matrices, since
+    otherwise PyTorch adds the bias before or after rounding, depending on the input's strides."""
 
     def __torch_function__(
         self,
@@ -60,15 +60,14 @@ class RowProducts(TorchFunctionMode):
         return out.view(*x.shape[:-1], width)
 
     def _choose(self, x: Any, weight: Any, bias: Any = None) -> Callable[..., Tensor] | None:
-        """Returns the function that multiplies the rows; `None`: PyTorch runs the original call."""
+        """Returns the function that multiplies the rows; `None` to run the original call."""
         plain_types = (Tensor, nn.Parameter, type(None))
         return _torch_product if all(type(y) in plain_types for y in (x, weight, bias)) else None
 
 
 class KernelProducts(RowProducts):
-    """Runs products of CPU tensors with our kernels where they are faster and no gradients are
-    needed. Leaves all products to PyTorch while other code traces, transforms or observes
-    operations."""
+    """Runs products of CPU tensors with our kernels where these are faster and no gradients are
+    needed. PyTorch runs all products while other code traces, transforms or observes operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 def _is_plain_call() -> bool:
     """Whether operations run without gradients, autocast, dispatch modes, transforms of
-    `torch.func`, forward-mode derivatives, tracing, recording and batch invariance."""
+    `torch.func`, forward-mode derivatives, tracing, recording or batch invariance."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -134,9 +133,9 @@ def _is_plain_call() -> bool:
 
 
 def kernel_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the context that speeds up products in a model's forwards: a null context if the
-    model is compiled, if it has no half-precision weights on the CPU, or if the kernels are
-    unavailable. `modules`: all modules of the model."""
+    """Returns a context that speeds up products in a model's forwards; a null context if any module
+    is compiled, if no weights on the CPU are in half precision, or if the kernels are unavailable.
+    `modules`: all modules of the model."""
     all_modules = list(modules)
     has_half_weights = any(
         x.dtype in HALVES and x.is_cpu

@@ -34,8 +34,8 @@ class Tapes:
     """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays run on the host, with other kernels than the forward's. Only decodes are recorded: a
-    # step with chunks computes for too long to gain, and reading shared prefixes once saves no time
+    # Replays run on the host, with other kernels than the forward's. Steps with chunks compute for
+    # too long to gain, and reading shared prefixes once saves no time: neither is recorded
     on_device = False
 
     def capture(
@@ -46,7 +46,7 @@ class Tapes:
     ) -> Tape:
         """Calls `run` twice, each time after `prepare`, and records the second call.
         `persistent_storages`: addresses of the storages that outlive the tape. Raises the errors of
-        `run`, and `NotCapturable` if it cannot be recorded."""
+        `run`, and `NotCapturable` if `run` cannot be recorded."""
         prepare()
         run()  # builds objects that are built on first use, and allocates the result
         prepare()
@@ -81,8 +81,8 @@ class RecordedStep:
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """Returns the backend that records steps on `device`; `None` if there is none, or if our
-    kernels are not used."""
+    """Returns the backend that records steps on `device`; `None` if there is none, or if the C++
+    (CPU) or Triton (GPU) kernels are unavailable or not selected."""
     if device.type == "cpu":
         if not cpp.is_available() or forced() not in (None, "cpp"):
             return None
@@ -100,8 +100,9 @@ def check_replay(
     dtypes: set[torch.dtype | None],
     prepare: Callable[[], None],
 ) -> None:
-    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the `results` of the
-    recorded run, up to rounding in `dtypes`: logits `(n, vocab_size)`, then states `(n, ...)`."""
+    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the recorded run's
+    `results`, logits `(n, vocab_size)` and then states `(n, ...)`, up to rounding in `dtypes`. The
+    replay overwrites `results`."""
     expected = [result.clone() for result in results]
     results[0].zero_()
     prepare()
@@ -123,9 +124,9 @@ def reason_of(error: BaseException) -> str:
 
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
-    """A context for a recording on `device`, which has one capture stream: returns whether no other
-    thread records there. Disables garbage collection meanwhile, which may free objects that wait
-    for the device (pytorch#161037), or run a caller's code."""
+    """A context for a recording on `device`, which has one capture stream: yields whether no other
+    thread records there. Disables garbage collection meanwhile: it might free objects that wait for
+    the device (pytorch#161037), or run a caller's code."""
     is_exclusive = False
     was_gc_enabled = gc.isenabled()
     try:

@@ -39,11 +39,11 @@ _POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
 class RectangleReplays:
     """Replays a model's decode steps in rectangles (`seams.RectangleRecorder`).
 
-    A replay does not run the code that prepares masks. So the recorded forward gets masks of ones,
-    or with `reads_keys` masks of the stored columns, and block tables determine the tokens that
-    each row attends to. The model's own forward also computes the first step of each kind and size
-    of tables, and steps of shorter rows (`checks.Checks`): if logits or states differ, steps of
-    this kind are not replayed."""
+    A replay does not run the code that prepares masks. So the recorded forward gets masks of ones
+    (with `reads_keys`: of the stored columns), and block tables determine the tokens that each row
+    attends to. For the first step of each kind and size of tables, and for steps of shorter rows,
+    the model's own forward runs as well (`checks.Checks`): if its logits or states differ from
+    those of the replay, steps of this kind are no longer replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -53,12 +53,12 @@ class RectangleReplays:
         self._groups = list(cache.groups.values())
         self._cross_groups = [] if cache.cross is None else list(cache.cross.groups.values())
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-        # the argument with the mask of the decoder's tokens
+        # the name of the argument with the mask of the decoder's tokens
         self._mask_name = "attention_mask"
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
-        # of the running step, as arguments of the forward and for the check:
+        # of the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
         self._is_padded = False
@@ -113,7 +113,7 @@ class RectangleReplays:
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
-        last replay with those of the model's own forward, separately for rows of each masking. If
+        last replay with those of the model's own forward, separately for each masking of rows. If
         any differ, steps of this kind are no longer replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
@@ -164,8 +164,8 @@ class RectangleReplays:
     def _visible_encoder_lengths(
         self, rectangle: Rectangle, prepared: dict[str, Any]
     ) -> list[int] | None:
-        """Returns how many of its leading encoder tokens each row attends to; `None` if a row
-        attends to others. Empty without an encoder."""
+        """Returns the number of leading encoder tokens that each row attends to; `None` if a row
+        attends to others or to none. Empty without an encoder."""
         if not self._cross_groups:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
@@ -175,8 +175,7 @@ class RectangleReplays:
             mask = prepared.get("attention_mask")
             if mask is None or bool((mask == 1).all()):
                 return lengths
-            # a mask of other columns than the encoder's outputs
-            if mask.shape != (len(lengths), width):
+            if mask.shape != (len(lengths), width):  # its columns are not the encoder's tokens
                 return None
             is_binary = bool(((mask == 0) | (mask == 1)).all())
             bounds = padding_columns(mask, len(lengths), width) if is_binary else None
@@ -192,8 +191,7 @@ class RectangleReplays:
         return visible_lengths
 
     def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward computes the same from the inputs that it gets in place of
-        these."""
+        """Whether the recorded forward computes the same with its own inputs in place of these."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
@@ -205,13 +203,13 @@ class RectangleReplays:
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
-        if not isinstance(value, Tensor):  # numbers other than counts may change between steps
+        if not isinstance(value, Tensor):  # numbers other than logit counts may change every step
             return value is None or isinstance(value, (bool, str)) or name in _LOGIT_COUNTS
         if name == self._mask_name:
             unpadded = tuple(rectangle.paddings), (width,) * num_rows
             return value.dim() == 2 and padding_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
-            return torch.equal(value, value.round())  # `_position_axes` passes integers
+            return torch.equal(value, value.round())  # `_position_axes` converts to integers
         if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
             return False
         return bool((value == width - 1).all())
@@ -236,7 +234,7 @@ class RectangleReplays:
             assert step.slots is not None
             columns = range(step.block_tables.shape[1] * step.block_size)
             slots = step.slots.view(num_rows, 1)
-            # says only whether any row is padded: replays read the origins in `lengths`
+            # these say only whether any row is padded: replays read the origins in `lengths`
             origins = (int(self._is_padded),) * num_rows
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             column_steps.append(step)
@@ -294,8 +292,8 @@ class RectangleReplays:
         return arguments
 
     def _masks(self, column_steps: list[StepMetadata]) -> dict[str, Tensor]:
-        """Returns masks `(n, capacity)` of the columns that rows have stored, for code that
-        computes with all columns."""
+        """Returns the arguments that are masks `(n, capacity)` of the columns that rows have
+        stored, for a model whose code computes with all columns."""
         num_self_groups = len(column_steps) - len(self._cross_groups)
         masks = {}
         if self._mask_name in self._forward_parameters:
@@ -307,8 +305,8 @@ class RectangleReplays:
         return masks
 
     def _placeholder_encoder_outputs(self, num_rows: int, step: StepMetadata) -> ModelOutput:
-        """Returns encoder outputs of the step's size without content, which no recorded operation
-        reads: the encoder's keys and values are stored."""
+        """Returns encoder outputs of the step's size with arbitrary content. No recorded operation
+        reads it, since the encoder's keys and values are stored."""
         outputs = self._prepared["encoder_outputs"]
         assert step.columns is not None
         hidden = outputs[0]
@@ -318,8 +316,8 @@ class RectangleReplays:
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the parameters of the model's forward, and of the forwards to which it
-    passes `**kwargs`."""
+    """Returns the names of the parameters of the model's forward and, as long as each takes
+    `**kwargs` to pass on, of its base classes' forwards."""
     names = set[str]()
     forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
     for forward in (model.forward, *forwards):
@@ -331,8 +329,8 @@ def _parameters(model: PreTrainedModel) -> set[str]:
 
 
 def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
-    """Returns the rows' position ids on each axis; `None` if they count columns, or there are
-    none."""
+    """Returns the rows' position ids on each axis; `None` if there are none, or if they equal the
+    column."""
     position_ids = prepared.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
         return None
@@ -344,7 +342,7 @@ def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list
 
 
 def _stored_columns(step: StepMetadata) -> Tensor:
-    """Returns a mask `(n, columns)` int64: 1 for columns that a row has stored, else 0."""
+    """Returns a mask `(n, columns)` int64: 1 for columns that a row has stored, 0 for others."""
     assert step.columns is not None and step.lengths is not None
     lengths = step.lengths
     assert lengths.origins is not None
@@ -354,7 +352,7 @@ def _stored_columns(step: StepMetadata) -> Tensor:
 
 
 def _zero_token_types(prepared: dict[str, Any]) -> list[str]:
-    """Returns the names of token-type inputs that are 0 for the new token of every row."""
+    """Returns the names of the token-type inputs that are 0 for every row's new token."""
     names = []
     for name, value in prepared.items():
         if name.endswith("token_type_ids") and isinstance(value, Tensor):
@@ -372,7 +370,7 @@ def _constants(prepared: dict[str, Any]) -> Hashable:
 
 def _masking_of_rows(rectangle: Rectangle, visible_lengths: Items[int]) -> list[tuple[bool, bool]]:
     """Returns for each row whether it has padding, and whether some of its encoder tokens are
-    hidden. `visible_lengths`: numbers of encoder tokens that are not; empty without an encoder."""
+    hidden. `visible_lengths`: from `_visible_encoder_lengths`."""
     hides_tokens = [False] * len(rectangle.paddings)
     for row, visible_length in enumerate(visible_lengths):
         hides_tokens[row] = visible_length < rectangle.encoded[row].tables[0].num_tokens

@@ -25,8 +25,8 @@ CALL = struct.Struct("3q5q3Q")  # struct RowsCall
 
 
 class TensorLayout(NamedTuple):
-    """How a list accesses a tensor: by strides in elements, one for each dimension of the list's
-    `Shape`. A narrow tensor has one number per row."""
+    """How a list of row operations accesses a tensor: by strides in elements, one for each
+    dimension of the list's `Shape`. A narrow tensor has one number per row."""
 
     ref: TensorRef
     strides: tuple[int, ...]
@@ -34,14 +34,14 @@ class TensorLayout(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for layouts that access the same numbers, whatever sizes their tensors have."""
+        """Equal for layouts that access the same numbers, even in tensors of different sizes."""
         ref = self.ref
         return ref.buffer_id, ref.offset, ref.dtype, self.strides, self.is_narrow
 
 
 class Instruction(NamedTuple):
-    """A load or store between memory and the register `out`, or an operation on registers and a
-    number, whose result is rounded to `dtype` and goes to `out`."""
+    """A load or store between memory and the register `out`, or an operation on registers and
+    perhaps a number, with the result rounded to `dtype` in the register `out`."""
 
     op: str
     out: int
@@ -56,7 +56,7 @@ Shape = tuple[int, ...]
 
 
 def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tuple[int, ...] | None:
-    """Returns the values of the dimensions that count rows: all but the last, without those of size
+    """Returns the values of the dimensions that count rows (all but the last) without those of size
     1, padded in front to three with `padding`; `None` if there are more than three."""
     selected = [value for value, size in zip(values, sizes[:-1]) if size != 1]
     num_padding = 3 - len(selected)
@@ -104,8 +104,8 @@ class RowOps:
         self._registers: dict[Any, int] = {}  # by `TensorLayout.key` of their content
 
     def accesses(self, *ops: str) -> list[TensorLayout]:
-        """Returns the memory that loads and stores access, in order; only that of `ops` if any are
-        passed."""
+        """Returns the memory that loads and stores access, in order; if `ops` are passed, only
+        the memory that these access."""
         return [
             instruction.memory
             for instruction in self.instructions
@@ -133,7 +133,7 @@ class RowOps:
         return len(self.are_narrow) - 1
 
     def read(self, source: TensorLayout) -> int:
-        """Returns the register with the tensor's numbers, after a load if no register has them."""
+        """Returns the register with the tensor's numbers; adds a load if no register has them."""
         key = source.key
         if key not in self._registers:
             register = self._new_register(source.is_narrow)
@@ -161,7 +161,7 @@ class RowOps:
     def can_absorb(self, later: RowOps) -> bool:
         """Whether `later` has rows of the same shape, can read its inputs from this list's
         registers or from buffers that this list does not write, and writes no buffer that this list
-        reads or writes."""
+        reads or writes. False if either list stores to memory outside the buffers."""
         stores = (*self.accesses("store"), *later.accesses("store"))
         if any(target.ref.buffer_id is None for target in stores):
             return False  # memory outside the buffers may overlap with any tensor
@@ -188,7 +188,7 @@ class RowOps:
         """Drops stores to buffers whose ids are not in `needed`, then instructions whose results
         are unused."""
         used: set[int] = set()  # registers
-        used_instructions = []  # the last first
+        used_instructions = []  # in reverse order
         for instruction in reversed(self.instructions):
             is_used = instruction.out in used
             if instruction.op == "store" and instruction.memory is not None:
@@ -231,8 +231,8 @@ class RowOps:
         return "rows", call
 
     def _allocate_registers(self) -> tuple[dict[int, int], list[bool]]:
-        """Maps registers to as few as possible by reusing those whose content is no longer needed.
-        Returns the new number of each register in use, and whether each new one is narrow."""
+        """Renumbers registers, so that those whose content is no longer needed are reused. Returns
+        the new number of each old register, and whether each new register is narrow."""
         last: dict[int, int] = {}  # index of the last instruction that uses a register
         for index, instruction in enumerate(self.instructions):
             registers = (instruction.out, *instruction.inputs)

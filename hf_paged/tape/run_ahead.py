@@ -1,5 +1,5 @@
 """Launches the next decode step on a GPU while its input tokens are still being copied to the host.
-Leaves the forward to the recorder."""
+The recorder runs the forward."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class LaunchedStep(NamedTuple):
 
 class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host,
-    assuming that every row continues and none joins. Where that is wrong, the step is computed as
-    usual: the launched step only wrote K/V past the ends of sequences."""
+    assuming that every row continues and no row joins. From the first row where that is wrong, rows
+    are computed as usual: the launched step has only written K/V past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -59,7 +59,7 @@ class GraphRunAhead:
         launch: Launch,
     ) -> Fetch | None:
         """As `RunAhead.fetch`: returns a function that copies tokens to the host and meanwhile
-        launches the next step; `None` if a row is not sampled (beams) or has drafts."""
+        launches the next step; `None` if a row has drafts, or no `SampleDecoding`."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -76,7 +76,8 @@ class GraphRunAhead:
         tokens: Tensor,
         launch: Launch,
     ) -> list[int]:
-        """Returns the new tokens of `sequences`, `(n,)` on the device."""
+        """Returns the new tokens of `sequences`, given `tokens` `(n,)` on the device, and meanwhile
+        launches the next step of the sequences that continue."""
         wait = _start_copy(tokens)
         # rows that reach their maximum length with these tokens do not continue
         continuing_rows = []
@@ -93,7 +94,7 @@ class GraphRunAhead:
         if continuing and can_launch:
             try:
                 logits = launch(continuing, select_rows(tokens, continuing_rows))
-            except Exception as error:  # the step is computed as usual, and raises it again
+            except Exception as error:  # the step is computed as usual, and raises the error again
                 if is_interrupt(error):
                     raise
                 logger.debug("a step could not be launched ahead", exc_info=True)
@@ -108,8 +109,8 @@ class GraphRunAhead:
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab)` of the first `n` rows of a step and `n`, as far as these
-        rows were launched ahead; `(None, 0)` if the first was not."""
+        """Returns the logits `(n, vocab)` of those first rows of a step that were launched ahead in
+        their current state, and their number `n`; `(None, 0)` if there are none."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0
@@ -138,7 +139,7 @@ def _last_blocks(sequence: Sequence) -> list[int]:
 
 def _start_copy(tokens: Tensor) -> Callable[[], list[int]]:
     """Starts to copy tokens to the host. Returns a function that waits for the copy, but not for
-    later launches, and returns the tokens."""
+    work launched later, and returns the tokens."""
     if tokens.device.type != "cuda":
         on_host: list[int] = tokens.tolist()
         return lambda: on_host

@@ -1,5 +1,5 @@
-"""Finds prefixes that several decodes of a step share and that are worth reading once. Leaves the
-costs of a kernel to `kernels/triton/cascade.py`."""
+"""Finds prefixes that several decodes of a step share and that are worth reading once.
+`kernels/triton/cascade.py` defines a kernel's costs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NO_SAVINGS = CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1)
 
 @dataclass
 class SharedPrefixes:
-    """Plans the cascades of a model's steps over these layer groups. Valid until a layer's blocks
-    are replaced."""
+    """Plans the cascades of a model's steps over these layer groups. Its costs are valid until a
+    layer's blocks are replaced."""
 
     model: Callable[[], PreTrainedModel | None]
     groups: list[GroupMemory]
 
     def find(self, tokens: PackedTokens) -> Prefixes:
-        """Returns the prefixes of each layer group that are worth reading once for several decodes;
-        empty if there are none."""
+        """Returns, for each layer group, the prefixes that are worth reading once for several
+        decodes; empty if no group has any."""
         num_decodes = tokens.num_decodes
         shared = []
         tables = [group.tables[:num_decodes] for group in tokens.groups]
@@ -55,8 +55,8 @@ class SharedPrefixes:
 
 
 def _costs_of(layers: dict[int, KVBlocks], configs: Sequence[Any]) -> CascadeCosts:
-    """Returns the costs of a layer group, summed over its layers; `_NO_SAVINGS` if the kernels have
-    no cascades for one of them."""
+    """Returns the costs of a layer group, combined over its layers; `_NO_SAVINGS` if it has none,
+    or if the kernels have no cascades for one of them."""
     layer_costs = []
     for index, blocks in layers.items():
         config = configs[index % len(configs)]

@@ -1,5 +1,5 @@
-"""Buffers at fixed addresses in which a recorded step reads and updates the states of its rows.
-Leaves the choice of rows to the caller."""
+"""Buffers at fixed addresses in which a recorded step reads and updates the states of its rows. The
+caller chooses the rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..cache.states import set_state_tensors, state_tensors
 
 class StaticStates:
     """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
-    `layers`. A step's rows leave their states in the buffers until other rows use these, so that
-    their next step copies nothing."""
+    `layers`. The states of a step's rows stay in the buffers until other rows use these, so that
+    the next step of the same rows copies nothing."""
 
     def __init__(self, layers: Sequence[Any], num_rows: int) -> None:
         with torch.inference_mode(False):  # the buffers outlive the call
@@ -29,14 +29,14 @@ class StaticStates:
         self._resident_states: list[Tensor] = []
 
     def copy_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers, which must not
-        contain the states of others."""
+        """Copies the states of these layers to the first rows of the buffers. The buffers must not
+        contain the states of other layers."""
         states = state_tensors(layers)
         torch._foreach_copy_(self._views_like(states), states)
 
     def move_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers, and replaces them by
-        views of these rows. Does nothing if the layers already hold these views."""
+        """Copies the states of these layers to the first rows of the buffers, and makes the layers
+        hold views of these rows instead. Does nothing if they already do."""
         states = state_tensors(layers)
         if len(states) == len(self._resident_states) and all(
             map(operator.is_, states, self._resident_states)

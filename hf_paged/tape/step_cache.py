@@ -1,6 +1,6 @@
 """The cache that a model's forward gets while a decode step of a rectangle is recorded: its tensors
-have the sizes of the step's capacity, and its lengths are device tensors. Owns neither blocks nor
-states."""
+have the sizes of the step's capacity, and its lengths are device tensors. The blocks are those of
+the model's empty cache."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class StepLayer(CacheLayerMixin):
     ) -> None:
         """`blocks`: `None` if nothing has been stored in the layer. `length`: the number of
         positions stored by earlier steps, `()` int64; an int for an encoder's keys and values,
-        which no step changes. `reads_keys`: whether the model's own code reads keys and values,
-        which are then gathered."""
+        which no step changes. `reads_keys`: whether to gather keys and values, since the model's
+        own code reads them."""
         self._blocks = blocks
         self.step = step
         self.length = length
@@ -62,7 +62,7 @@ class StepLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:
-        """`(n, heads, capacity, dim)`: a handle or, with `reads_keys`, gathered."""
+        """`(n, heads, capacity, dim)`: a handle or, with `reads_keys`, a gathered tensor."""
         return self._stored(False)
 
     @property
@@ -93,11 +93,11 @@ class StepLayer(CacheLayerMixin):
         """Does nothing: the blocks exist already."""
 
     def get_seq_length(self) -> Any:
-        """Returns the number of positions stored by earlier steps."""
+        """Returns `length`, or 0 if nothing has been stored."""
         return 0 if self._blocks is None else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys and the position of the first."""
+        """Returns the number of keys (the capacity) and the position of the first key."""
         assert self.step.columns is not None
         return len(self.step.columns), 0
 
@@ -121,9 +121,9 @@ def step_cache(
     reads_keys: bool,
 ) -> Any:
     """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
-    layer group of `cache`, then of its cross-attention cache. `running_layers`: layers of the
-    running step, whose attributes layers with states copy. `states`: their tensors `(n, ...)`,
-    which the forward reads and changes. `length` and `reads_keys` as in `StepLayer`. Raises
+    layer group of `cache`, then of its cross-attention cache. `running_layers`: the running step's
+    layers with states, whose attributes are copied. `states`: the tensors `(n, ...)` of the states,
+    which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`. Raises
     `NotCapturable` for unsupported layers."""
     self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)
     layers = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
@@ -144,7 +144,7 @@ def step_cache(
 def _cache_of_one_kind(
     cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, reads_keys: bool
 ) -> Cache:
-    """As `step_cache`, only for self-attention or only for cross-attention, without states."""
+    """As `step_cache`, without states, and only for self-attention or only for cross-attention."""
     step_by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:
@@ -163,7 +163,7 @@ def _cache_of_one_kind(
 
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
-    """Copies states of `cache` that the forward replaced by new tensors into `states`."""
+    """Copies into `states` those states of `cache` that the forward replaced by new tensors."""
     for state, current in zip(states, state_tensors(state_layers(cache)), strict=True):
         if current is not state:
             state.copy_(current)

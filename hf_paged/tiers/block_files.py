@@ -35,8 +35,8 @@ FOLDER, SUFFIX = "hf_paged-", ".safetensors"
 _TIER_FILE = re.compile(
     r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
 )
-"""Only files with such names are ever deleted from a tier's folder, where other folders, such as
-that of a model, may have the same prefix."""
+"""Only files with such names are ever deleted from a tier's folder: the names of other folders in
+it, such as a model's, may begin with the same prefix."""
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 RETRY_SECONDS = 60.0  # seconds without writes after a failed write
 _ABANDONED_SECONDS = 600.0  # from this age on, a partial file counts as left by a killed process
@@ -47,11 +47,10 @@ _ONE_FILE_ERRNOS = {
 }
 
 Layers = dict[int, KVBlocks]
-"""Copies of one group's blocks in host memory, by layer index: the same number of blocks of each
-layer."""
+"""Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: blocks of each layer that have the same form, and
-the number of blocks."""
+"""The blocks that a file must contain, by group: by layer, any blocks of the same form; and the
+number of blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
@@ -64,9 +63,9 @@ def num_bytes(layers: Layers) -> int:
 
 
 def to_bytes(parts: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
-    """Serializes the blocks of some groups as a safetensors file: one tensor
-    `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and a
-    hash over all tensors and metadata."""
+    """Serializes the blocks of some groups, `parts`, as a safetensors file: one tensor
+    `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and
+    metadata with a hash of all tensors and the other metadata."""
     tensors = {}
     forms = {}
     for group, layers in parts.items():
@@ -96,8 +95,8 @@ def _metadata(header: bytes) -> dict[str, str]:
 
 @contextlib.contextmanager
 def parsing() -> Iterator[None]:
-    """Raises [`CorruptFileError`] in place of any error except `MemoryError`: untrusted bytes may
-    make parsers raise anything."""
+    """Raises [`CorruptFileError`] in place of any error except `MemoryError` and interrupts:
+    untrusted bytes may make parsers raise anything."""
     try:
         yield
     except (CorruptFileError, MemoryError):
@@ -109,11 +108,12 @@ def parsing() -> Iterator[None]:
 
 
 class BlockFile:
-    """An open file of blocks. Its content is not trusted: it is read beyond the header only if the
-    file has the size of the expected blocks."""
+    """An open file of blocks. Its content is not trusted: what follows the header is read only if
+    the file has the size of the expected blocks."""
 
     def __init__(self, path: Path) -> None:
-        """Raises [`CorruptFileError`], or `OSError` if the file cannot be opened."""
+        """Raises `OSError` if the file cannot be opened or read, and [`CorruptFileError`] if it is
+        not a regular file with a header of our format."""
         self._file = io.open(path, "rb", opener=_open_regular)  # noqa: UP020
         try:
             self._num_bytes = os.fstat(self._file.fileno()).st_size
@@ -127,8 +127,8 @@ class BlockFile:
             raise
 
     def read(self, expected: ExpectedBlocks) -> dict[int, Layers]:
-        """Returns the blocks, on the CPU. Raises [`CorruptFileError`] unless they match
-        `expected`."""
+        """Returns the blocks, on the CPU, by group. Raises [`CorruptFileError`] unless they match
+        `expected` and the file's hash."""
         expected_bytes = self._header_bytes
         forms = {}
         expected_tensors = {}
@@ -195,8 +195,8 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Creates a folder and its missing parents, which only their owner can access. Existing folders
-    keep their modes."""
+    """Creates a folder and its missing parents, so that only their owner can access them. Existing
+    folders keep their modes."""
     if os.path.isdir(folder):
         return
     parents = reversed(folder.parents)
@@ -222,8 +222,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether the path is a regular file. A symbolic link is not: this package never writes
-    links."""
+    """Whether the path is a regular file, not a symbolic link: this package never writes links.
+    Raises `OSError` if there is no such path."""
     status = os.stat(path, follow_symlinks=False)
     return stat.S_ISREG(status.st_mode)
 
@@ -263,10 +263,10 @@ def check_folder(path: str) -> None:
 
 
 class DiskFolder:
-    """A folder of files with at most `max_bytes` in all, which other processes may share. Scans the
-    directory instead of keeping an index, and deletes the least recently used files first. Logs
-    each kind of error once, and treats errors as misses. An error of the folder itself disables it:
-    from then on no file is looked up, read or written."""
+    """A folder of files of at most `max_bytes` in all. Other processes may use the same folder, so
+    this class scans it instead of keeping an index. Deletes the least recently used files first.
+    Logs each kind of error once, and treats files that cannot be read as missing. If the folder
+    itself fails, turns off (`is_off`): from then on looks up, reads and writes no file."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
@@ -275,12 +275,12 @@ class DiskFolder:
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
         self._unreadable: set[str] = set()  # names of files that can be neither read nor deleted
-        # by this process since the last scan; infinity before the first
+        # by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
-        """Whether the file exists for these `weights`, or, if they are `None`, for any weights."""
+        """Whether a file not known to be unreadable exists for `weights` (`None`: for any)."""
         if self.is_off or name in self._unreadable:
             return False
         try:
@@ -304,8 +304,8 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, for layers like `layers`; `None` if the file cannot be read
-        or has other content. After that, `has` returns `False` for the file."""
+        """Returns the block in a file, for layers like `layers`. If the file cannot be read, or has
+        other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
         if self.is_off:
             return None
         path = self._file(weights, name)
@@ -324,7 +324,7 @@ class DiskFolder:
             if isinstance(error, OSError) and error.errno not in _ONE_FILE_ERRNOS:
                 self._turn_off(error)
             elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                # a missing file has just been deleted
+                # a missing file is no error: another process has deleted it
                 self._warn(
                     "read", f"{path} cannot be read, so its tokens are computed: {_describe(error)}"
                 )
@@ -341,7 +341,8 @@ class DiskFolder:
         return parts[0]
 
     def write(self, weights: str, name: str, layers: Layers) -> None:
-        """Writes a block to its file. After an error, does nothing for `RETRY_SECONDS`."""
+        """Writes a block to its file, deleting others to make space. Logs errors instead of raising
+        them; after one, writes nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
         path = self._file(weights, name)
@@ -355,7 +356,7 @@ class DiskFolder:
                     f" ({self.max_bytes:,})",
                 )
                 return
-            # scanned often enough that writes of other processes are noticed
+            # often enough to notice what other processes write
             if self._num_bytes_written + len(content) > self.max_bytes // 32:
                 self._scan()
             if self.num_bytes + len(content) > self.max_bytes:
@@ -386,8 +387,8 @@ class DiskFolder:
 
     def _scan(self) -> list[tuple[float, int, Path]]:
         """Counts the bytes of all files, and deletes partial files of killed processes. Returns
-        `(last use, bytes, path)` of each file, oldest first; the last use in seconds since the
-        epoch."""
+        `(last use, bytes, path)` of each file, least recently used first; the last use is in
+        seconds since the epoch."""
         files = []
         for path in self.path.glob(f"{FOLDER}*/*"):
             with contextlib.suppress(OSError):
@@ -407,7 +408,7 @@ class DiskFolder:
 
     def _trim(self, needed: int) -> None:
         """Deletes the least recently used files until `needed` bytes and a tenth of `max_bytes` are
-        free."""
+        free, and folders that become empty."""
         files = self._scan()
         for _, size, path in files:
             if self.num_bytes + needed <= 0.9 * self.max_bytes:

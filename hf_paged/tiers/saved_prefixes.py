@@ -26,8 +26,9 @@ from .store import PrefixStore, reason_against_saving
 
 @restoring
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
-    """Yields, between two steps, the engine's loop and a store that names and copies its blocks.
-    Before, verifies the cached blocks against the fingerprint of the current weights."""
+    """A context between two steps: verifies the cached blocks against a fingerprint of the current
+    weights, then yields the engine's loop and a store that names and copies the loop's blocks.
+    Raises `ValueError` if the model's blocks cannot be saved, or its weights cannot be tracked."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
@@ -62,7 +63,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 
 def _writable_path(path: Any) -> Path:
-    """Returns `path` as a `Path`. Raises `OSError` unless a file can be written there."""
+    """Returns `path` as a `Path`. Raises `OSError` if its folder is missing, or it is a folder."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
@@ -126,8 +127,8 @@ def save(
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Loads the blocks of a saved file into the pool's prefix cache; returns how many tokens they
-    hold."""
+    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is no saved prefix of the
+    current model, `OutOfBlocksError`, `OSError` from opening it, and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
@@ -160,7 +161,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.node_size
-        # by group: the indices of the nodes whose blocks the query after `num_nodes` nodes sees
+        # by group: the indices of the nodes whose blocks are visible to the token after the prefix
         node_indices = []
         expected = {}
         for group in range(len(manager.groups)):
@@ -181,7 +182,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         with core.memory.changing():
             try:
                 restore_path(store, manager, links, namespace, read)
-            except TierError as error:  # no block stays allocated: needs no recovery
+            except TierError as error:  # raised after `changing`: blocks need no recovery
                 failure = error
         if failure is not None:
             raise failure.cause from failure

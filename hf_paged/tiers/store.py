@@ -39,9 +39,9 @@ from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# bytes of blocks that may wait to be written or confirmed, even if little memory is free
+# bytes of blocks that may wait to be written or confirmed, beside a quarter of the free memory
 QUEUE_BYTES = 256 << 20
-# bytes of unconfirmed blocks, above which the engine computes a fingerprint just to confirm them
+# bytes of unconfirmed blocks above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
 
 
@@ -55,8 +55,8 @@ _Key = tuple[str, str]  # hash of weights and options; hash of tokens, and the g
 
 class PrefixStore:
     """The tiers of one memory, for the layer groups of one manager (`seams.Tier`). Copies evicted
-    blocks to host memory at once, before they are overwritten; a thread, which runs while blocks
-    are unwritten, writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
+    blocks to host memory before they are overwritten; a thread that runs while there are unwritten
+    blocks writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class PrefixStore:
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
         self._num_bytes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
-        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks copied here, back, or not
+        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks: copied, put back, lost
         self._weights_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.in_child(self)
@@ -115,15 +115,15 @@ class PrefixStore:
 
     @property
     def _disk(self) -> DiskFolder | None:
-        """The folder; `None` if there is none or it is off."""
+        """The folder; `None` if there is none, or an error has turned it off."""
         if self._folder is None or self._folder.is_off:
             return None
         return self._folder
 
     @property
     def _weights(self) -> str | None:
-        """Hash of everything besides tokens that determines the content of blocks, the same in
-        every process; `None` without a fingerprint."""
+        """A hash of everything besides tokens that determines the content of blocks, the same in
+        every process; `None` if the memory has no fingerprint of the weights."""
         fingerprint = self.memory.fingerprint
         if fingerprint is None:
             return None
@@ -137,7 +137,7 @@ class PrefixStore:
 
     @property
     def weights(self) -> str:
-        """`_weights`, while there is a fingerprint."""
+        """As `_weights`, if the memory is known to have a fingerprint."""
         weights = self._weights
         assert weights is not None
         return weights
@@ -164,7 +164,7 @@ class PrefixStore:
         with self._lock:
             if self.has(group, digest):
                 return
-            if self._disk is None and not self._host_bytes:  # no tier has space for it
+            if self._disk is None and not self._host_bytes:  # there is no tier
                 return
             try:
                 queued_bytes = self._num_bytes["unwritten"] + self._num_bytes["pending"]
@@ -173,7 +173,7 @@ class PrefixStore:
                     self.num_skipped += 1  # writes are slower than evictions
                     return
                 layers = self.copy_out(group, [block_id])
-            except (MemoryError, OSError, RuntimeError) as error:  # of `psutil` and torch
+            except (MemoryError, OSError, RuntimeError) as error:  # `OSError`: from `psutil`
                 if is_interrupt(error):
                     raise
                 self.num_skipped += 1
@@ -188,8 +188,8 @@ class PrefixStore:
         self._start_writer()
 
     def layers(self, group: int) -> Mapping[int, KVBlocks]:
-        """Returns the layers of a group. Before they are allocated, returns blocks of the same
-        shapes without memory; none if the shapes are unknown."""
+        """Returns the blocks of a group's layers. Before these are allocated, returns blocks of the
+        same shapes without memory, or an empty mapping if the shapes are unknown."""
         allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
         return allocated or self._outlines[group]
 
@@ -228,11 +228,11 @@ class PrefixStore:
         try:
             return self._restore(blocks, sequence)
         except OutOfBlocksError:
-            # then its tokens are computed, once there are free blocks
+            # the sequence's tokens are computed instead, once there are free blocks
             return False
         except TierError as error:
-            # then its tokens are computed. Any other error may have left a change of blocks half
-            # done
+            # its tokens are computed instead. Other errors may have left a change of blocks half
+            # done, so they are raised
             if type(error.cause) not in self.warned_errors:
                 self.warned_errors.add(type(error.cause))
                 message = (
@@ -254,8 +254,8 @@ class PrefixStore:
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether the store has the group's block with this digest, perhaps unconfirmed. `read` may
-        still fail to return it."""
+        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even then,
+        `read` may return `None`."""
         name = _name(group, digest)
         weights = self._weights
         if not self.layers(group):
@@ -267,8 +267,8 @@ class PrefixStore:
             return disk is not None and disk.has(weights, name)
 
     def read(self, group: int, digest: bytes) -> Layers | None:
-        """Returns the content of a block that the current weights computed; `None` if it is
-        missing."""
+        """Returns the content of a block that the current weights computed; `None` if the block is
+        missing, unreadable or unconfirmed. An unconfirmed block is then dropped."""
         name = _name(group, digest)
         key = (self.weights, name)
         with self._lock:
@@ -280,15 +280,15 @@ class PrefixStore:
         layers = None
         if disk is not None:
             layers = disk.read(*key, self.layers(group))
-        if layers is None:  # make `has` return `False` from now on
+        if layers is None:  # so that `has` returns `False` from now on
             with self._lock:
                 entry = self._pending.pop(name, None)
                 self._num_bytes["pending"] -= 0 if entry is None else entry.num_bytes
         return layers
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
-        """Writes the contents of blocks, as `read` returns them, to blocks of the pool. Raises
-        `ValueError` if they do not fit the layers."""
+        """Writes `contents`, at least one, as `read` returns them, to these blocks of the pool.
+        Raises `ValueError` if they do not fit the layers, and torch's errors if memory runs out."""
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers
@@ -310,7 +310,7 @@ class PrefixStore:
         self.num_restored += len(block_ids)
 
     def _add_to_host(self, key: _Key, entry: _Entry) -> None:
-        """Adds a confirmed block to host memory, to be written to disk if there is a folder."""
+        """Adds a confirmed block to host memory, to be written to disk if there is a disk tier."""
         if key in self._host_entries:
             return
         self._host_entries[key] = entry
@@ -321,8 +321,8 @@ class PrefixStore:
         self._trim()
 
     def _trim(self) -> None:
-        """Evicts written blocks from host memory, least recently used first, until they fit its
-        limit. Unwritten blocks do not count."""
+        """Evicts blocks from host memory, least recently used first, until they fit `host_bytes`.
+        Blocks that are still to be written neither count nor are evicted."""
         excess = self._num_bytes["host"] - self._num_bytes["unwritten"] - self._host_bytes
         if excess <= 0:
             return
@@ -341,7 +341,7 @@ class PrefixStore:
             self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
-        """Writes blocks to disk until none is unwritten."""
+        """Writes blocks to disk until there are no unwritten ones."""
         while True:
             with self._lock:
                 key = next(iter(self._unwritten), None)
@@ -359,14 +359,14 @@ class PrefixStore:
                     self._trim()
 
     def wait(self) -> None:
-        """Waits until every evicted block is on disk or its write has failed."""
+        """Waits until the writing thread, if any, has tried to write every confirmed block."""
         thread = self._thread
         if thread is not None:
             thread.join()
 
     def after_fork(self, freed: set[Any]) -> None:
-        """Drops, in a child process, unwritten blocks, which the parent writes, and unconfirmed
-        blocks."""
+        """In a child process: drops the unwritten blocks, which the parent writes, and the
+        unconfirmed ones."""
         self._thread = None
         for key in self._unwritten:
             if key in self._host_entries:
@@ -387,9 +387,9 @@ def make_tier(
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
-    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`): the tier
-    of `blocks`, if it fits the config and the layers, else a new one. If there can be none, returns
-    `None` and the reason."""
+    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`, which must
+    be set): the tier of `blocks` if that has the same config and layers, otherwise a new one. If
+    there can be none, returns `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
     reason = reason_against_saving(memory, blocks)
@@ -420,8 +420,8 @@ def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | No
 
 
 def check(config: PagedConfig) -> None:
-    """Creates the folder of a new pool's disk tier. Raises `OSError` if this process cannot use the
-    folder."""
+    """Creates the folder of a new pool's disk tier, if the config has one. Raises `OSError` if this
+    process cannot use the folder."""
     tiers = PrefixTiers.coerce(config.prefix_tiers)
     if tiers is not None and tiers.disk_path is not None:
         check_folder(os.fspath(tiers.disk_path))
@@ -435,7 +435,7 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
 def _write_all() -> None:
-    """Writes all cached blocks to disk when the process exits."""
+    """At exit, writes all cached blocks to their disk tiers; skips pools that stay locked."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:

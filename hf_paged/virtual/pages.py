@@ -1,6 +1,6 @@
 """Physical pages that can be mapped at several reserved addresses each: pages of an in-memory file
-on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5). Leaves
-the record of mappings to its callers.
+on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5). Callers
+record what they have mapped.
 
 Pages are identified by their offset in an offset space, which takes no memory itself. Unless
 `can_map_over` is true, callers must `map` only at unmapped addresses, and `release` only pages that
@@ -32,7 +32,7 @@ PLANE_BYTES = 1 << 38
 
 
 class Addresses:
-    """A reserved address range, which is freed with this object and the last of its tensors."""
+    """A reserved address range, which is freed once this object and all its tensors are."""
 
     def __init__(
         self,
@@ -50,29 +50,29 @@ class Addresses:
         self.backing: Backing | None = None  # keeps the mapped pages as long as the range
 
     def subrange(self, start: int, size: int) -> Addresses:
-        """Returns the `size` bytes from byte `start` on as a separate object, which keeps this
-        range alive until its last tensor is freed."""
+        """Returns the `size` bytes from byte `start` on as a separate object, which together with
+        its tensors keeps this range alive."""
         return Addresses(self.address + start, size, self._view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Returns the range as a one-dimensional tensor of `dtype`, which may be written to only
-        where pages are mapped."""
+        """Returns the range as a one-dimensional tensor of `dtype`. Only mapped pages of it may be
+        written to or, on a CUDA device, read."""
         with torch.inference_mode(False):  # the tensor outlives the call
             memory = self._view(self)
             return memory.view(dtype)
 
 
 def when_freed(owner: Any, callback: Callable[..., None], *arguments: Any) -> Any:
-    """Calls `callback(*arguments)` once `owner` is freed, but not at interpreter exit. Returns a
-    function that calls it at once instead."""
+    """Calls `callback(*arguments)` when `owner` is freed, but not at interpreter exit. Returns a
+    function that makes this call at once instead; later calls of that function do nothing."""
     finalizer = weakref.finalize(owner, callback, *arguments)
     finalizer.atexit = False
     return finalizer
 
 
 class Backing:
-    """Owns the pages `[offset, offset + size)`: returns them to the system when it is freed with
-    the last `Addresses` that refer to it, or by `release`."""
+    """Owns the pages `[offset, offset + size)`, which return to the system by `release`, or when
+    this object is freed with the last `Addresses` that refer to it."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
@@ -87,9 +87,9 @@ def _release(pid: int, pages: Pages, offset: int, size: int) -> None:
 
 
 class Extents:
-    """Counts the extents of all rows of a process: ranges that are contiguous in addresses and in
-    pages, each of which takes a mapping. Linux allows `vm.max_map_count` mappings per process; rows
-    take at most half, since other allocations need mappings, too."""
+    """Counts the extents of rows: ranges that are contiguous in addresses and in pages, each of
+    which takes a mapping. Linux allows `vm.max_map_count` mappings per process; all rows together
+    take at most half, since other allocations need mappings, too. CUDA has no such limit."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -108,9 +108,9 @@ class Extents:
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns new `Pages` on this device, in units of `page_bytes`, by default the smallest. Raises
-    `ValueError` if the device is unsupported, files in memory are limited, `cuda.bindings` is
-    missing, or `page_bytes` is not a multiple of the device's page size."""
+    """Returns new `Pages` on this device, in units of `page_bytes`, by default the device's page
+    size. Raises `ValueError` if the device is unsupported, file sizes are limited, `cuda.bindings`
+    is missing, or `page_bytes` is not a multiple of the device's page size."""
     has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
     pages: Pages
     if device.type == "cuda":
@@ -133,7 +133,7 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
 
 
 def _check_file_size() -> None:
-    """Raises `ValueError` if the size of files is limited: offsets are far larger than memory."""
+    """Raises `ValueError` if file sizes are limited: our offsets are far larger than memory."""
     import resource  # missing on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -206,7 +206,7 @@ class MemoryFile:
         self.granularity = granularity
         self.extents = _extents()  # of the process
         self._size = 0  # of the offset space
-        self._fds: list[int] = []  # one
+        self._fds: list[int] = []  # one, in a list that the finalizer shares
         when_freed(self, _close, self._fds)  # before the file exists, so that no error leaks it
         self._fds.append(os.memfd_create("hf_paged"))
 
@@ -252,7 +252,7 @@ class MemoryFile:
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
         """Replaces the pages at `starts`, addresses of `size` bytes each in this range, by private
-        copies, which are freed with the range. Raises `MemoryError`."""
+        copies, which are freed with the range. Raises `MemoryError`, perhaps when partly done."""
         runs: list[list[int]] = []  # address and bytes of adjacent pages
         for start in starts:
             if runs and sum(runs[-1]) == start:
@@ -297,8 +297,8 @@ class MemoryFile:
 
 class CudaPages:
     """Pages of a CUDA device, by the driver's virtual memory management, with the methods of
-    `MemoryFile` except `empty_copy`. Any thread may call these: driver calls run in the device's
-    primary context, which is torch's. `api`: the module `cuda.bindings.driver`."""
+    `MemoryFile` except `empty_copy`. Any thread may call these methods: driver calls run in the
+    device's primary context, which is torch's. `api`: by default `cuda.bindings.driver`."""
 
     can_map_over = False
     is_sparse = False
@@ -434,7 +434,7 @@ Pages: TypeAlias = MemoryFile | CudaPages
 
 
 class _CudaArray:
-    """Device addresses as a CUDA array for torch. The tensor keeps them alive."""
+    """Device addresses as a CUDA array, from which torch makes a tensor that keeps them alive."""
 
     def __init__(self, addresses: Addresses) -> None:
         self._addresses = addresses

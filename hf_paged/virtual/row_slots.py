@@ -1,5 +1,5 @@
-"""Assigns rows to slots, address ranges that are used alike in all layers, and plans the portable
-attention of rows in slots. Reads and writes no tensor, and leaves mapping to `mappings.py`."""
+"""Assigns rows to slots (address ranges), alike in all layers, and plans the portable attention of
+rows in slots. Accesses no keys or values; `mappings.py` maps the slots."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..step import StepMetadata
 
 MIN_ROWS = 64
 MAX_ROWS = 1024
-BACKOFF_STEPS = 256  # steps that gather rows before rows are mapped again
-MAX_READING_STEPS = 8  # references in a row above which dead ones are dropped
-MIN_ROW_TOKENS = 4096  # minimum tokens in a slot: its addresses take no memory
+BACKOFF_STEPS = 256  # steps that gather rows after mapping failed
+MAX_READING_STEPS = 8  # a row's references to steps above which dead ones are dropped
+MIN_ROW_TOKENS = 4096  # minimum tokens in a slot: unmapped addresses take no memory
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Row:
     has_padding: bool = False  # whether padding precedes the first block
     version: int = 0  # counts changes
     assigned_version: int = 0  # the version at which the row replaced an unrelated one
-    # block ids by position, if mappings are kept: of this row, and after these of earlier rows
+    # if mappings are kept: block ids by position, of this row and, past its end, of earlier rows
     mapped: list[int | None] = field(default_factory=list)
     reading_steps: list[weakref.ref[StepMetadata]] = field(default_factory=list)
     last_used: int = 0  # `RowSlots._clock` at the last step
@@ -55,7 +55,7 @@ class Row:
 
 
 class BlockSpan(NamedTuple):
-    """The blocks of a step's row, in positions of its slot."""
+    """The blocks of a row of a step, at positions of the row's slot."""
 
     first: int  # position of the first block, in blocks
     ids: list[int]
@@ -67,7 +67,7 @@ class Placement:
     """Where the rows of a step are mapped."""
 
     slots: list[int]  # by row
-    offsets: list[int]  # by row: position in the slot of the row's first table entry, in tokens
+    offsets: list[int]  # by row: tokens from the slot's start to the first block of the row's table
 
 
 class RowViews(NamedTuple):
@@ -89,8 +89,8 @@ class RowViews(NamedTuple):
 
 
 def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
-    """Returns the parts of a step whose rows are contiguous in memory. The rows of a part have the
-    same geometry and consecutive slots."""
+    """Returns the parts of a step, each row of which is contiguous in memory. The rows of a part
+    have the same geometry and offset, and consecutive slots."""
     geometries, is_complete = geometries_of(step)
     heads = slice(0, kv_heads)
     parts = []
@@ -114,8 +114,8 @@ def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
 
 
 class RowSlots:
-    """The slots of a storage, which have the same rows in all layers. `keeps_mappings`: whether
-    slots keep the mappings of finished rows, for new rows with most of the same blocks."""
+    """The slots of a storage; each has the same row in all layers. `keeps_mappings`: whether slots
+    keep the mappings of finished rows, for new rows that have most of the same blocks."""
 
     def __init__(self, keeps_mappings: bool = True) -> None:
         self.lock = forks.rlock()
@@ -124,7 +124,7 @@ class RowSlots:
         self.rows = [Row() for _ in range(MIN_ROWS)]  # by slot
         self._num_gathering_steps = 0  # remaining steps that gather after mapping failed
         self._slot_by_last_block: dict[int, int] = {}  # may be out of date
-        # by number of rows: the first slot of the consecutive slots that these got last
+        # by number of rows: the first of the consecutive slots that this many rows got last
         self._last_runs: dict[int, int] = {}
         self._clock = 0  # counts steps
 
@@ -133,8 +133,9 @@ class RowSlots:
         return len(self.rows)
 
     def place(self, step: StepMetadata, are_consecutive: bool) -> Placement | None:
-        """Assigns slots to the rows of a step, consecutive ones if `are_consecutive`; returns
-        `None` if too few are free, after `back_off`, or if the host does not know the lengths."""
+        """Assigns slots to the rows of a step, consecutive ones if `are_consecutive`. Returns
+        `None` if there are no rows, if the host does not know their lengths, if too few slots are
+        free, or for `BACKOFF_STEPS` steps after `back_off`."""
         num_rows = step.num_rows
         if len(step.seq_lens) != num_rows or not num_rows:
             return None
@@ -147,7 +148,7 @@ class RowSlots:
         else:
             tables = step.block_tables.tolist()
         origins = step.origins or (0,) * num_rows
-        # a row begins in its slot at the block of its origin in the sequence or the columns
+        # in its slot, a row begins at the block of its origin in the sequence or the columns
         rows = [
             BlockSpan(origin // size, ids[: -(-length // size)], origin + length)
             for origin, ids, length in zip(origins, tables, step.seq_lens)
@@ -188,8 +189,9 @@ class RowSlots:
         are_consecutive: bool,
         has_padding: bool,
     ) -> list[int] | None:
-        """Returns the slots of the rows' last steps, and free slots for new rows; `None` if too few
-        are free."""
+        """Returns the slots of the rows' last steps, and free slots for new rows; with
+        `are_consecutive` a free run instead, unless the rows' last slots are consecutive. Returns
+        `None` if too few slots are free."""
         assigned: set[int] = set()
         last_slots: list[int | None] = []  # by row; `None` for new rows
         for row in rows:
@@ -224,8 +226,8 @@ class RowSlots:
         return slots
 
     def _num_reusable(self, row: BlockSpan, slot: int) -> int:
-        """Returns how many blocks of a row are still mapped in a slot; 0 unless most of them are:
-        the slot's mappings may fit another row better."""
+        """Returns how many of a row's blocks are still mapped in a slot; 0 unless most of them are,
+        since the slot's mappings may fit another row better."""
         ids = row.ids
         mapped = self.rows[slot].mapped[row.first : row.first + len(ids)]
         num_mapped = sum(map(operator.eq, mapped, ids))
@@ -239,8 +241,8 @@ class RowSlots:
         assigned: set[int],
         has_padding: bool,
     ) -> int | None:
-        """Returns the slot of the row's last step, by one of the row's last two blocks; `None` if
-        there is none."""
+        """Finds the slot of the row's last step by one of the row's last two blocks; returns `None`
+        if there is none outside `assigned`, or if that would unmap blocks that other steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
@@ -260,10 +262,10 @@ class RowSlots:
         span: BlockSpan,
         has_padding: bool,
     ) -> bool:
-        """Whether `span` only appends blocks to the row, so that other steps may go on reading the
-        slot: no block that they read is unmapped."""
+        """Whether `span` has the row's blocks, except perhaps leading ones, and only appends
+        others: no block is unmapped, so other steps may go on reading the slot."""
         num_skipped = span.first - row.first  # leading blocks of the row that `span` lacks
-        # with padding, the blocks before the row's first are unmapped
+        # with padding, the blocks before those of `span` must be unmapped
         keeps_leading = num_skipped == 0 or (num_skipped > 0 and not has_padding)
         if not keeps_leading:
             return False
@@ -271,8 +273,9 @@ class RowSlots:
         return row.block_ids[num_skipped:] == span.ids[:num_shared]
 
     def _consecutive_slots(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
-        """Returns a run of consecutive free slots, one per row: that of the last step with as many
-        rows or, if it is in use or mappings may be reused, the best; `None` if there is none."""
+        """Returns a run of consecutive free slots, one per row: the last run for the same number of
+        rows or, if that is in use or new rows might reuse mappings, the best run, for which slots
+        are added if necessary; `None` if there would be too many."""
         num_rows = len(rows)
         begin = self._last_runs.get(num_rows)
         is_free = False
@@ -312,7 +315,7 @@ class RowSlots:
         return best
 
     def _grow(self, num_slots: int) -> bool:
-        """Adds slots until there are at least `num_slots`; returns whether that is allowed."""
+        """Adds slots until there are at least `num_slots`; returns `False` above `MAX_ROWS`."""
         if num_slots > MAX_ROWS:
             return False
         if len(self.rows) < num_slots:
@@ -329,16 +332,16 @@ class RowSlots:
         ids: list[int],
         end: int,
     ) -> None:
-        """Makes a step's row the content of a slot. `first`, `ids` and `end`: as in `BlockSpan`."""
+        """Assigns a row of a step to a slot. `first`, `ids` and `end`: as in `BlockSpan`."""
         row = self.rows[slot]
         has_padding = step.has_padding
         if row.is_free:
             row.reading_steps.clear()
-        elif first > row.first:  # some layers may not have mapped blocks yet that other steps read
+        elif first > row.first:  # other steps read earlier blocks, which a layer may map only later
             earlier_ids = row.block_ids[: first - row.first]
             ids = earlier_ids + ids
             first = row.first
-        is_shorter = end < row.end  # rows only grow: this is another row with the same blocks
+        is_shorter = end < row.end  # rows only grow, so this is another row
         is_another = is_shorter and not self._keeps_mappings
         content = (row.first, row.block_ids, row.has_padding)
         is_changed = content != (first, ids, has_padding)
@@ -346,9 +349,8 @@ class RowSlots:
         row.end = end
         if is_changed or is_another:
             overlaps = bool(ids) and row.holds(first, ids[0])
-            row.version += (
-                1  # before the change, so that after an interrupt blocks are mapped again
-            )
+            # before the change, so that blocks are mapped again after an interrupt
+            row.version += 1
             if is_shorter or not overlaps:
                 row.assigned_version = row.version
             row.first, row.block_ids, row.has_padding = first, ids, has_padding

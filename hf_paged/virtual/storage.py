@@ -2,8 +2,8 @@
 mapped at the block's address, which kernels, copies and files use, and again in the slot (address
 range) of every row that reads it.
 
-A row's next step finds the row's slot by its last block, maps new blocks there, and reads plain
-strided tensors. So this storage need not be notified when rows begin, fork or end.
+A row's next step finds the row's slot by the row's last block, maps new blocks there, and reads the
+slot as a strided tensor. So this storage need not be notified when rows begin, fork or end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# maximum address space reserved for the blocks of a layer: growing beyond it moves the blocks
+# address space for a layer's blocks, unless more are reserved: growing beyond it moves the blocks
 MAX_RESERVED_BYTES = 64 << 30
-# a pool grows by this many runs of `1 + blocks_ahead` blocks, so that rows can begin with free runs
+# a pool without a limit grows by at least this many runs of `1 + blocks_ahead` blocks, so that new
+# rows find free runs
 RUNS_PER_GROWTH = 16
 
 
@@ -55,9 +56,9 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` blocks (`block_pool.BlockSelector`), each the one after the block before, at
-    first the last of `after`. If that is not free, takes the first block of a free run of
-    `run_length`, or else the free block with the lowest id."""
+    """Takes `count` free blocks (`block_pool.BlockSelector`), each with the id after that of the
+    previous block, which for the first is the last of `after`. If no such block is free, takes the
+    first block of an aligned free run of `run_length` or, without one, the lowest free id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -83,10 +84,10 @@ def fit_blocks(
     model_config: Any,
     device: torch.device,
 ) -> PagedConfig:
-    """Returns `config` with a block size of which, in half precision, a block's keys of one head
-    fill whole pages, or with large pages its keys and values of all heads. Keeps a larger size.
-    Reads head sizes from `model_config`. Raises `ValueError` if pages cannot be mapped or are too
-    large."""
+    """Returns `config` with the smallest block size at which, in half precision, one head's keys in
+    a block fill whole pages or, if pages are large, the keys and values of all heads do. Returns
+    `config` itself if its size is larger, even if that fills no pages, or if it has another
+    storage. Raises `ValueError` if pages cannot be mapped, or are too large for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -109,8 +110,8 @@ def fit_blocks(
 
 
 def _kv_shape(config: Any) -> tuple[int, int]:
-    """Returns the number of KV heads and the head dim; for layers that differ, greatest common
-    divisors of each."""
+    """Returns the number of KV heads and the head dim; where layers differ, the greatest common
+    divisor of each."""
     text_config = None
     if config is not None:
         text_config = config.get_text_config(decoder=True)
@@ -167,8 +168,8 @@ class LayerRows:
     def _map_rows(
         self, step: StepMetadata, are_consecutive: bool
     ) -> tuple[Placement, RowMappings] | None:
-        """Maps the rows of a step; returns their slots and the mappings, or `None` if they cannot
-        be mapped. The caller holds the slots' lock."""
+        """Maps the rows of a step, if `are_consecutive` in consecutive slots; returns their slots
+        and the mappings, or `None` if that fails. The caller holds the slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, are_consecutive)
         if placement is None:
             return None
@@ -185,8 +186,8 @@ class LayerRows:
                 return None
 
     def _update_mappings(self, placement: Placement) -> RowMappings:
-        """Maps the blocks in the placement's slots that this layer has not mapped yet. Raises
-        `MemoryError`."""
+        """Maps those blocks of the placement's rows that this layer has not mapped yet; returns the
+        layer's mappings. Raises `MemoryError`."""
         slots = self.slots
         shape = (slots.num_slots, slots.max_len)
         stale_slots = placement.slots
@@ -214,7 +215,7 @@ class LayerRows:
 
     def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as a view `(rows, heads, len(columns), dim)`,
-        with zeros for padding; `None` if no single view covers the rows."""
+        with zeros for padding; `None` if no single view covers the rows, or none is allowed."""
         columns = step.columns
         size = step.block_size
         if columns is None or not len(columns):
@@ -239,20 +240,20 @@ class LayerRows:
             return mappings.borrow_view(is_value, slots, first, end)
 
     def preserve_views(self) -> None:
-        """Preserves borrowed views that are still alive (`RowMappings.preserve`). Call before
-        blocks in them are mapped over or written to."""
-        mappings = self.mappings  # read once, since another thread may replace it
+        """Preserves borrowed views that are still alive (`RowMappings.preserve`). Must be called
+        before their blocks are mapped over or written to."""
+        mappings = self.mappings  # read once: another thread may replace it
         if mappings is not None and mappings.borrowed_views:
             with self.slots.lock:
                 if self.mappings is not None and self.mappings.preserve():
                     self.mappings = None
 
     def grow(self, num_blocks: int) -> None:
-        """Moves the blocks to new addresses, enough for `num_blocks`. If it raises `MemoryError`,
-        nothing has changed."""
+        """Moves the blocks to new addresses, with room for `num_blocks` blocks. If it raises
+        `MemoryError`, they have not moved."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
-            self.preserve_views()  # the new regions have the pages of the views
+            self.preserve_views()  # the new regions write to the same pages
             self.regions = regions
 
     def close(self) -> None:
@@ -267,8 +268,8 @@ class LayerRows:
                 region.close()
 
     def remap(self, pages: Pages, slots: RowSlots) -> None:
-        """In a child process: maps these pages at the blocks' addresses in place of the parent's,
-        and no rows."""
+        """In a child process: maps `pages` at the blocks' addresses in place of the parent's pages,
+        but no rows in `slots` yet."""
         self.slots = slots
         self.mappings = None
         for region in self.regions:
@@ -287,8 +288,8 @@ class MappedStorage(BlockStorage):
         config: VirtualStorage,
         before_move: Callable[[], None],
     ) -> None:
-        """`before_move`: called before blocks move to other addresses, to gather all handles: after
-        a fork, the child's own pages are mapped only at the current addresses."""
+        """`before_move`: gathers all handles. It is called before blocks move to other addresses,
+        since after a fork the child maps its own pages only at the latest addresses."""
         super().__init__(block_size, pool, spec)
         self._copier = BlockCopier(can_launch=False)
         self.config = config
@@ -296,7 +297,7 @@ class MappedStorage(BlockStorage):
         self.pages: Pages | None = None
         # for a child process: ids and content of the blocks in use, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
-        # also of layers that were dropped, whose views may still be alive
+        # includes those of dropped layers, whose views may still be alive
         self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
@@ -347,8 +348,8 @@ class MappedStorage(BlockStorage):
         return num_bytes
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
-        """Returns at least the number of blocks that fill `MAX_RESERVED_BYTES`, unless addresses
-        are limited: addresses cost nothing, and blocks then rarely move as the pool grows."""
+        """Unless addresses are limited, returns at least the number of blocks that fill
+        `MAX_RESERVED_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
         num_addressable = 0
         if address_limit() is None:
             num_addressable = MAX_RESERVED_BYTES // max(block_bytes, 1)
@@ -418,8 +419,8 @@ class MappedStorage(BlockStorage):
         super().copy_blocks(copies)
 
     def before_fork(self) -> None:
-        """Copies the content of used and cached blocks for the child: the two processes would share
-        the mapped pages."""
+        """Copies the content of used and cached blocks for the child, which would share the mapped
+        pages with the parent."""
         if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._layer_rows):
@@ -434,7 +435,7 @@ class MappedStorage(BlockStorage):
         self._child_contents = {}
 
     def after_in_child(self) -> None:
-        """Maps new pages at the blocks' addresses, and restores their content."""
+        """Maps new pages at the blocks' addresses, and restores the content of the blocks."""
         if not isinstance(self.pages, MemoryFile):
             return
         contents = self._child_contents
@@ -452,13 +453,13 @@ _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
 def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
-    """Unmaps, in all storages, the slots that no step reads, except the slots of `placement` in
-    `placed_in`. The caller holds the lock of `placed_in`."""
+    """Unmaps the slots that no step reads, in all storages that no other thread is using, except
+    the slots of `placement` in `placed_in`. The caller holds the lock of `placed_in`."""
     for storage in list(_storages):
         slots = storage.slots
         with attempt(slots.lock) as is_held:
             if not is_held:
-                continue  # in use by another thread
+                continue
             excepted_slots = set(placement.slots) if slots is placed_in else ()
             free_slots = (slot for slot, row in enumerate(slots.rows) if row.is_free)
             idle_slots = [slot for slot in free_slots if slot not in excepted_slots]

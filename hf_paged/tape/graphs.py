@@ -140,8 +140,8 @@ class StepGraphs:
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs if they were recorded in another state of the model or of torch's
-        options; in-place changes of weights do not matter. `reads_keys`, as in `Recorder.begin`,
-        takes effect only then; a recording that raises `KeysReadError` sets it, too."""
+        options, or without `reads_keys` (as in `Recorder.begin`); in-place changes of weights do
+        not matter. A recording that raises `KeysReadError` sets `reads_keys`, too."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -158,8 +158,11 @@ class StepGraphs:
             self._persistent_storages = storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
-            self.reads_keys = reads_keys
+            self.reads_keys = False
             self.lengths = LengthRange()
+        if reads_keys and not self.reads_keys:
+            self.clear()  # tables had room for more keys
+            self.reads_keys = True
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
         """As `Recorder.run_ahead`."""

@@ -48,13 +48,13 @@ def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
     if not isinstance(entry, Linear):
         return False
     for candidate in reversed(earlier):
+        if candidate.writes & entry.reads:
+            return False
         if isinstance(candidate, Linear) and candidate.merge_key == entry.merge_key:
             has_space = len(candidate.pieces) < MAX_PIECES
             if has_space:
                 candidate.pieces += entry.pieces
             return has_space
-        if candidate.writes & entry.reads:
-            return False
     return False
 
 

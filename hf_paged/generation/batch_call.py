@@ -41,8 +41,8 @@ from ..topics import Topic
 from .call import Call, caches_in
 from .candidate import RIGHT_PADDED, Candidate
 
-# The prefix cache requires a fingerprint of all weights, which takes about as long as computing this
-# many tokens.
+# The prefix cache requires a fingerprint of all weights, which takes about as long as computing
+# this many tokens.
 MIN_CACHED_TOKENS = 128
 # Replays require reading the model's state, which takes at least as long as running this many steps
 # without them.

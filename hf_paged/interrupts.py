@@ -43,9 +43,9 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ends_with_calls(owner: Any) -> None:
-    """Makes each outermost guarded call end with `owner.end_calls()` if that call, or a guarded call
-    within it, has raised. The thread then has no other call in progress, so the owner, which is
-    referenced weakly, can drop the state that the thread's calls left there."""
+    """Makes each outermost guarded call end with `owner.end_calls()` if that call, or a guarded
+    call within it, has raised. The thread then has no other call in progress, so the owner can drop
+    the state that the thread's calls left in it. The owner is referenced weakly."""
     _owners.add(owner)
 
 
@@ -183,8 +183,8 @@ def _end_calls() -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clears the frames of hf_paged and torch in a traceback, since a notebook keeps tracebacks: our
-    frames may hold blocks that no sequence has yet, and torch's may hold its inference mode."""
+    """Clears the frames of hf_paged and torch in a traceback, which a notebook may keep. Our frames
+    may hold blocks that no sequence has yet, and torch's frames its inference mode."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
@@ -194,8 +194,8 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def ensure_done(undo: Callable[[], object]) -> None:
-    """Calls `undo`, which must be idempotent. If it raises, for instance since an interrupt arrived,
-    calls it once more and raises the first error."""
+    """Calls `undo`, which must be idempotent. If an interrupt or another error ends it, calls it
+    once more, then raises that error."""
     try:
         undo()
     except BaseException:

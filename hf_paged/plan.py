@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
-    """The tokens that a step computes. For row `i` these are the `counts[i]` tokens after the first
-    `starts[i]`, which are in the blocks of `sequences[i]`; its tables have slots for the new ones.
-    A count includes the row's draft, which follows its last token. Decodes come first.
+    """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` after
+    the first `starts[i]`. The sequence's blocks hold those, and have slots for the new tokens. A
+    count includes the row's draft, which follows its last token. Decodes come first.
 
-    A plan advances no row: the loop that commits it does, once the forward has run."""
+    A plan advances no row: the loop does, when it commits the plan after the forward."""
 
     sequences: Items[Any]
     starts: Items[int]
@@ -32,7 +32,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)`. Decodes must come first."""
+        """Plans `count` more tokens of each `(sequence, count)` in `rows`, decodes first."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -66,7 +66,8 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """Returns the plan of these rows alone, in this order. Decodes must come first."""
+        """Returns the plan of these rows alone, in this order, which must have decodes first.
+        `admitted` and `preempted` are empty."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         num_decodes = _count_decodes(counts, num_logits)
@@ -88,8 +89,8 @@ class StepPlan:
         return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
-        """Returns a hash of the data that must be the same in every process that runs this step;
-        block ids may differ."""
+        """Returns a hash of the data that must be the same in every process that runs this step,
+        without block ids, which may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
             num_drafted = len(sequence.draft)

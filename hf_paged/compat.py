@@ -392,8 +392,7 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 def split_heads(model: Any) -> tuple[int, int] | None:
     """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
-    of processes over which they are sharded; `None` if they are not sharded, or if their number is
-    not in the config."""
+    of processes over which they are sharded; `None` if they are not, or their number is unknown."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
     split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

@@ -163,9 +163,8 @@ class PrefixTiers:
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device, also for blocks
-            that are on disk; those still to be written do not count. A pool in host memory has no
-            host tier.
+            Maximum host memory in bytes for blocks of a pool on another device, on disk or not,
+            except those still to be written. A pool in host memory has no host tier.
 
     Raises:
         ValueError: if a value is out of range.

@@ -21,8 +21,7 @@ _fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """Makes a lock that is free in a child process. The thread that holds it must not fork: the
-    lock would be reset in the child although that thread still holds it."""
+    """Makes a lock that is free in a child process. The thread that holds it must not fork."""
     new_lock = threading.Lock()
     _locks.add(new_lock)
     return new_lock
@@ -38,8 +37,7 @@ def rlock() -> threading.RLock:
 
 def in_child(listener: Any) -> None:
     """Makes child processes call `listener.after_fork(freed)`. `freed` are the locks that other
-    threads held at the fork: state that these locks guard may be half changed. The listener is
-    referenced weakly."""
+    threads held at the fork: the state that these locks guard may be half changed."""
     _child_listeners.add(listener)
 
 

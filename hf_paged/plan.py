@@ -66,8 +66,7 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """Returns the plan of these rows alone, in this order, which must have decodes first.
-        `admitted` and `preempted` are empty."""
+        """Returns the plan of these rows alone, in this order: decodes must come first."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         num_decodes = _count_decodes(counts, num_logits)

@@ -178,9 +178,8 @@ class Capability:
         kind: Any = None,
     ) -> Any:
         """Returns the verdict that the caller keeps, if it is still valid; otherwise the first of
-        `structure.reasons_against` or, if there are none, the result of `check`. The check runs
-        several short forwards, once for each `_code_key` of the model and `kind` of call. Returns
-        a reason, and does not raise, if a forward fails."""
+        `structure.reasons_against`, if any, or the result of `check`. The check runs several short
+        forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._checked(check, layout, prompts, kind)

@@ -399,8 +399,7 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
 def _logits_behind_text(
     runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
 ) -> Tensor:
-    """The logits of two steps of the only row of `Prompts`. A packed step first caches the
-    `num_text` tokens of text at the beginning of its prompt."""
+    """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
     (row,) = runner.add_prompts(prompts, new_tokens)
     text = runner.add(row.tokens, num_text)
     runner.advance([text])

@@ -64,9 +64,8 @@ def has_foreign_hook(module: nn.Module) -> bool:
 
 def code_of(function: Any, visited: set[int] | None = None) -> Any:
     """A hashable key for the computation of a function, method, callable object, wrapper or hook:
-    its code, the scalars in its closure, its defaults and the attributes of the object to which it
-    belongs, and the keys of callables among these. Callables that were created alike have equal
-    keys. A key keeps code and classes alive."""
+    its code, the scalars in its closure, defaults and attributes, and the keys of callables among
+    these. Callables that were created alike have equal keys. A key keeps code and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
         return function

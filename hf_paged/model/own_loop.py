@@ -67,9 +67,8 @@ def prepare(
     num_new: int = 1,
     num_cached: int = 0,
 ) -> dict[str, Any]:
-    """Returns the arguments of the model's forward. In the first step of the rows, all tokens of
-    `ids` `(rows, length)` but the first `num_cached` are new; in later steps, only the last
-    `num_new`."""
+    """Returns the arguments of the model's forward. In the rows' first step, all tokens of `ids`
+    `(rows, length)` but the first `num_cached` are new; in later steps, the last `num_new`."""
     has_encoder = bool(model.config.is_encoder_decoder)
     embeds = inputs.get("inputs_embeds")
     tokens = embeds if is_first_step and embeds is not None and not has_encoder else ids
@@ -81,8 +80,7 @@ def prepare(
 
 
 def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inputs from which `prepare` prepares the next step. `outputs`, `inputs`: those of
-    this step."""
+    """Returns the inputs from which `prepare` prepares the step after this one."""
     has_encoder = bool(model.config.is_encoder_decoder)
     updated: dict[str, Any] = compat.update_inputs(
         model, outputs, inputs, is_encoder_decoder=has_encoder

@@ -347,8 +347,8 @@ class Reading:
         return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """Describes the first `_MAX_ITEMS` items of a container, or attributes of an object:
-        scalars by their values, others by their types."""
+        """Describes up to `_MAX_ITEMS` items of a container, or attributes of an object: scalars by
+        their values, others by their types."""
         container = value if isinstance(value, _CONTAINER_TYPES) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]
@@ -374,8 +374,7 @@ class Reading:
         return "function", function.__qualname__, code, described_defaults, cells, attributes
 
     def _add_method(self, name: str, function: Any) -> None:
-        """Keeps a function of a user class until code names it: then the function's globals are
-        described. Of library functions, notes the names that they read."""
+        """Keeps a user class's function until code names it; notes names in library functions."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):
@@ -392,8 +391,7 @@ class Reading:
         self._names |= names
 
     def _follow(self, function: Any) -> Any:
-        """Describes the globals that a function of user code reads by name; `None` for library code
-        and for functions that have been followed already."""
+        """Describes the globals that a function of user code reads by name, once per function."""
         module_name = globals_module(function)
         if function in self._followed or not is_user_module(module_name):
             return None

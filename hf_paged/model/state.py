@@ -115,8 +115,7 @@ class ModelState(Reading):
 
     def addresses(self) -> bytes:
         """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
-        every module's mode and the scalars in containers and objects that closures hold. Does not
-        raise for `undetectable` changes."""
+        every module's mode and the scalars in containers and objects that closures hold."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
         return self._digest([pointers, self._modes, self._closure_scalars])
 
@@ -177,10 +176,9 @@ class ModelState(Reading):
         """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
         check of microseconds compares modules, tensors and the tensors' addresses; the identities
         of attributes, hooks, functions, closures and globals; and, if watched, the versions of
-        tensors and on the CPU the content of one random cache line of each tensor. On the CPU it
-        thus detects writes that change neither version nor address if they are to whole tensors,
-        but may miss those to a few elements. After `False`, the model may still be equal
-        (`is_like`)."""
+        tensors and on the CPU the content of one random cache line of each tensor. Of writes that
+        change neither version nor address, it thus detects only those on the CPU, and may miss
+        those to a few elements. After `False`, the model may still be equal (`is_like`)."""
         self.mark_unverified()
         if self._values is None or not self.is_in_place():
             return False

@@ -72,8 +72,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_of_model(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, and the tensors among its modules' other
-    attributes."""
+    """The parameters and buffers of a model, and tensors in other attributes of its modules."""
     values = (value for module in model.modules() for value in vars(module).values())
     attributes = (value for value in values if isinstance(value, Tensor))
     return [*model.parameters(), *model.buffers(), *attributes]

@@ -57,8 +57,7 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def notes_of(model: nn.Module) -> Notes:
-    """The notes on a model with its modules in their current modes. Callers must not change
-    them."""
+    """The notes, read-only, on a model with its modules in their current modes."""
     notes_by_modes = _notes.get(model)
     return _NO_NOTES if notes_by_modes is None else notes_by_modes.get(_modes(model), _NO_NOTES)
 

@@ -147,7 +147,7 @@ class PrefixTiers:
     A block is copied to host memory when it is evicted, when its pool is released or when the
     process ends. A thread writes it to disk once the weights that computed it are fingerprinted: at
     the latest when 64 MiB are waiting or an engine has no more requests. If blocks arrive faster
-    than the disk can write them, blocks are skipped while more than 256 MiB and a quarter of the
+    than the disk can write them, blocks are skipped while more than 256 MiB plus a quarter of the
     free memory are waiting. If the disk is full, writing is tried again after a minute. If the
     folder itself fails later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new
     engine, or a call after `free`, tries it again. An engine that is garbage-collected without
@@ -163,8 +163,8 @@ class PrefixTiers:
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device, on disk or not,
-            except those still to be written. A pool in host memory has no host tier.
+            Maximum host memory in bytes for blocks of a pool on another device, not counting those
+            still to be written to disk. A pool in host memory has no host tier.
 
     Raises:
         ValueError: if a value is out of range.
@@ -287,8 +287,8 @@ class PagedConfig:
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
-            change. Without a limit, an engine keeps at most two cached blocks for each block of the
-            largest number that it has had in use at once.
+            change. Without a limit, an engine keeps at most twice as many cached blocks as it has
+            ever had in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -355,7 +355,7 @@ class PagedConfig:
         storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
             `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
             model's custom attention code, and hosts without a C++ compiler, read keys and values
-            without gathering. A `block_size` too small to fill whole pages is raised. Not with
+            without gathering. A `block_size` too small to fill whole pages is increased. Not with
             `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the details. `"blocks"`:
             keys and values are in blocks only.
 

@@ -63,13 +63,13 @@ class Drafter(Protocol):
         """Called before each step. Returns drafts (`decoding.base.Draft`) of token ids below
         `num_embeddings`, for attached rows that have a `Generation.sequence_to_draft`. `num_rows`:
         the open rows of running requests, attached or not. An error returned for a row ends that
-        row; a raised error ends the step and reaches its caller, after recovery."""
+        row; a raised error ends the step and, after recovery, reaches the step's caller."""
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         """Called after a step has verified a row's draft and appended the new tokens."""
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Called after a step's forward, which had no tokens of prompts."""
+        """Called after the forward of each step that has only decodes and drafts."""
 
     def reclaim(self) -> bool:
         """Frees the drafter's own blocks for other uses; returns whether it had any."""

@@ -151,7 +151,7 @@ def _is_expected(error: Exception) -> bool:
 def invariance_check(trial: Trial) -> str | None:
     """Why rows are not batch-invariant: the reason of `self_check`, or that the logits of a step
     are not bitwise equal to those of each row alone, or the logits of a prefill to those of
-    decodes; `None` if they are. Raises as `self_check`."""
+    decodes; `None` if all are equal. Raises as `self_check`."""
     layout = self_check(trial)
     if isinstance(layout, str):
         return layout
@@ -441,8 +441,8 @@ Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes the attributes that each forward overwrites and none reads, and those that forwards of
-    the engine overwrite and later forwards read (`writes.Notes`), from the writes of the trial."""
+    """Notes (`writes.Notes`), of the attributes that the trial's forwards wrote: those that each
+    forward overwrites and none reads, and those that the engine's overwrite and later ones read."""
     last_writes: Writes = {}
     by_engine = set[WriteKey]()
     for write in trial.writes:

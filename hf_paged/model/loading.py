@@ -57,8 +57,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: 
         except (OSError, ValueError) as failure:
             error = error or failure
         else:
-            # without files, transformers makes a tokenizer with only the special tokens of its
-            # class and, for T5, the marker of spaces: skipped
+            # without files, transformers makes a useless tokenizer: it has only the special tokens
+            # of its class and, for T5, the marker of spaces
             if len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1:
                 return tokenizer
     message = (

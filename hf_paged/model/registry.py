@@ -41,7 +41,7 @@ class Route:
         road (`str`): `"engine"`: the engine runs the forwards, packed or with rows side by side,
             and rows leave the batch when they end; `"rows"`: an engine runs a forward for each
             request; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: the same
-            loop without a paged cache; `"undecided"`: `hf_paged inspect` could not find out.
+            loop without a paged cache; `"undecided"`: `inspect` could not find out.
         reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
         in_place (`bool`): Attention read cached keys and values through block tables, without
             gathering them first.
@@ -261,6 +261,6 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
 
 @guarded
 def check_integrity(model: Any) -> None:
-    """Raises `AssertionError` unless the model's pool, if any, agrees with its live block tables."""
+    """Raises `AssertionError` unless the model's pool, if any, agrees with live block tables."""
     for memory in _memories_of(model):
         memory.check_integrity()

@@ -194,8 +194,8 @@ class Trial:
     def difference(
         self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
     ) -> str | None:
-        """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance,
-        otherwise `None`. `quantity` and `how` are for the message. As `excess_of`."""
+        """Returns a message, with `quantity` and `how`, if logits `(n, vocab_size)` differ by more
+        than the tolerance (`excess_of`); otherwise `None`."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:

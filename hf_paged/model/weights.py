@@ -98,7 +98,7 @@ class WeightsGuard:
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
-        periods; if there is none, all blocks. Returns whether it is unchanged."""
+        periods; if there is none, drops all blocks. Returns whether it is unchanged."""
         weights = self._fingerprint(self._model, state)
         current = None
         if weights is not None:

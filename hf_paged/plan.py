@@ -14,8 +14,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
     """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` after
-    the first `starts[i]`. The sequence's blocks hold those, and have slots for the new tokens. A
-    count includes the row's draft, which follows its last token. Decodes come first.
+    the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new.
+    A count includes the row's draft, which follows its last token. Decodes come first.
 
     A plan advances no row: the loop does, when it commits the plan after the forward."""
 

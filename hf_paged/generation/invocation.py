@@ -42,8 +42,8 @@ class Invocation:
         return self.kwargs.get("generation_config", positional)
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option of `generate`; `None` if it is not set. The first of these
-        decides: the keyword, even if `None`; `generation_config`; the model's generation config."""
+        """Returns the value of an option of `generate`; `None` if it is not set. The first that is
+        set decides: the keyword, also as `None`; `generation_config`; the model's own config."""
         if name in self.kwargs:
             return self.kwargs[name]
         model_config = getattr(self.model, "generation_config", None)

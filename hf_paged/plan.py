@@ -25,7 +25,7 @@ class StepPlan:
     num_logits: Items[int]  # per row: one after its last token, and one for each draft token
     num_decodes: int  # leading rows that compute one token, or their last token and a draft
     has_drafts: bool = False
-    has_inputs: bool = False  # rows may have inputs beside token ids
+    has_inputs: bool = False  # rows may have inputs besides token ids
     has_chunks: bool = False  # there are rows after the decodes
     admitted: Collection[Any] = ()  # requests that begin to run in this step
     preempted: Collection[Any] = ()  # requests that lost their blocks to this step

@@ -38,7 +38,7 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, beside "stream"
+_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
 
 
 class _Worker:

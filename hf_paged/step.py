@@ -116,7 +116,7 @@ class StepMetadata:
     seq_lens: tuple[int, ...]
     starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
-    causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
+    causal: bool = True  # the query at position p sees only keys <= p; if not, [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
     """`(batch, query_len)` or, packed, `(1, T)` int64: the slot of each token's K and V; negative
@@ -136,8 +136,8 @@ class StepMetadata:
     columns: range | None = None
     """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
     for packed rows."""
-    # for each row, its position 0: as a column if there are `columns`, else as a position in the
-    # sequence
+    # for each row, its position 0: as a column if there are `columns`, otherwise as a position in
+    # the sequence
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows

@@ -1,7 +1,7 @@
 """Paged KV memory for Hugging Face `generate`: the same tokens, with keys and values in blocks of a
 pool that rows share.
 
-    # any model; threads' calls share forwards
+    # any model; calls of several threads share forwards
     model.generate(**inputs, cache_implementation="paged")
     # with a limit
     model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})
@@ -18,8 +18,8 @@ write yourself.
 The public names (`help(hf_paged.PagedEngine)` explains one):
 
     install, uninstall        add "paged" to `generate` (importing hf_paged does so); undo it
-    last_route, Route         the route of a model's last call, and why it took that
-    memory_stats, MemoryStats memory of a model's keys and values, and of a plain cache
+    last_route, Route         the route of a model's last call, and the reason for it
+    memory_stats, MemoryStats memory of a model's keys and values, also that of a plain cache
     free                      frees a model's pool
     budget                    limits the pools of all models together, in bytes
     check_integrity           checks a model's pool against its block tables
@@ -46,9 +46,8 @@ __version__ = "0.2.0"
 
 
 def _is_command() -> bool:
-    """Whether Python imports the package to run `python -m hf_paged`. That command starts another
-    program and needs no model, so it starts at once, without torch and transformers. Any other
-    import of hf_paged installs it."""
+    """Whether Python imports the package to run `python -m hf_paged`. That command needs no model,
+    so it starts at once, without torch and transformers. Any other import calls `install`."""
     # while Python looks for the module, `sys.argv` begins with "-m" instead of the module's path;
     # in `sys.orig_argv`, the module's name precedes the remaining arguments
     return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (
@@ -85,7 +84,7 @@ if not _is_command():
 
     _install_of_environment()
 
-# `from hf_paged import *` imports all names here: with modules among them it would replace a user's
+# `from hf_paged import *` imports all public names here: modules among them would replace a user's
 # `config`, `model` or `cache`. An `__all__` instead would make `help(hf_paged)` print every class
 # in full.
 for _name in [
@@ -96,7 +95,7 @@ for _name in [
 if not _TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Module:
-        """Returns a module of the package."""
+        """Returns an imported module of the package, although its name is deleted above."""
         if (module := _sys.modules.get(f"{__name__}.{name}")) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return module

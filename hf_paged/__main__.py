@@ -58,7 +58,7 @@ the program.
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Parses `"block_size=32"` into a name and a value: a Python literal, else text."""
+    """Parses `"block_size=32"` into a name and a value: a Python literal, otherwise text."""
     name, separator, value = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -80,9 +80,9 @@ def scripts() -> str:
 
 def command_of(tool: str, is_module: bool) -> list[str]:
     """Returns the command that starts a tool: a console script of this environment, a file, a
-    module or a program on PATH, whichever exists first in this order. Raises `ValueError` if none
-    exists, if the file cannot be run, or if a script passes flags to Python that would prevent
-    hf_paged from being imported. Imports nothing."""
+    module or a program on PATH, in this order; with `is_module`, only a module. Raises `ValueError`
+    if there is none, if the file cannot be run, or if a script passes flags to Python that would
+    prevent the import of hf_paged. Imports nothing."""
     is_name = not is_module and os.path.basename(tool) == tool
     if is_name:
         script = shutil.which(tool, path=scripts())
@@ -108,7 +108,7 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` can run the module, or the package's `__main__`. Imports nothing."""
+    """Whether `python -m` can run the module, or the package (`__main__`). Imports nothing."""
     first, *parts = module.split(".")
     try:
         spec = find_spec(first)
@@ -196,8 +196,8 @@ def versions() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command in `arguments`. `run` replaces this process with the program, or prints an
-    error and exits with status 2. Without a command, prints help."""
+    """Runs the command in `arguments` and returns the exit status; without a command, prints help.
+    `run` replaces this process with the program, or prints an error and exits with status 2."""
     rooms.require("tools", "`python -m hf_paged`")
     if arguments is None:
         arguments = sys.argv[1:]

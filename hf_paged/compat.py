@@ -45,7 +45,7 @@ def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., A
 
 
 MEDIA = "mm_encoder_outputs"  # the model input with the outputs of vision towers
-# The method that runs these towers before the first forward; `None` in older versions, where the
+# The method that runs vision towers before the first forward; `None` in older versions, where the
 # forward runs them.
 _ENCODE_MEDIA_NAME = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _ENCODE_MEDIA_NAME if hasattr(GenerationMixin, _ENCODE_MEDIA_NAME) else None
@@ -95,7 +95,7 @@ def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[st
     _validate_generation_mode(model, mode, config, kwargs)
 
 
-# methods called between two forwards
+# methods about the inputs of forwards
 update_inputs = _require_method(UPDATE_INPUTS)
 prepare_position_ids = _require_method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _require_method("_supports_logits_to_keep")
@@ -213,7 +213,7 @@ def assisted_candidates(
     input_ids: Any, assistant: Any, config: Any, processors: Any
 ) -> tuple[Any, Any]:
     """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
-    the logits processors that its `generate` would build, those of the target included."""
+    the logits processors that the assistant's `generate` would build, including the target's."""
     generator = AssistedCandidateGenerator(
         input_ids, assistant, config, {"use_cache": True}, logits_processor=processors
     )
@@ -231,7 +231,7 @@ def assisted_candidates(
     return generator, assistant_processors
 
 
-# The model of multi-token prediction heads, which older versions lack.
+# The class of models of multi-token prediction heads, which older versions lack.
 _MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _HEAD = "_project_to_logits"
 HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
@@ -256,7 +256,7 @@ CACHE_NAMES: tuple[str, ...] = tuple(
 )
 _prepare_parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current_names = [name for name in CACHE_NAMES if name in _prepare_parameters]
-# the argument in the installed version, and the field of `generate`'s outputs
+# the name of that argument in the installed version, also as a field of `generate`'s outputs
 OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
 if not _current_names:
     logger.warning(
@@ -270,7 +270,7 @@ if not _current_names:
 
 def cache_name(model: Any) -> str:
     """Returns the name of the argument for the cache in the model's forward: the one in its
-    signature, else that of the installed version."""
+    signature or, if it has none, that of the installed version."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
@@ -310,7 +310,7 @@ from_config = _require_method("_from_config", PreTrainedModel)
 
 def attribute(module: Any, name: str) -> Any:
     """Returns an attribute of a module or its class, but no parameter, buffer or submodule; `None`
-    if it is missing. Much faster than `getattr`, since `nn.Module.__getattr__` would raise an
+    if it is missing. For a missing one, `getattr` is much slower: `nn.Module.__getattr__` raises an
     error."""
     attributes = vars(module)
     if name in attributes:
@@ -331,8 +331,8 @@ def set_attention(config: PreTrainedConfig, implementation: Any) -> None:
 
 
 def mask_function(implementation: str) -> Callable[..., Any] | None:
-    """Returns the globally registered mask function of an attention implementation, or `None`;
-    ignores overrides of single instances."""
+    """Returns the mask function that transformers uses for an attention implementation; `None`
+    unless one is registered (`AttentionMaskInterface.register`)."""
     functions = ALL_MASK_ATTENTION_FUNCTIONS
     if implementation not in getattr(functions, _MAPPING):
         return None
@@ -383,8 +383,8 @@ def shard_style(model: Any, name: str) -> str | None:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer if layers differ, since the model's own config then raises
-    on reads; else `[config]`."""
+    """Returns the config of each layer if layers differ, since reading values that differ from the
+    model's own config then raises an error; otherwise `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config
@@ -392,7 +392,7 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 def split_heads(model: Any) -> tuple[int, int] | None:
     """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
-    of processes over which they are sharded; `None` if they are not sharded."""
+    of processes over which they are sharded; `None` if they are not, or their number is unknown."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
     split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

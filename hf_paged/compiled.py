@@ -20,9 +20,9 @@ _UNSET: Any = object()
 
 
 def uncompiled(function: Any) -> Any:
-    """The function that `torch.compile` wrapped, as a method of the same object; `function` itself
-    if `torch.compile` did not make it. A caller's wrapper of a compiled function is returned as it
-    is, although `functools.wraps` gave it the attributes of that function."""
+    """The function that `torch.compile` wrapped, as a method of the same object if `function` is a
+    method; `function` itself if `torch.compile` did not make it. That includes a caller's wrapper
+    of a compiled function, although `functools.wraps` gives it that function's attributes."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
         return (
@@ -75,13 +75,13 @@ def _switching(module: nn.Module) -> Switching:
     def switch() -> None:
         for name, (before, original) in saved.items():
             if attributes.get(name, _UNSET) is before:
-                # otherwise it is switched already, or a caller's code has set it since
+                # otherwise the attribute is switched already, or a caller's code has set it since
                 attributes[name] = original
 
     def restore() -> None:
         for before, original in saved.values():
-            # not at all if a caller's code has set another function; under another name if
-            # accelerate's hook was added or removed meanwhile
+            # no name if a caller's code has set another function; another name if accelerate's hook
+            # was added or removed meanwhile
             for name in [name for name in FUNCTIONS if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before

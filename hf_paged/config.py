@@ -38,7 +38,7 @@ def is_whole(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Returns a shortened `repr`, or the type's name if `repr` fails."""
+    """Returns a shortened `repr` on one line; if `repr` fails, a text with the type's name."""
     try:
         return " ".join(reprlib.repr(value).split())  # one line
     except Exception:  # an object's `__repr__` fails, or an integer has too many digits
@@ -46,8 +46,8 @@ def shown(value: Any) -> str:
 
 
 def suggest(names: Iterable[str], valid: Iterable[str]) -> str:
-    """Returns the end of a message about unknown names: a question that names similar `valid` ones,
-    or an empty string if there are none."""
+    """Returns the end of a message about unknown `names`: a question with similar `valid` names, or
+    an empty string if none is similar."""
     names = sorted(names)
     valid = list(valid)
     hints = []
@@ -65,7 +65,7 @@ def _check_names(
     valid: Iterable[str],
     error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an `error_class` that lists the `names` that are not `valid`, if there are any."""
+    """Raises an `error_class` that names the options of `owner` that are not `valid`, if any."""
     valid = list(valid)
     unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
@@ -87,8 +87,8 @@ def _check_names(
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
-    """Makes a `cls` from the dict `value` of the argument `name`. `allowed`: for the error message,
-    all values that the argument accepts."""
+    """Makes a `cls` from the dict `value` of the argument `name`. Raises `ValueError` for unknown
+    keys, and for a value of another type: `allowed` then says what the argument accepts."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
     _check_names(f"`{name}`", value, cls.__annotations__)
@@ -147,11 +147,11 @@ class PrefixTiers:
     A block is copied to host memory when it is evicted, when its pool is released or when the
     process ends. A thread writes it to disk once the weights that computed it are fingerprinted: at
     the latest when 64 MiB are waiting or an engine has no more requests. If blocks arrive faster
-    than the disk can write them, further blocks are skipped while the waiting ones fill a quarter
-    of the free memory. If the disk is full, writing is tried again after a minute. If the folder
-    itself fails later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine,
-    or a call after `free`, tries it again. An engine that is garbage-collected without `free` does
-    not write its cached blocks.
+    than the disk can write them, blocks are skipped while more than 256 MiB plus a quarter of the
+    free memory are waiting. If the disk is full, writing is tried again after a minute. If the
+    folder itself fails later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new
+    engine, or a call after `free`, tries it again. An engine that is garbage-collected without
+    `free` does not write its cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
@@ -163,8 +163,8 @@ class PrefixTiers:
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device. It is filled before
-            the disk. A pool in host memory has no host tier.
+            Maximum host memory in bytes for blocks of a pool on another device, not counting those
+            still to be written to disk. A pool in host memory has no host tier.
 
     Raises:
         ValueError: if a value is out of range.
@@ -191,7 +191,7 @@ class PrefixTiers:
     @classmethod
     def coerce(cls, value: Any) -> PrefixTiers | None:
         """Converts a config value: `None`, a `PrefixTiers`, a dict of its fields, or the path of
-        the folder."""
+        the folder. Raises `ValueError` for others."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
@@ -208,8 +208,8 @@ class VirtualStorage:
     under Linux, and on CUDA devices with `cuda.bindings`; elsewhere a call raises `ValueError`
     before it allocates memory.
 
-    A model's own code reads a batch as one tensor if the paddings of its rows differ by whole
-    blocks only, else as a copy. A tensor that such code keeps beyond its step keeps its values.
+    A model's own code reads a batch as one view if the paddings of the batch's rows differ by whole
+    blocks only, otherwise as a copy. A view that such code keeps after its step keeps its values.
     Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
     beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
     process (`os.fork`) gets its own copy of the pages.
@@ -222,8 +222,8 @@ class VirtualStorage:
             Keep a finished row's mappings for the next row that gets the same blocks (deferred
             reclamation, section 6.1.2). `False`: unmap the addresses before another row gets them.
         blocks_ahead (`int`, defaults to 0):
-            Number of extra blocks to map after a row's last one in the same call (eager mapping):
-            those that follow it in the pool, which then allocates blocks in contiguous runs.
+            Number of extra blocks to map together with a row's last block (eager mapping): those
+            that follow that block in the pool, which then allocates blocks in contiguous runs.
 
     Raises:
         ValueError: if a value is out of range.
@@ -252,7 +252,7 @@ class VirtualStorage:
     @classmethod
     def coerce(cls, value: Any) -> VirtualStorage | str:
         """Converts a config value: `"blocks"`, `"virtual"`, a `VirtualStorage` or a dict of its
-        fields."""
+        fields. Raises `ValueError` for others."""
         if isinstance(value, cls) or value == "blocks":
             return value
         if value == "virtual":
@@ -273,10 +273,10 @@ class PagedConfig:
 
     Args:
         block_size (`int` or `str`, defaults to 16):
-            Tokens per block; a power of two from 4 to 256 (PagedAttention, arXiv 2309.06180,
-            section 7.2). `"auto"`: chosen for each layer group to waste the least memory and kernel
-            time, from the lengths of earlier sequences and the times that `benchmarks.tune`
-            measured (docs/guide/memory.md); not with `num_blocks`.
+            Tokens per block; a power of two from 4 to 256, or to 16,384 with `storage="virtual"`
+            (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`: chosen for each layer group
+            to waste the least memory and kernel time, from the lengths of earlier sequences and the
+            times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
         num_blocks (`int`, *optional*):
             Maximum number of blocks in use at once, over all layer groups (full attention, each
             sliding window, cross attention, the states of a sequence). `None`: as many as the call
@@ -287,8 +287,8 @@ class PagedConfig:
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
-            change. Without a limit, an engine keeps at most twice as many as the most blocks that
-            it has had in use at once.
+            change. Without a limit, an engine keeps at most twice as many cached blocks as it has
+            ever had in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -297,7 +297,8 @@ class PagedConfig:
             `None`: the dtype that the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
             Maximum number of tokens in one forward of the engine. Prompts that do not fit beside
-            the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369).
+            the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369); a longer
+            prompt that cannot be split exceeds the limit.
         max_chunk_tokens (`int`, *optional*):
             Maximum number of prompt tokens in a packed forward that also decodes, so that prefill
             does not stall running requests (stall-free batching of Sarathi-Serve, arXiv 2403.02310,
@@ -305,8 +306,8 @@ class PagedConfig:
             Prompts that cannot be split (images, audio) then begin one per forward. `None`: 256 on
             the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
-            Maximum number of sequences that a `PagedEngine` runs at once; `generate` runs the rows
-            it is given.
+            Maximum number of sequences that a `PagedEngine` runs at once; a request with more runs
+            alone. `generate` runs all rows of its call.
         preemption (`str`, defaults to `"auto"`):
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
@@ -316,11 +317,11 @@ class PagedConfig:
             Record decode steps and replay them. With the Triton kernels they become CUDA graphs,
             also steps with up to 512 prompt tokens, and consecutive small operations are fused
             where that gives the forward's logits. On the CPU they become lists of C++ calls, with
-            hf_paged's matrix products for few rows in half precision (up to 256 with AMX, or where
-            PyTorch has none for the dtype, else 64). A model whose forward synchronizes with the
-            device or draws random numbers runs uncaptured, and the log says so. Side effects of a
-            forward other than on tensors (a counter, a log) happen only while recording. Recordings
-            are kept with the pool; `hf_paged.free(model)` or `engine.free()` frees both.
+            hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
+            PyTorch has none for the dtype, otherwise 64). A model whose forward synchronizes with
+            the device or draws random numbers runs uncaptured, and the log says so. Side effects of
+            a forward other than on tensors (a counter, a log) happen only while recording.
+            Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()` frees both.
         batch_invariant (`bool`, defaults to `False`):
             Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
             in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the
@@ -330,10 +331,10 @@ class PagedConfig:
         cache_salt (`str`, *optional*):
             Identifies the tenant. Cached blocks serve only requests with the salt of the request
             that computed them, so that time to first token reveals nothing about other tenants'
-            prompts (as vLLM's `cache_salt`). Derive it from the authenticated tenant, not from
-            request data: equal salts share. A saved `GenerationConfig` holds it as text.
-            `PagedEngine.add_request` takes one per request. `None`: all requests without a salt
-            share blocks.
+            prompts (as vLLM's `cache_salt`). Derive the salt from the authenticated tenant, not
+            from request data: requests with equal salts share blocks. A saved `GenerationConfig`
+            holds the salt as plain text. `PagedEngine.add_request` takes one per request. `None`:
+            all requests without a salt share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
             Seconds without a call after which the pool's memory is returned to the system, with
             cached prefixes and recorded steps. The next call allocates again and generates the same
@@ -350,13 +351,13 @@ class PagedConfig:
             `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
-            folder. Needs `prefix_caching`. `None`: evicted blocks are dropped.
+            folder. Requires `prefix_caching=True`. `None`: evicted blocks are dropped.
         storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
             `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
             model's custom attention code, and hosts without a C++ compiler, read keys and values
-            without gathering. Blocks then hold enough tokens to fill whole pages, if `block_size`
-            is less. Not with `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the
-            details. `"blocks"`: in blocks only.
+            without gathering. A `block_size` too small to fill whole pages is increased. Not with
+            `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the details. `"blocks"`:
+            keys and values are in blocks only.
 
     Raises:
         ValueError: if a value is out of range; the message names the option, the value and the
@@ -432,8 +433,8 @@ class PagedConfig:
     def coerce(
         cls, value: PagedConfig | Mapping[str, Any] | None, name: str = "cache_config"
     ) -> PagedConfig:
-        """Converts the argument `name` to a `PagedConfig`. Raises `ValueError` for other types and
-        unknown keys."""
+        """Converts the argument `name` to a `PagedConfig`; `None` gives the defaults. Raises
+        `ValueError` for other types, unknown keys and invalid values."""
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -450,8 +451,8 @@ class PagedConfig:
 
 
 def check_cache_salt(value: Any) -> None:
-    """Raises `ValueError` unless `value` is a valid `cache_salt`. Empty text is not: it is probably
-    a missing tenant."""
+    """Raises `ValueError` unless `value` is a valid `cache_salt`: `None`, or text that is not
+    empty, since an empty salt probably stands for a missing tenant."""
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError(
             f"`cache_salt` is {value!r}: it must be None or text of at least one character"

@@ -1,5 +1,5 @@
 """Locks and objects that survive `os.fork`. Only the forking thread continues in the child process,
-so locks that other threads held are reset there, and objects drop the state that those threads left
+so locks that other threads held are reset there, and objects drop the state that these threads left
 half changed."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """Makes a lock that is free in a child process. A thread that holds it must not fork."""
+    """Makes a lock that is free in a child process. The thread that holds it must not fork."""
     new_lock = threading.Lock()
     _locks.add(new_lock)
     return new_lock
@@ -37,14 +37,14 @@ def rlock() -> threading.RLock:
 
 def in_child(listener: Any) -> None:
     """Makes child processes call `listener.after_fork(freed)`. `freed` are the locks that other
-    threads held at the fork: the state that they guard may be half changed."""
+    threads held at the fork: the state that these locks guard may be half changed."""
     _child_listeners.add(listener)
 
 
 def around_forks(owner: Any) -> None:
     """Makes each fork call `owner.before_fork()`, then `owner.after_in_parent()` in the parent and
-    `owner.after_in_child()` in the child, there before `after_fork` of any object, which may drop
-    the owner."""
+    `owner.after_in_child()` in the child. The last is called before any `after_fork`, since one of
+    those may drop the owner, which is referenced weakly."""
     _fork_listeners.add(owner)
 
 

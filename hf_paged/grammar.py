@@ -110,12 +110,12 @@ class GrammarProcessor(LogitsProcessor):
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stop_tokens: list[int] = []
         self._start: int | None = None  # number of prompt tokens
-        # matchers of the last step, by a row's new tokens; `None` after the end of the text
+        # the last step's matchers, by a row's new tokens; `None` for a row whose text has ended
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """Sets the EOS tokens, which are allowed once the text is complete. Raises `ValueError` if
-        there are none."""
+        """Sets the EOS tokens, which are allowed once the text is complete. Raises `ValueError` for
+        `None`."""
         if tokens is None:
             raise ValueError(
                 "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
@@ -145,7 +145,7 @@ class GrammarProcessor(LogitsProcessor):
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
-        # columns without a token; if negative, tokens without a column
+        # columns of `scores` without a token; if negative, tokens without a column
         num_missing = scores.shape[1] - vocab_size
         allowed = torch.nn.functional.pad(allowed, (0, num_missing))
         if ended:

@@ -54,14 +54,13 @@ class Group:
     layers: dict[str, int]  # number of layers, by shape of their K/V
     is_latent: bool
     block_size: int  # tokens
-    reason: str | None  # for the block size, if it is chosen by "auto"
+    reason: str | None  # of the block size, if "auto" chose it
     block_bytes: int  # over all layers of the group
     token_bytes: int
-    kernels: dict[str, str]  # attention backends of a decode and of a prefill chunk
+    kernels: dict[str, str]  # by step, attention backends; empty if attention is not in place
 
     def num_blocks(self, length: int) -> int:
-        """Returns the most blocks that a sequence holds at once while it grows to `length`
-        tokens."""
+        """Returns the most blocks that a sequence holds at once on its way to `length` tokens."""
         return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
 
 
@@ -77,10 +76,10 @@ class Report:
     left_bytes: int  # free for blocks, after the weights
     max_positions: int | None
     token_bytes: int  # of one token over all layers, while it is in every sliding window
-    tokens_per_gib: int  # of `hf_paged.budget`, or of a tier in host memory or on disk
+    tokens_per_gib: int  # tokens in a GiB of `hf_paged.budget`, host memory or disk
     other_layers: dict[str, int]  # number of cache layers without blocks, by class
     dtype: str
-    kv_dtype: str | None  # dtype in which K/V are stored, if not in the computed one
+    kv_dtype: str | None  # dtype in which K/V are stored; `None`: in `dtype`
     device: str
     groups: list[Group]
     fits: list[dict[str, int]]  # how many sequences of each length fit beside the weights

@@ -3,8 +3,8 @@
 Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
 step's bookkeeping recovers by itself (`StepLoop.recover`). Other state that a call changes for a
 while, such as a model's attention, is restored in `finally` blocks and contexts. An interrupt that
-arrives as one of these begins can prevent that. The [`guarded`] call around it then ends the open
-contexts of [`restoring`] functions, and notifies the owners of other state (`ends_with_calls`).
+arrives as such a block or context begins can prevent that. The [`guarded`] call around it then ends
+open contexts of [`restoring`] functions, and notifies owners of other state (`ends_with_calls`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ends_with_calls(owner: Any) -> None:
-    """Makes each outermost guarded call end with `owner.end_calls()` if it, or a guarded call
-    within it, has raised. The thread then has no other call in progress, so the owner can drop the
-    state that the thread's calls left there."""
+    """Makes each outermost guarded call end with `owner.end_calls()` if that call, or a guarded
+    call within it, has raised. The thread then has no other call in progress, so the owner can drop
+    the state that the thread's calls left in it. The owner is referenced weakly."""
     _owners.add(owner)
 
 
@@ -55,8 +55,8 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
     def __enter__(self) -> T:
         try:
             if _thread_contexts.num_calls:
-                # outside of guarded calls it belongs to its caller: Python ends it when an
-                # interrupt makes the caller drop it
+                # outside of guarded calls, Python closes the generator when an interrupt makes the
+                # caller drop it
                 _thread_contexts.open.append(self.gen)
             return super().__enter__()
         except BaseException:
@@ -70,8 +70,8 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
             ensure_done(self._end)
 
     def _end(self) -> None:
-        self.gen.close()  # has no effect unless an interrupt prevented its end
-        with contextlib.suppress(ValueError):  # another thread may have entered it
+        self.gen.close()  # has no effect unless an interrupt kept the generator from ending
+        with contextlib.suppress(ValueError):  # entered in another thread, or outside of a call
             _thread_contexts.open.remove(self.gen)
 
 
@@ -89,9 +89,9 @@ def restoring(
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: a call that raises ends the contexts that an interrupt has prevented
-    from ending, and restores torch's gradient mode, function and dispatch modes and autocast, whose
-    contexts an interrupt can break in the same way."""
+    """Decorates a function: a call that raises ends the [`restoring`] contexts that an interrupt
+    has kept from ending, and restores torch's gradient mode, function and dispatch modes and
+    autocast, whose contexts an interrupt can break in the same way."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -183,8 +183,8 @@ def _end_calls() -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clears the frames of hf_paged and torch in a traceback, which a notebook keeps: ours may hold
-    blocks that no sequence has yet, and torch's frames of inference mode hold the mode."""
+    """Clears the frames of hf_paged and torch in a traceback, which a notebook may keep. Our frames
+    may hold blocks that no sequence has yet, and torch's frames its inference mode."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
@@ -194,8 +194,8 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def ensure_done(undo: Callable[[], object]) -> None:
-    """Calls `undo`, which must be idempotent; if it raises, as after an interrupt, calls it once
-    more."""
+    """Calls `undo`, which must be idempotent. If an interrupt or another error ends it, calls it
+    once more, then raises that error."""
     try:
         undo()
     except BaseException:
@@ -234,9 +234,9 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do.
-    (A handler may install another handler before it raises, so comparing its code with that of the
-    current handlers does not suffice.)"""
+    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do. (It
+    does not suffice to compare its code with that of the current handlers: a handler may install
+    another handler before it raises.)"""
     code = frame.f_code
     if code.co_filename.startswith(_PACKAGE):
         return False

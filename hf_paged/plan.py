@@ -13,11 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
-    """The tokens that a step computes. For row `i` these are the `counts[i]` tokens after the first
-    `starts[i]`, which are in the blocks of `sequences[i]`; its tables have slots for the new ones.
+    """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` after
+    the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new.
     A count includes the row's draft, which follows its last token. Decodes come first.
 
-    A plan advances no row: the loop that commits it does, once the forward has run."""
+    A plan advances no row: the loop does, when it commits the plan after the forward."""
 
     sequences: Items[Any]
     starts: Items[int]
@@ -25,14 +25,14 @@ class StepPlan:
     num_logits: Items[int]  # per row: one after its last token, and one for each draft token
     num_decodes: int  # leading rows that compute one token, or their last token and a draft
     has_drafts: bool = False
-    has_inputs: bool = False  # rows may have inputs beside token ids
+    has_inputs: bool = False  # rows may have inputs besides token ids
     has_chunks: bool = False  # there are rows after the decodes
     admitted: Collection[Any] = ()  # requests that begin to run in this step
     preempted: Collection[Any] = ()  # requests that lost their blocks to this step
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)`. Decodes must come first."""
+        """Plans `count` more tokens of each `(sequence, count)` in `rows`, decodes first."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -66,7 +66,7 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """Returns the plan of these rows alone, in this order. Decodes must come first."""
+        """Returns the plan of these rows alone, in this order: decodes must come first."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         num_decodes = _count_decodes(counts, num_logits)
@@ -88,8 +88,8 @@ class StepPlan:
         return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
-        """Returns a hash of the data that must be the same in every process that runs this step;
-        block ids may differ."""
+        """Returns a hash of the data that must be the same in every process that runs this step,
+        without block ids, which may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
             num_drafted = len(sequence.draft)

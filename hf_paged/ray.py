@@ -38,12 +38,11 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, beside "stream"
+_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
 
 
 class _Worker:
-    """An engine, made in the worker process, and the default generation options of its
-    requests."""
+    """An engine, made in the worker process, and its requests' default generation options."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class _Worker:
                 f"`model_source` made a {type(self.engine).__name__}: it must be the name or the"
                 " folder of a model, or a function that returns a `PagedEngine`"
             )
-        # raises here, not in each request
+        # raises for invalid options here, not in each request
         check_options(self.engine.model, generation_config)
         self._options = _options(generation_config)
         if isinstance(generation_config, Mapping):
@@ -81,9 +80,9 @@ class LLMPredictor(_Worker):
     """
     A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker creates an engine and runs batches through it; results keep the order of a batch's
-    rows. If a row cannot be served, a column holds its error, and the other rows finish. If a
-    worker dies, Ray restarts it and repeats its unfinished batches.
+    Each worker creates an engine and runs batches through it, in the order of their rows. If a row
+    cannot be served, a column holds its error, and the other rows finish. If a worker dies, Ray
+    restarts it and repeats its unfinished batches; sampled rows with a seed are the same again.
 
     Prompts are a column of text, token ids or chat messages. Two more columns are optional.
     `generation_config`: options of the row, which override those of all rows; nulls, with which
@@ -108,12 +107,12 @@ class LLMPredictor(_Worker):
         row_options (`tuple[str, ...]`): The columns with a row's options: `generation_config`, and
             arguments of `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`,
             ...).
-        options: Arguments of `PagedEngine.generate` for all rows.
+        options: Arguments of `PagedEngine.generate` for all rows; a column overrides its argument.
 
     Raises:
-        TypeError: if `model_source` does not return a `PagedEngine`.
-        ValueError: for a model that `PagedEngine` refuses; in a call, for a batch without the
-            prompt column.
+        ValueError: for a model or options that `PagedEngine` refuses; in a call, for a batch
+            without the prompt column.
+        TypeError: for unknown options, or if `model_source` returns no `PagedEngine`.
         torch.AcceleratorError: in a call, if the process has lost the device.
 
     Example:
@@ -189,11 +188,11 @@ class LLMServer(_Worker):
 
     Through a handle, `handle.options(stream=True).generate.remote(prompt, generation_config)`
     streams outputs. Over HTTP, a POST of `{"prompt": ..., "generation_config": {...}, "seed": ...,
-    "stream": true}` returns each [`RequestOutput`] as a server-sent event in JSON; without `stream`
-    it returns only the [`RequestResult`], as JSON. When a client disconnects, or a handle's
-    response is cancelled, its request ends and frees its blocks. `max_ongoing_requests` of the
-    deployment, by default 5, limits the requests that Serve sends to a replica at once: set it to
-    the batch size that the engine should reach.
+    "stream": true}` returns them as server-sent events of JSON with the fields of
+    [`RequestOutput`]; without `stream`, it returns the [`RequestResult`] as JSON. When a client
+    disconnects, or a handle's response is cancelled, its request ends and frees its blocks.
+    `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to
+    a replica at once: set it to the batch size that the engine should reach.
 
     Args:
         model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): Each replica makes
@@ -225,7 +224,8 @@ class LLMServer(_Worker):
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`: with status 400 if the request is invalid."""
+        """Answers a `starlette.requests.Request`: with status 400 if it is invalid, and with 500 if
+        it fails before anything is streamed."""
         from starlette.responses import Response, StreamingResponse
 
         try:
@@ -283,7 +283,7 @@ def _error_text(error: Exception | None) -> str:
 
 
 def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the options that a generation config sets, without missing values."""
+    """Returns the options that a generation config sets, without nulls (`_is_missing`)."""
     options: Mapping[str, Any]
     if isinstance(config, GenerationConfig):
         options = config.to_dict()

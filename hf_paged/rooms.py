@@ -51,9 +51,9 @@ def is_installed(name: str) -> bool:
 
 @functools.cache
 def room(name: str, option: str) -> Any:
-    """Imports the room with this name (`ROOMS`) and returns its module, which implements a protocol
-    below. `option`: the feature that needs the room, as users write it, for the error message.
-    Raises [`RoomMissingError`] if the room is not installed."""
+    """Imports the room with this name (`ROOMS`) and returns its module, which implements one of the
+    protocols below, if there is one for it. `option`: the feature that needs the room, as users
+    write it, for the error message. Raises [`RoomMissingError`] if the room is not installed."""
     require(name, option)
     return importlib.import_module(f"{__package__}.{name}")
 
@@ -76,8 +76,8 @@ def optional(name: str) -> Any | None:
 
 
 class OnDemand(Generic[Part]):
-    """A part that few engines and `generate` calls need: it is made when an `OnDemand` is first
-    called. Until then `instance` is `None`. One without `make` must not be called."""
+    """A part that few engines and `generate` calls need. `make` makes it when the `OnDemand` is
+    first called; until then, `instance` is `None`. Without `make` it must not be called."""
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
@@ -127,7 +127,7 @@ class AdaptersRoom(Protocol):
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
         """Raises `ValueError` if layers in the model compute other results than PEFT does with the
-        adapter. `None`: with the model as it is now."""
+        adapter; with `None`, than PEFT does with the model as it is now."""
 
     def has_activated(self, model: nn.Module) -> bool:
         """Whether an adapter is active now: `check_served` may then raise although it has passed
@@ -140,11 +140,11 @@ class AdaptersRoom(Protocol):
         prompt is nothing but token ids. Raises `ValueError` if the adapter cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
-        """A context for a forward of `model` with its adapter of this name."""
+        """A context for a forward of `model` with the adapter of this name."""
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
-        call that is running. Its value is these names; `None` if the call has none."""
+        running call. The context's value is these names; `None` if the call has none."""
 
     def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
         """Makes the adapters of a new loop."""
@@ -167,8 +167,8 @@ class TiersRoom(Protocol):
         path: Any,
     ) -> int:
         """Writes the full blocks of a prompt to a file and returns the number of tokens in them.
-        `compute` takes the prompt's token ids, computes them, and returns the namespace of the
-        blocks."""
+        `compute` takes the prompt's token ids, computes their blocks, and returns the blocks'
+        namespace."""
 
     def load(self, core: EngineCore, path: Any) -> int:
         """Loads the blocks in a file of `save` into the prefix cache and returns the number of
@@ -183,8 +183,8 @@ class VirtualRoom(Protocol):
     def fit_blocks(
         self, config: PagedConfig, model_config: Any, device: torch.device
     ) -> PagedConfig:
-        """Returns the config with a block size of whole pages. Raises `ValueError` if pages cannot
-        be mapped."""
+        """Returns the config with a block size, not below the given one, that fills whole pages.
+        Raises `ValueError` if pages cannot be mapped or are too large."""
 
 
 class ToolsRoom(Protocol):

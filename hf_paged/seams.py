@@ -60,22 +60,22 @@ class Drafter(Protocol):
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> Iterable[tuple[Generation, Draft | Exception]]:
-        """Called before each step, which without drafts has `num_rows` rows. Returns drafts
-        (`decoding.base.Draft`) of token ids below `num_embeddings`, for rows that have a
-        `Generation.sequence_to_draft`. An error returned for a row ends that row; a raised error
-        ends the step, which is then recovered."""
+        """Called before each step. Returns drafts (`decoding.base.Draft`) of token ids below
+        `num_embeddings`, for attached rows that have a `Generation.sequence_to_draft`. `num_rows`:
+        the open rows of running requests, attached or not. An error returned for a row ends that
+        row; a raised error ends the step and, after recovery, reaches the step's caller."""
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         """Called after a step has verified a row's draft and appended the new tokens."""
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Called after the forward of a step without prompts."""
+        """Called after the forward of each step that has only decodes and drafts."""
 
     def reclaim(self) -> bool:
         """Frees the drafter's own blocks for other uses; returns whether it had any."""
 
     def change_weights(self) -> None:
-        """Called between steps when weights may have changed."""
+        """Called between steps after weights have changed: drops state that depends on them."""
 
 
 MakeDrafter = Callable[..., Drafter]
@@ -93,8 +93,8 @@ class ForwardContext(Protocol):
 
     variant: Hashable  # part of the keys of recorded steps
     names: Any  # from which another process makes the same context
-    num_ranges: int = 0  # ranges of tokens, from `ranges`, that recorded steps read on the device
-    is_fixed: bool = False  # whether a recorded step is valid only for these ranges
+    num_ranges: int = 0  # keys whose `ranges` of tokens recorded steps read on the device
+    is_fixed: bool = False  # whether a recorded step is valid only for this context's ranges
     takes_chunks: bool = True  # whether recorded steps may have chunks of prompts
     tensors: Sequence[Tensor] = ()  # that forwards read beside the model's
 
@@ -107,21 +107,21 @@ class ForwardContext(Protocol):
     def ranges(
         self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns this step's ranges for a recorded step, in the order of its `keys`, each as
-        (range of decodes, range of other tokens)."""
+        """Returns the ranges of this step's tokens for the `keys` of a recorded step, in order:
+        (range among the decodes, range among the other tokens)."""
         return []
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
         """Called before a step of up to `max_tokens` tokens is recorded. The step reads its
-        `ranges` `(n, 2)` on the device: two for each key, or one for each if all tokens are
-        decodes. `has_others`: whether there are tokens other than decodes."""
+        `ranges` `(n, 2)` on the device: two for each key, or one if all tokens are decodes, that
+        is, without `has_others`. Returns `None` if the step reads no ranges."""
         return None
 
 
 class RecordedContext(Protocol):
     """The `ForwardContext` of a recorded step, which keeps it alive."""
 
-    keys: Sequence[Hashable]  # of its ranges
+    keys: Sequence[Hashable]  # for `ForwardContext.ranges`
 
     def reading(self) -> AbstractContextManager[None]:
         """A context for each run of the forward during the recording."""
@@ -131,19 +131,19 @@ class RecordedContext(Protocol):
 
 
 class Adapters(Protocol):
-    """The adapters of a loop's requests (`Request.adapter`), made when the first request names
-    one."""
+    """The adapters of a loop's requests (`Request.adapter`). A loop makes this object when a
+    request first names an adapter."""
 
     def admit(self, request: Request, allocate_blocks: Callable[[], bool]) -> bool:
-        """Admits a waiting request: reserves the memory of its adapter in the pool, then calls
-        `allocate_blocks` for the request's own blocks. Returns whether both fit. Called with the
-        memory's lock held, like `release`."""
+        """Admits a waiting request that has `adapter_bytes`: reserves them in the pool, then calls
+        `allocate_blocks` for the request's own blocks. Returns whether both fit, and otherwise
+        reserves nothing. Called with the memory's lock held, like `release`."""
 
     def release(self, request: Request) -> None:
-        """Called after the request has stopped running."""
+        """Called when an admitted request stops running: it has ended or is preempted."""
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Called before each forward with the requests that will be admitted next."""
+        """Called in each step, after scheduling, with the `waiting` requests in order."""
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """As `Runner.run`, but with the adapter of each row, in as few forwards
@@ -164,7 +164,7 @@ class Adapters(Protocol):
 
 class Recorder(Protocol):
     """Records the packed steps of a model in one memory, and replays them. The memory holds the
-    recorder, so it outlives the runner of the steps."""
+    recorder, which therefore outlives the runner of the steps."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.
@@ -185,17 +185,17 @@ class Recorder(Protocol):
         """Replays a step, and returns its logits `(len(tokens.last), vocab_size)`, which the caller
         owns; `None` if no recording can serve it. The recorder records `forward`, which takes token
         ids and positions `(1, n)`, the step of each layer group, the tokens whose logits are
-        computed, and the context. `token_ids` `(n,)`, int64, on the device, replace those of
-        `tokens`. `keeps_hidden`: whether the forward also stores hidden states. `kind`: steps of
-        different kinds have separate recordings. `states`: the layers of the rows' states, which
-        the step changes; their tensors then belong to the recording until other rows use it.
-        `checked_as`: the kind of step for which a check holds; `None`: only steps whose forward
-        reads keys are checked."""
+        computed, the context and other model inputs. `token_ids` `(n,)`, int64, on the device,
+        replace those of `tokens`, all decodes. `keeps_hidden`: whether the forward also stores
+        hidden states. `kind`: steps of different kinds have separate recordings. `states`: cache
+        layers with the rows' states, which the step changes; their tensors then belong to the
+        recording until it runs other rows. `checked_as`: the kind of step that one check covers;
+        `None`: only steps whose forward reads keys are checked."""
 
     @property
     def is_checked(self) -> bool:
         """Whether the last replay is known to give the results of the model's own forward. If not,
-        it has changed no states, and the caller also runs that forward, and calls `check`."""
+        the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Compares results of the model's own forward, `(rows, ...)`, with those of the last
@@ -224,9 +224,8 @@ class RectangleRecorder(Protocol):
         """As `Runner.begin`."""
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`. Returns the logits `(rows,
-        vocab_size)`, or `None` if no recording serves the step. A replay changes states only if
-        `is_checked`."""
+        """Replays a step with the model inputs `prepared`; changes states if `Recorder.is_checked`.
+        Returns logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
@@ -241,14 +240,14 @@ class RunAhead(Protocol):
         ready: list[tuple[Generation, LogitRows]],
         launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
     ) -> Fetch | None:
-        """Returns a function that copies the tokens of all open rows, `(n,)` in order, to the host
-        and meanwhile launches the next step; `None` if the next step of these rows depends on work
-        of the host. `launch` takes sequences and their next tokens `(n,)`, and returns logits
-        `(n, vocab_size)` or `None`."""
+        """Returns a function that copies the tokens `(n,)` of all open rows, in the order of
+        `ready`, to the host and meanwhile launches the next step; `None` if that step depends on
+        work of the host. `launch` takes sequences and their next tokens `(n,)`, and returns logits
+        `(n, vocab_size)`, or `None` if it cannot launch the step."""
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab_size)` of those first rows of a step that were launched
-        ahead, or `None`, and their number `n`."""
+        """Returns the logits `(n, vocab_size)` of the first `n` rows of a step, and `n`, as far as
+        these rows were launched ahead; `(None, 0)` if the first was not."""
 
     def clear(self) -> None:
         """Drops the launched step."""
@@ -266,12 +265,12 @@ class Storage(Protocol):
     """The memory of the blocks of one layer group, whose ids a pool allocates. `KVBlocks` and
     `kernels/quantized.py` define the format of their content."""
 
-    pool: BlockPool  # of this storage; it orders the free blocks
+    pool: BlockPool  # allocates the ids; its `BlockSelector` may be the storage's
     layers: dict[int, Any]  # `KVBlocks` of the layers made so far, by index
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
+        """Bytes of a block, summed over all layers."""
 
     @property
     def nbytes(self) -> int:
@@ -299,12 +298,12 @@ class Storage(Protocol):
         drop smaller layers, which is allowed only while no block is used or cached."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Returns a block of a layer with K/V like these, `(batch, heads, n, dim)`, on the meta
-        device."""
+        """Returns one block, on the meta device, of a layer with K/V like these, `(batch, heads, n,
+        dim)`."""
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Allocates layer `index` for K/V like these, and returns its blocks. Raises
-        `MemoryError`, or torch's `RuntimeError`."""
+        """Allocates layer `index` for K/V like these, and returns its blocks. If memory runs out,
+        raises `MemoryError`, or torch's `RuntimeError`."""
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
@@ -395,8 +394,8 @@ MakeTier = Callable[
     ["PreTrainedModel", "PagedMemory", "BlockManager", "PagedConfig", "Layout"],
     tuple[Tier | None, str | None],
 ]
-"""Returns the tier for a model's new loop with this block manager, which may be the tier of an
-earlier loop; or `None` and the reason why there is none."""
+"""Returns the tier for a model's new loop, perhaps that of an earlier loop with this block manager;
+or `None` and the reason why there is none."""
 
 
 # Several processes
@@ -425,12 +424,12 @@ class Processes(Protocol):
         other tokens."""
 
     def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
-        """Announces the next `PackedRunner.compute`, with these `tokens` and `extra`, to the other
-        processes. `names`: those of its `ForwardContext`."""
+        """Announces the next `PackedRunner.compute` to the other processes, with its `tokens`, its
+        `extra_tokens` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """A context for a forward of all processes: if all of them raise an error, it passes
-        through; if only some do, it becomes a `RankLostError`."""
+        """A context for a forward of all processes: an error passes through if each of them raises
+        one; if only some do, it becomes a `RankLostError`."""
 
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
@@ -440,8 +439,8 @@ class Processes(Protocol):
         calls, in order, make all changes to the content of blocks."""
 
     def adapters(self, method: str, *arguments: Any) -> str | None:
-        """Makes the other processes call this method of their loop's `Adapters` before the next
-        forward. For `"load"`, returns a message if some of them cannot load an adapter."""
+        """Makes the other processes call this method of their adapters, at the latest before the
+        next forward. For `"load"`, returns a message if some of them cannot load the adapter."""
         return None
 
 
@@ -453,12 +452,12 @@ class Leader(Processes, Protocol):
         between two messages would leave the processes waiting for each other."""
 
     def check_request(self, options: RequestOptions) -> None:
-        """Raises `ValueError` for options that an engine over several processes does not support,
-        and `RuntimeError` after the engine has been closed."""
+        """Raises `ValueError` for options, or a config, budget or model, that an engine over
+        several processes does not support; `RuntimeError` after the engine has been closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
-        """Calls `factory.choose_layout` in all processes, in this one by `choose`. Raises
-        `ValueError` if the layout is not packed."""
+        """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises
+        `ValueError` if the layout is not packed, and the errors of `check_request`."""
 
     def make(self, loop: StepLoop) -> None:
         """Makes the other processes create the memory and the executor of a loop."""
@@ -483,7 +482,8 @@ class Grammars(Protocol):
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
     ) -> LogitsProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if it cannot be compiled, and `ImportError` without the compiler."""
+        `ValueError` if several are set, if one cannot be compiled or if there is no tokenizer;
+        `ImportError` if the compiler is not installed."""
 
 
 @dataclass(frozen=True)

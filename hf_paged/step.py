@@ -22,8 +22,8 @@ Plan = TypeVar("Plan")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device`; for CUDA through pinned memory, so that the host does not
-    wait."""
+    """Copies a CPU tensor to `device`; to a CUDA device through pinned memory, so that the host
+    does not wait."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         host = host.pin_memory()
@@ -33,14 +33,14 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def numbers_on(
     device: torch.device, numbers: Sequence[Any], dtype: torch.dtype | None = torch.long
 ) -> Tensor:
-    """Copies numbers, or lists of equal length, to `device`, as `to_device` does; dtype `None`: the
-    one that torch infers."""
+    """Copies numbers, or lists of numbers of equal length, to `device`, as `to_device` does; dtype
+    `None`: the dtype that torch infers."""
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
 class NotPackable(RuntimeError):
-    """The model uses packed keys, values or masks in a way that is correct only if each row holds
-    one sequence."""
+    """The model uses keys, values or masks of packed rows in a way that is correct only if each row
+    of the batch holds one sequence."""
 
 
 class NotCapturable(RuntimeError):
@@ -67,7 +67,7 @@ class ReadCounters:
 
 class Lengths(NamedTuple):
     """The lengths of a step as int32 tensors on the device of its block tables. `query_start` is
-    `None` if the host does not know the lengths."""
+    `None` in a recorded step that has only decodes, since their rows have one query each."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
@@ -116,7 +116,7 @@ class StepMetadata:
     seq_lens: tuple[int, ...]
     starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
-    causal: bool = True  # the query at position p sees only keys <= p, else all of [start, seq_len)
+    causal: bool = True  # the query at position p sees only keys <= p; if not, [start, seq_len)
     window: int | None = None  # with `causal`: keys in (p - window, p] only
     slots: Tensor | None = None
     """`(batch, query_len)` or, packed, `(1, T)` int64: the slot of each token's K and V; negative
@@ -131,13 +131,13 @@ class StepMetadata:
     """In a captured step: the prefixes that its leading one-query rows share. Other steps find them
     in `block_ids`."""
     key_len: int | None = None
-    """For packed rows and the model's own attention code: the number of keys that the code gets,
-    which is that of the longest row."""
+    """For packed rows and the model's own attention code: the number of keys that the code gets for
+    each row, which is that of the longest row; otherwise `None`."""
     columns: range | None = None
     """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
     for packed rows."""
-    # for each row, its position 0: as a column if there are `columns`, else as a position in the
-    # sequence
+    # for each row, its position 0: as a column if there are `columns`, otherwise as a position in
+    # the sequence
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
@@ -153,8 +153,8 @@ class StepMetadata:
         object.__setattr__(self, "_plans", {})
 
     def plan(self, make: Callable[..., Plan], *args: object) -> Plan:
-        """Returns `make(self, *args)`, computed once and cached. Tensors in `args` are compared by
-        identity."""
+        """Returns `make(self, *args)`, computed once for each `make` and `args` and cached. Tensors
+        in `args` are compared by identity."""
         key = (make, *args) if args else make
         try:
             cached: Plan = self._plans[key]
@@ -238,7 +238,8 @@ class StepMetadata:
         return set(self.seq_lens) <= {query_len}
 
     def rows(self, first: int, last: int) -> StepMetadata:
-        """Returns rows `[first, last)` as a step."""
+        """Returns rows `[first, last)` as a step for attention: without `slots`, and with a cascade
+        only if this step's cascade has just these rows."""
         start = self.query_start[first]
         query_start = self.query_start[first : last + 1]
         lengths = self.lengths
@@ -311,8 +312,8 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Splits a step into runs of rows with equal `query_len` that are either all first prefills or
-    none. Returns (slice of tokens, step) for each run."""
+    """Splits a step into runs of consecutive rows with equal `query_len` that are all first
+    prefills, or none of them. Returns (slice of tokens, step) for each run."""
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]

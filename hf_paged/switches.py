@@ -16,7 +16,7 @@ Switching = tuple[Callable[[], None], Callable[[], None]]
 
 
 class _Nothing:
-    """A context without effect. Since a step enters several, its methods are C functions, unlike
+    """A context without effect. Since each step enters several, the methods are C functions, unlike
     those of `contextlib.nullcontext`: `str.format` takes any arguments and returns a false
     value."""
 
@@ -30,14 +30,14 @@ NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[ass
 
 class Switches(Generic[T]):
     """The objects that calls have switched, each with its functions from `switching` and the
-    threads of its calls. Calls may overlap: each switches the object, and the last one restores the
-    state before the first."""
+    threads of its calls. Calls may overlap: each switches the object, and the last to end restores
+    the state that the object had before the first."""
 
     def __init__(
         self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None
     ) -> None:
-        """`switching` makes the functions of an object. `on_all_restored` is called whenever no
-        object is switched any more."""
+        """`switching` makes the functions of an object; calls of the first must be idempotent.
+        `on_all_restored` is called whenever no object is switched any more."""
         self._lock = forks.lock()
         self._switching = switching
         self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
@@ -65,7 +65,7 @@ class Switches(Generic[T]):
             self._end(item, threads)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a child process: ends the calls of other threads, which do not run there."""
+        """In a child process, ends the calls of other threads, which do not exist there."""
         current_thread = threading.get_ident()
         self._retain(lambda thread: thread == current_thread)
 

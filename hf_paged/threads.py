@@ -1,5 +1,5 @@
-"""Starts threads, and reports to the caller if limits on processes or memory prevent it. Also
-provides the lock that a thread holds while it runs a model."""
+"""Starts threads, and tells the caller if the system's limits on threads or memory prevent that.
+Also provides the lock that a thread holds while it runs a model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread:
-    """Makes a thread, not yet started, that calls `run`. If an error ends the thread, it calls
-    `on_error` with the error: `run` itself cannot catch one that is raised as it begins."""
+    """Makes a thread, not yet started, that calls `run`. If an error ends the thread, the thread
+    calls `on_error` with it: `run` itself cannot catch an error that is raised as `run` begins."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
     thread._started = _Started()  # type: ignore[attr-defined]
     if on_error is not None:
@@ -52,8 +52,8 @@ def make(
 
 
 def begin(thread: threading.Thread) -> Exception | None:
-    """Starts a thread from `make`. If it does not begin within `START_SECONDS`, returns the reason,
-    and the caller goes on without it. A thread that begins later than that still calls `run`."""
+    """Starts a thread from `make`. Returns `None` once it has begun; otherwise, after at most
+    `START_SECONDS`, the reason. Should the thread begin later, it still calls `run`."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:  # at the limit, or at interpreter shutdown
@@ -70,14 +70,14 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if it does not begin."""
+    """Makes and starts a thread; returns `None` if it does not begin, as `begin` says."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """As `asyncio.to_thread`, but the function is submitted at once. Raises `RuntimeError` if no
-    thread can be started."""
+    """As `asyncio.to_thread`, but submits the function before the caller awaits the result. Raises
+    `RuntimeError` if no thread can be started."""
     run = contextvars.copy_context().run
     try:
         return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
@@ -89,8 +89,8 @@ def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
     """Waits for a condition of `lock`, which this thread must hold exactly once. After any error
-    the thread holds the lock again, although an interrupt may arrive after `Condition.wait` has
-    released it and before its `try`."""
+    the thread holds the lock again, even if an interrupt arrives after `Condition.wait` has
+    released the lock and before the `try` there."""
     try:
         condition.wait(seconds)
     except BaseException:
@@ -102,8 +102,8 @@ def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) 
 @restoring
 def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
     """A context that tries to acquire a reentrant lock for up to `seconds`; its value is whether
-    this thread holds the lock. An interrupt at any bytecode leaves the lock as it was. (One between
-    `lock.acquire(timeout=...)` and a `try` would leave it acquired.)"""
+    this thread holds the lock. An interrupt at any bytecode leaves the lock as it was. (In plain
+    code, an interrupt between `lock.acquire(timeout=...)` and a `try` leaves the lock acquired.)"""
     if lock._is_owned():  # type: ignore[attr-defined]
         yield True
         return
@@ -120,9 +120,9 @@ _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.Wea
 
 
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
-    """Returns the model's lock. Engines and calls share the model's adapters, so each of them holds
-    the lock from scheduling to the end of the forward, and while it reads the model's state. A
-    model that shares modules with `main_model` gets the lock of `main_model`."""
+    """Returns the model's lock. An engine or call holds the lock from scheduling to the end of the
+    forward, and while it reads the model's state, since all share the model's adapters. A model
+    that shares modules with `main_model` gets the lock of `main_model`."""
     return _step_locks.setdefault(
         model, forks.rlock() if main_model is None else step_lock(main_model)
     )

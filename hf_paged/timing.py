@@ -33,7 +33,7 @@ def timed(part: str) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    # `inner_seconds` is this thread's alone: several threads may share `seconds`
+    # several threads may share `seconds`, but `inner_seconds` counts only parts within this part
     start = time.perf_counter()
     inner_seconds = dict[str, float]()
     try:

@@ -1,4 +1,4 @@
-"""Runs code after an optional library has been imported; it never imports the library itself."""
+"""Runs code after an optional library has been imported, but never imports the library itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _AfterImport(NamedTuple):
 
 def after_import(name: str, action: Action) -> None:
     """Runs `action` on the module `name`: now if it has been imported, and whenever it is imported
-    or reloaded later. Idempotent."""
+    or reloaded later. Several calls with the same arguments count as one for later imports."""
     if name in sys.modules:
         action(import_module(name))  # waits if another thread is importing it
     finder = _AfterImport(name, action)

@@ -41,11 +41,11 @@ from ..topics import Topic
 from .call import Call, caches_in
 from .candidate import RIGHT_PADDED, Candidate
 
-# Computing fewer tokens takes about as long as fingerprinting all weights, which the prefix cache
-# requires.
+# The prefix cache requires a fingerprint of all weights, which takes about as long as computing
+# this many tokens.
 MIN_CACHED_TOKENS = 128
-# Running fewer steps without replays takes no longer than reading the model's state, which replays
-# require.
+# Replays require reading the model's state, which takes at least as long as running this many steps
+# without them.
 MIN_REPLAYED_STEPS = 16
 
 
@@ -57,7 +57,7 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
         adapters = adapters_for(call.model)
         names = None
         if adapters is not None:
-            # hidden from PEFT, which would apply them to the rows of a forward, not to the call's
+            # hidden from PEFT, which would apply them to a forward's rows, not to the call's rows
             names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
@@ -149,9 +149,9 @@ class BatchCall(Candidate):
                 call.slowed_by |= executor.slowed_by
 
     def _set_up_drafts(self, generation: Generation) -> None:
-        """Chooses the source of drafts, and splits a generation whose rows have drafts, since they
-        advance separately. N-grams draft only where this does not change the random numbers that
-        rows draw."""
+        """Chooses the source of drafts, and splits a generation whose rows have drafts, since such
+        rows advance separately. N-grams are used only where drafts do not change the random numbers
+        that rows draw."""
         decoding = generation.decoding
         is_single_row = len(generation.rows) == 1
         assistance = self.assistance
@@ -167,7 +167,7 @@ class BatchCall(Candidate):
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """Calls of any threads with equal keys can share forwards."""
+        """Returns a key: calls with equal keys, also of different threads, can share forwards."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None
@@ -218,8 +218,8 @@ class BatchCall(Candidate):
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
     def _adapter(self, row: int) -> str | None:
-        """The adapter of a row. `adapters` has a name per row (PEFT repeats names if the arguments
-        ask for beams) or per prompt."""
+        """The adapter of a row. `adapters` has a name per prompt, or per row if PEFT has repeated
+        the names (it does so if the arguments request beams)."""
         names = self.adapters
         if names is None:
             return None
@@ -291,7 +291,7 @@ class BatchCall(Candidate):
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
     """Plans one step that computes missing tokens of these sequences, except the last token of
-    each, as far as there are blocks."""
+    each, as far as the token budget and the free blocks allow; perhaps of none."""
     items = []
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():

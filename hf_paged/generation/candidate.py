@@ -38,8 +38,8 @@ def _true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
 
 
 class Candidate:
-    """A decoding loop of a `generate` call that the engine may serve. `reason_against` sets the
-    layout, the paddings, the prompts and the verdict."""
+    """A decoding loop of a `generate` call that the engine may serve. The layout, the paddings, the
+    prompts and the verdict are valid once `reason_against` has returned `None`."""
 
     def __init__(
         self, call: Call, loop: LoopCall, cache: PagedCache, adapters: list[str] | None
@@ -66,7 +66,7 @@ class Candidate:
             )
         self.layout = Layout()
         self.paddings: list[int] = []  # left padding of each row
-        # each prompt once; `None` if prompts are nothing but token ids with consecutive positions
+        # with each prompt once; `None` if prompts are only token ids with consecutive positions
         self.prompts: Prompts | None = None
         self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
 
@@ -76,7 +76,7 @@ class Candidate:
 
     def _reasons(self) -> Iterator[str]:
         """Yields the reasons, of which only the first counts: later checks may assume that earlier
-        ones have passed."""
+        checks have passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_joining(), None)
         is_invariant = self.paged_config.batch_invariant
@@ -242,8 +242,8 @@ class Candidate:
         return None
 
     def _find_prompts(self) -> Prompts | None:
-        """Makes `Prompts` with each prompt once; `None` if the model overrides the expansion of
-        rows, so that the prompts are not known."""
+        """Makes `Prompts` with each prompt once; `None` if the call did not see the prompts before
+        the model expanded them to rows."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
             unexpanded = self.inputs.input_ids, self.model_kwargs
@@ -262,8 +262,8 @@ class Candidate:
         return longest > limit + 1
 
     def _mixes_rotary_factors(self) -> bool:
-        """Whether the rotary factors of a batch may differ from those that a row gets alone, since
-        rows differ in length."""
+        """Whether the rotary factors of a batch may differ from those that one of its rows gets
+        alone, since the rows differ in length."""
         if not any(self.paddings):
             return False
         rope = find_length_rope(self.model, self.model.modules())
@@ -284,8 +284,8 @@ class Candidate:
 
     def _reasons_against_staying(self, reason: str) -> Iterator[str]:
         """Yields the reasons why the engine cannot run the rows together, in their original batch;
-        `reason` says why they cannot join others. If there are none, sets the layout of such
-        rows."""
+        `reason` says why they cannot join others. If it yields none, sets the layout and the
+        paddings of such rows."""
         model = self.model
         repeats = self.call.repeats
         self.prompts = prompts = self.prompts or self._find_prompts()

@@ -158,7 +158,7 @@ def _check_arguments(generate: Invocation) -> None:
 
 def _checked_ids(generate: Invocation) -> Any:
     """Returns the argument with the prompts' token ids. Raises `ValueError` for a mapping and, if
-    the model takes only token ids, for invalid ones."""
+    token ids are the main input of a model without encoder, for invalid ids."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None
@@ -195,7 +195,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
     config = None
     if implementation in REQUESTED or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
-        # not "dynamic", which transformers refuses for assistants, whose config copies this one
+        # not "dynamic": an assistant's config copies this one, and transformers refuses that there
         generation_config.cache_implementation = None
     result = prepare.run()
     with deferring_signals(model):
@@ -334,8 +334,8 @@ def _encode_media(encode: Invocation) -> Any:
 
 
 def _warn_of_padding(warn: Invocation) -> Any:
-    """Skips the check in paged forwards, which have a mask or no padding: it would wait for the
-    device."""
+    """Skips transformers' check in paged forwards, which have a mask or no padding: the check would
+    wait for the device."""
     if compat.attention_of(warn.model.config) == NAME:
         return None
     return warn.run()
@@ -361,8 +361,8 @@ wrapper."""
 
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
-    """Replaces a method with `wrapper`, by default one for its function in `_REPLACEMENTS`, unless
-    it has been replaced already. Called with `_lock` held."""
+    """Replaces a method with `wrapper`, by default a new wrapper that calls the function of this
+    name in `_REPLACEMENTS`, unless it has been replaced already. Called with `_lock` held."""
     if (owner, name) not in _installed:
         if wrapper is None:
             wrapper = wrapper_of(method_of(owner, name), _REPLACEMENTS[name])
@@ -376,8 +376,8 @@ def _native() -> rooms.NativeRoom:
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds the methods of continuous batching to `PeftModel`, where they call those of the model
-    inside."""
+    """Adds the methods of continuous batching to `PeftModel` (of the module `peft.peft_model`),
+    where they call those of the model inside, if `install` has replaced them."""
     with _lock:
         for name, method in _native().wrapper_methods.items():
             if (ContinuousMixin, name) in _installed:
@@ -386,7 +386,7 @@ def _add_to_peft(module: Any) -> None:
 
 def _wrap_overrides(model_class: type) -> None:
     """Wraps the input expansion of a class that overrides it (Qwen2-VL in transformers 5.17), so
-    that calls can store their inputs."""
+    that a call sees its inputs before they are expanded (`_expand_inputs`)."""
     name = compat.EXPAND_INPUTS
     owner = next(base for base in model_class.__mro__ if name in vars(base))
     if (owner, name) not in _installed:
@@ -407,11 +407,11 @@ def install(
     Args:
         continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`,
             `init_continuous_batching` and `continuous_batching_context_manager` of all models on a
-            [`PagedEngine`]; a config passed here is their default. A later call without this option
-            does not undo it.
+            [`PagedEngine`]; a config passed here is their default. A later `install` without this
+            option does not undo it.
         by_default (`bool`): Also make `generate` paged where neither the call nor a configuration
-            names a `cache_implementation`, and no cache is passed. A later call without this option
-            does not undo it.
+            names a `cache_implementation`, no cache is passed and `use_cache` is not `False`. A
+            later `install` without this option does not undo it.
     """
     global _is_paged_by_default
     native = None if continuous_batching is False else _native()
@@ -450,8 +450,8 @@ def install_of_environment() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`, except for running calls. Raises `RuntimeError`, and changes nothing, if
-    another library has wrapped a method since."""
+    """Undoes `install` for later calls. Raises `RuntimeError`, and changes nothing, if other code
+    has replaced one of the methods since."""
     global _is_paged_by_default
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():

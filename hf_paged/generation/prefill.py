@@ -19,12 +19,12 @@ _REPEATABLE_MODULES = ("transformers.cache_utils", "hf_paged.", "builtins", "abc
 
 
 def share_prefill(prefill: Invocation) -> Any:
-    """Runs the prefill for only one of the rows that were expanded from each prompt, if this gives
-    the same results, and repeats its outputs."""
+    """Runs the prefill for only one of the rows that were expanded from each prompt, and repeats
+    that row's outputs, if this gives the same results; otherwise runs the original prefill."""
     call = prefill.value_of(current_call)
     arguments = prefill.bound.arguments
     first = None
-    # chunked prefill is left to the original
+    # the original computes a chunked prefill
     is_whole = arguments["generation_config"].prefill_chunk_size is None
     if call is not None and call.caches and call.repeats > 1 and is_whole:
         first = _first_row_inputs(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
@@ -61,8 +61,8 @@ def _first_row_inputs(
     model_kwargs: dict[str, Any],
     repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """Selects the inputs of every `repeats`-th row, of which the following rows are copies; `None`
-    if they are not, if an input cannot be selected by row, or if a cache is not empty."""
+    """Selects the inputs of the first of every `repeats` rows; `None` if the other rows are no
+    copies of it, if an input cannot be selected by row, or if a cache is not paged and empty."""
     if mismatched_rows(model_kwargs, len(input_ids)) is not None:
         return None
     ids = first_rows(input_ids, repeats)
@@ -88,8 +88,8 @@ def _first_row_inputs(
 
 
 def _can_repeat_rows(layer: Any) -> bool:
-    """Whether `reorder_cache` repeats everything that a cache layer holds. A class of a model may
-    hold states that the method it inherits leaves out."""
+    """Whether `reorder_cache` repeats everything that a cache layer holds. A model's own class may
+    hold states that an inherited `reorder_cache` leaves out."""
     for base in type(layer).__mro__:
         is_repeatable = base.__module__.startswith(_REPEATABLE_MODULES)
         if not is_repeatable and "reorder_cache" not in vars(base):
@@ -98,8 +98,8 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: the model has no dropout, experts with a capacity for
-    the batch, hooks, replaced forwards or states in modules."""
+    """Whether rows do not affect one another: the model has no active dropout, no experts with a
+    capacity for the batch, and no foreign hooks, replaced forwards or states in modules."""
     modules = list(model.modules())
     if next(row_dependencies(model, modules), None) is not None:
         return False

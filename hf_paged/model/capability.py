@@ -43,7 +43,7 @@ from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
 _lock = forks.lock()
-# states of a check in one process; the least of all processes' states counts
+# states of a check in one process; of several processes, the one with the lowest state decides
 _RULED_OUT, _PENDING, _DONE = range(3)
 # Types of the module attributes that are part of `_code_key`, since they determine what a forward
 # computes: for example a function that replaces the class's `forward`.
@@ -54,14 +54,14 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
 )
 
 Verdicts = dict[Hashable, Any]
-"""By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller may
-keep verdicts while weights and configs do not change, since looking one up takes 0.15 ms for a
-model of 100 modules, and `_checked` 1 ms."""
+"""By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
+keeps them while weights and configs do not change saves time: for a model of 100 modules, looking
+one up takes 0.15 ms, and `_checked` 1 ms."""
 
 
 class Capability:
     """Checks how rows may share the model's forwards. `cache` was built for the model, and stays
-    empty. `make_runner` makes the runners of the checks. `verdicts` are kept by the caller."""
+    empty. `make_runner` makes the runners of the checks. The caller may keep `verdicts`."""
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class Capability:
         prompts: Any = None,
         kind: Any = None,
     ) -> Any:
-        """Returns the verdict that the caller keeps, if it is still valid; else the first of
-        `structure.reasons_against`, or the result of `check`. The check runs several short
-        forwards, once for each state of the model and `kind` of call."""
+        """Returns the verdict that the caller keeps, if it is still valid; otherwise the first of
+        `structure.reasons_against`, if any, or the result of `check`. The check runs several short
+        forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._checked(check, layout, prompts, kind)
@@ -224,7 +224,7 @@ class Capability:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # a new key: the check may have noted writes of forwards, which the key leaves out
+        # a new key, since a key leaves out attributes whose writes the check may just have noted
         _store(model, _key(check, kind, cache, self._find_code_key(modules)), verdict)
         return verdict
 
@@ -237,14 +237,14 @@ class Capability:
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
-    """Records that a packed forward failed for `reason` although `self_check` had passed: while the
-    model stays in this state, `choose_layout` chooses no packed layout."""
+    """Records that a packed forward failed for `reason` although `self_check` had passed. While the
+    model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
     key = _key(self_check, None, cache, _code_key(model, list(model.modules())))
     _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
 def _input_names(prompts: Any) -> tuple[str, ...]:
-    """The sorted names of the inputs of `Prompts`."""
+    """The sorted names of the inputs of `Prompts`, without those that are `None`."""
     inputs = prompts.model_kwargs.items()
     return tuple(sorted(name for name, value in inputs if value is not None))
 

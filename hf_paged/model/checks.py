@@ -116,8 +116,8 @@ def self_check(trial: Trial) -> Layout | str:
 
 def run_kernels(trial: Trial) -> None:
     """Computes a packed prompt and a decode step in blocks like those of the model's cache, unless
-    the other checks use such blocks: kernels that cannot run fail here, before a request needs
-    them (`kernels.triton.launch`)."""
+    the other checks use such blocks. So, before a request needs them, `kernels.triton.launch`
+    finds the kernels that cannot run. Failures of the forwards are ignored."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -136,22 +136,22 @@ def run_kernels(trial: Trial) -> None:
         )
         trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
-        # large blocks may not fit in memory: requests then wait for them
+        # large blocks may not fit in memory now, and requests can wait for memory
         if not _is_expected(error):
             raise
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the error means that a forward failed or ran out of memory."""
+    """Whether the error says that a forward failed or ran out of memory, and is no interrupt."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why rows are not batch-invariant: the logits of a step are not bitwise equal to those of each
-    row alone, or those of a prefill to those of decodes. `None` if they are equal. Raises as
-    `self_check`."""
+    """Why rows are not batch-invariant: the reason of `self_check`, or that the logits of a step
+    are not bitwise equal to those of each row alone, or the logits of a prefill to those of
+    decodes; `None` if all are equal. Raises as `self_check`."""
     layout = self_check(trial)
     if isinstance(layout, str):
         return layout
@@ -166,8 +166,8 @@ def invariance_check(trial: Trial) -> str | None:
 
 
 def mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows in one step differ from those of each row alone; `None` if they
-    agree. Raises as `self_check`."""
+    """How the logits of rows in one step differ from those of each row alone; `None` if they are
+    within the tolerance. Raises as `self_check`."""
     batched, single = _batched_and_single_logits(trial, sample_tokens(trial.model))
     return trial.difference(single, batched, how="with several adapters in a forward")
 
@@ -278,9 +278,9 @@ def rows_check(trial: Trial) -> str | None:
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:
-    """Compares rows of two prompts side by side with each alone. Returns whether their lengths, and
-    those of their encoders, must be equal; `None` if the rows may not join. Raises as
-    `self_check`."""
+    """Compares rows of two prompts side by side with each row alone. Returns whether the rows'
+    lengths must be equal, and whether their encoders' lengths must be; `None` if the rows may not
+    join. Raises as `self_check`."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
     first = _single_row(trial.prompts, width, 1)
@@ -289,8 +289,8 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     new_tokens = sample_tokens(model)[:1, :3]
 
     def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
-        """The logits of both rows, which begin together. Unless their lengths must be equal, one
-        row then computes one token more than the other."""
+        """The logits of both rows, which begin together. Unless `verdict` requires equal lengths,
+        the first row then computes one token more than the second."""
         for single in (first, second):
             single.join_key = None
             single.set_join_keys(verdict if can_join else None)
@@ -316,8 +316,8 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
 
 
 def _single_row(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates its
-    floating-point inputs, so that an exchange of two rows would change the logits."""
+    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates the
+    row's floating-point inputs, so that an exchange of two rows would change the logits."""
     num_encoded = prompts.num_encoder_tokens
     single = copy.deepcopy(prompts)
 
@@ -380,7 +380,7 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
     """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
-    none, if a row could not recompute them."""
+    none, if a row could not recompute them or the prompts have no `keys`."""
     if keys is None:
         return False
     content_ends = [max(1, key.num_content) for key in keys]
@@ -399,7 +399,7 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
 def _logits_behind_text(
     runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
 ) -> Tensor:
-    """The logits of two steps of the only row of `Prompts`, whose first text is already cached."""
+    """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
     (row,) = runner.add_prompts(prompts, new_tokens)
     text = runner.add(row.tokens, num_text)
     runner.advance([text])
@@ -410,8 +410,8 @@ def _logits_behind_text(
 
 
 def merge_check(trial: Trial) -> bool:
-    """Whether one forward of `prompts` and of longer prompts with other images, and a packed decode
-    step after it, have the logits of plain forwards of each."""
+    """Whether one forward of the trial's prompts together with longer prompts of other images, and
+    the packed decode step after it, give the logits of separate plain forwards."""
     model, prompts = trial.model, trial.prompts
     text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
     longer = prompts.varied(int(text_token))
@@ -441,8 +441,8 @@ Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes the attributes that each forward of the trial overwrites and none reads, and those that
-    a forward of the engine wrote and a later forward reads."""
+    """Notes (`writes.Notes`), of the attributes that the trial's forwards wrote: those that each
+    forward overwrites and none reads, and those that the engine's overwrite and later ones read."""
     last_writes: Writes = {}
     by_engine = set[WriteKey]()
     for write in trial.writes:

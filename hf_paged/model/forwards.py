@@ -33,14 +33,14 @@ def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is one that transformers keeps after a call with `output_hidden_states`, and
-    that does nothing in other calls."""
+    """Whether transformers keeps this hook after a call with `output_hidden_states`: it does
+    nothing in other calls."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's pre-forward hooks, then its forward hooks, then those that accelerate wraps around
-    its forward."""
+    """A module's pre-forward hooks, then its forward hooks, then the hooks that accelerate wraps
+    around its forward. Callers must not change the list."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
     wrapping_hooks = () if hook is None else getattr(hook, "hooks", (hook,))

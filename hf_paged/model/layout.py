@@ -8,10 +8,9 @@ from ..cache.kv_blocks import LayerKV
 
 
 class Layout(NamedTuple):
-    """How rows share a model's forward: packed, or as rectangles if `unsupported_reason` is
-    set."""
+    """How rows share a model's forward: packed, or otherwise as rectangles."""
 
-    unsupported_reason: str | None = None
+    unsupported_reason: str | None = None  # why rows cannot be packed; `None`: they are packed
     # prompts of different lengths may share a forward, since padding changes no result; if not,
     # only prompts of equal length may
     can_mix_lengths: bool = True
@@ -26,7 +25,7 @@ class Layout(NamedTuple):
     max_positions: int | None = None
     # whether forwards that are not packed grow these tables on demand
     can_grow_unpacked: bool = False
-    # the K/V that the cache's layers store, if rows may join and leave
+    # the K/V that the cache's layers store, if rows may join and leave; otherwise empty
     layers: tuple[LayerKV, ...] = ()
 
     @property
@@ -52,7 +51,7 @@ class PromptsVerdict(NamedTuple):
     """Whether rows may decode packed after the model's own forward has computed their prompts,
     which are more than token ids."""
 
-    unsupported_reason: str | None = None
+    unsupported_reason: str | None = None  # why they cannot; `None`: they can
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
     can_begin_behind_text: bool = False  # the model's own forward may begin behind cached text
 

@@ -13,7 +13,7 @@ from ..topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# options of `from_pretrained` that locate files, which also configs and tokenizers accept
+# options of `from_pretrained` that locate files; those of configs and tokenizers accept them, too
 _SOURCE_OPTIONS = {
     "cache_dir",
     "code_revision",
@@ -28,9 +28,9 @@ _SOURCE_OPTIONS = {
 
 
 def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """Loads a model of the class that its config names, or a causal language model if it names
-    none; from the folder of a PEFT adapter, the base model with the adapter. `options` are those of
-    `from_pretrained` (`dtype`, `device_map`, ...), whose errors pass through."""
+    """Loads a model of the class that its config names, or a causal language model if the config
+    names none; from the folder of a PEFT adapter, the base model with the adapter. `options` and
+    errors are those of `from_pretrained` (`dtype`, `device_map`, ...)."""
     try:
         config = AutoConfig.from_pretrained(name_or_path, **_source_options(options))
         architectures = config.architectures
@@ -57,8 +57,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: 
         except (OSError, ValueError) as failure:
             error = error or failure
         else:
-            # without files, transformers makes a tokenizer that has only the special tokens of its
-            # class and, for T5, the marker of spaces
+            # without files, transformers makes a useless tokenizer: it has only the special tokens
+            # of its class and, for T5, the marker of spaces
             if len(tokenizer) > len(tokenizer.added_tokens_decoder) + 1:
                 return tokenizer
     message = (

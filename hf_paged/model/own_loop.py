@@ -22,8 +22,8 @@ def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
 
 
 def pad_token_id(model: Any) -> int:
-    """The token id for left padding: the config's, or 0 if it has none, since the mask hides
-    padding."""
+    """The token id for left padding: that of the config or, if it has none, 0, since the mask hides
+    padding anyway."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
@@ -67,8 +67,8 @@ def prepare(
     num_new: int = 1,
     num_cached: int = 0,
 ) -> dict[str, Any]:
-    """Returns the arguments of the model's forward. In the first step of the rows, all tokens of
-    `ids` `(rows, length)` but the first `num_cached` are new; later only the last `num_new`."""
+    """Returns the arguments of the model's forward. In the rows' first step, all tokens of `ids`
+    `(rows, length)` but the first `num_cached` are new; in later steps, the last `num_new`."""
     has_encoder = bool(model.config.is_encoder_decoder)
     embeds = inputs.get("inputs_embeds")
     tokens = embeds if is_first_step and embeds is not None and not has_encoder else ids
@@ -80,7 +80,7 @@ def prepare(
 
 
 def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inputs from which `prepare` prepares the next step. `outputs`: the forward's."""
+    """Returns the inputs from which `prepare` prepares the step after this one."""
     has_encoder = bool(model.config.is_encoder_decoder)
     updated: dict[str, Any] = compat.update_inputs(
         model, outputs, inputs, is_encoder_decoder=has_encoder
@@ -124,8 +124,8 @@ ROW_INPUTS = {
 
 
 def mismatched_rows(inputs: Mapping[str, Any], num_rows: int) -> str | None:
-    """Returns a message about an input with neither 1 nor `num_rows` rows; `None` if there is
-    none."""
+    """Returns a message about an input with neither 1 nor `num_rows` rows; `None` if there is no
+    such input."""
     for name in sorted(ROW_INPUTS & inputs.keys()):
         value = inputs[name]
         if isinstance(value, Tensor) and value.dim():

@@ -78,8 +78,8 @@ class PositionReads(TorchDispatchMode):
         size = args[0].shape[axis]
         is_head_slice = not start or start < 0  # `x[:end]`
         is_tail_slice = not is_head_slice and (end is None or end >= size)
-        # Code slices intermediate tensors for many reasons. So of these only `x[start:]` counts
-        # (MPT reads its table from the end), and of the model's own tensors any slice.
+        # Code slices intermediate tensors for many reasons. So of their slices only `x[start:]`
+        # counts (MPT reads its table from the end); of the model's own tensors, any slice does.
         if not is_tail_slice and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
         if is_head_slice:
@@ -95,9 +95,9 @@ def _index_values(index: Tensor) -> set[int]:
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts the model's buffers with an axis of `size`, and such tensors among its modules'
-    attributes, to `length` on that axis; returns whether there are any. The caller restores the
-    modules."""
+    """Cuts the model's buffers that have an axis of `size`, and such tensors among its modules'
+    attributes, to `length` on the first such axis; returns whether there are any. The caller
+    restores the modules."""
     has_cut = False
     for module in model.modules():
         for tensors in (module._buffers, vars(module)):
@@ -115,10 +115,10 @@ def shorten(model: nn.Module, size: int, length: int) -> bool:
 def num_positions(
     trial: Trial, encoder_inputs: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
-    """Returns the number of positions that the model's fixed tables hold, and the number that its
-    growing tables hold, which the forward replaces when they are too short. Either is `None` if
-    there is no such table or a forward fails. A table is an axis that each step reads at one index,
-    one further than the step before. `encoder_inputs`: those of a model with an encoder."""
+    """Returns the number of positions in the shortest of the model's fixed tables, and in the
+    shortest of its growing tables, which the forward replaces when they are too short. Either is
+    `None` if there is no such table or a forward fails. A table is an axis that each step reads at
+    one index, one further than the step before. `encoder_inputs`: for a model with an encoder."""
     try:
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:
@@ -132,7 +132,7 @@ def num_positions(
 
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
-    """Whether forwards grow a table after it was cut to one position less than they need."""
+    """Whether forwards replace a table that was cut to one position less than they need."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
             length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1

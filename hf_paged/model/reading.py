@@ -51,7 +51,7 @@ _MAX_DEPTH = 8  # of nested containers: some hold themselves
 MARSHAL_VERSION = 2  # bytes of later versions depend on reference counts, too
 # Attributes that do not affect the forward; `name_or_path` says where the model was loaded from.
 _IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
-# No forward depends on classes of these modules, which load, save or generate.
+# Modules whose classes load, save or generate: no forward depends on them.
 _UNRELATED_MODULES = (
     "abc",
     "builtins",
@@ -82,7 +82,7 @@ _UNDETECTABLE_TYPES = (ContextVar, threading.local)
 _CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
 _SCALAR_TYPES = (bool, int, float, str, np.generic, *_TORCH_SCALAR_TYPES)
-# Types of the values in user classes and modules that are read, beside `SCALARS`.
+# Besides `SCALARS`, the types of values that are read in user classes and in globals of user code.
 _DATA_TYPES: tuple[type, ...] = (
     *_CONTAINER_TYPES,
     types.SimpleNamespace,
@@ -106,10 +106,10 @@ class Reading:
     describes one such value, in lists, tuples and scalars that `marshal` can write."""
 
     def __init__(self, model: nn.Module) -> None:
-        # message about a value that user code reads and whose changes cannot be detected
+        # message about a value that user code reads and whose changes cannot be detected, if any
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
-        self._all_tensors = list[Tensor]()  # also other views of the same memory
+        self._all_tensors = list[Tensor]()  # also tensors with the same memory and form as others
         self._objects = list[Any]()  # modules, configs and plain objects, in order of discovery
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
@@ -122,11 +122,11 @@ class Reading:
         self._functions = deque[Any]()  # whose globals are still to be described
         self._followed = set[Any]()  # functions whose globals have been described
         self._reads_training = False  # whether user code reads `training`
-        # scalars in the objects of closures, where a hook may collect results
+        # scalars in objects that closures hold, where a hook may collect results
         self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
-        # dicts with entries that no forward reads, and a dict of these entries
+        # dicts with entries that no forward reads, each with values to read instead, by name
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
         # modules, dicts, lists, functions of user code and cells, whose referents are compared
         self._owners = list[Any]()
@@ -155,7 +155,7 @@ class Reading:
         if isinstance(item, type):
             return "class", self._class(item)
         kind = self._class(type(item))
-        self._owners.append(item)  # its class and slots
+        self._owners.append(item)  # refers to its class and the values of its slots
         if hasattr(item, "__dict__"):
             self._owners.append(vars(item))
         if isinstance(item, nn.Module):
@@ -176,8 +176,8 @@ class Reading:
         return number
 
     def _class(self, kind: type) -> list[Any]:
-        """Describes the functions and scalars of a class and its bases, and the data of user
-        classes; after the first time, only the class's name."""
+        """Describes a class and its bases: their functions and scalars and, for user classes, other
+        data. If the class has been described before, returns only its name."""
         described: list[Any] = [kind.__qualname__]
         if kind in self._classes:
             return described
@@ -281,8 +281,8 @@ class Reading:
             return kind.__qualname__, len(value)
         if isinstance(value, _DICT_TYPES):
             value = itertools.chain.from_iterable(value.items())
-        items = [*value]  # a vocabulary may have millions
-        if not SCALARS.issuperset(map(type, items)):
+        items = [*value]
+        if not SCALARS.issuperset(map(type, items)):  # a vocabulary may have millions of scalars
             items = self._items(depth, *items)
         if issubclass(kind, (set, frozenset)):
             items = sorted(items, key=repr)
@@ -337,8 +337,8 @@ class Reading:
                 self._iterated.append(value)
 
     def _standard(self, value: Any, depth: int) -> Any:
-        """Describes an object of the standard library by its `repr` if that is complete, else by
-        its scalars."""
+        """Describes an object of the standard library: by its `repr` if that is complete, a
+        container such as `ChainMap` by its attributes, others by their type and scalars."""
         if isinstance(value, _REPR_TYPES):
             return repr(value)
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
@@ -347,8 +347,8 @@ class Reading:
         return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """Describes the items of a container, or an object's attributes: scalars by their values,
-        others by their types."""
+        """Describes up to `_MAX_ITEMS` items of a container, or attributes of an object: scalars by
+        their values, others by their types."""
         container = value if isinstance(value, _CONTAINER_TYPES) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]
@@ -374,7 +374,7 @@ class Reading:
         return "function", function.__qualname__, code, described_defaults, cells, attributes
 
     def _add_method(self, name: str, function: Any) -> None:
-        """Keeps a function of a class until code names it; then its globals are described."""
+        """Keeps a user class's function until code names it; notes names in library functions."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):
@@ -391,7 +391,7 @@ class Reading:
         self._names |= names
 
     def _follow(self, function: Any) -> Any:
-        """Describes the globals that a function of user code reads by name."""
+        """Describes the globals that a function of user code reads by name, once per function."""
         module_name = globals_module(function)
         if function in self._followed or not is_user_module(module_name):
             return None
@@ -459,8 +459,8 @@ class Reading:
         return self._library_object(value, depth)
 
     def _library_object(self, value: Any, depth: int) -> Any:
-        """Describes a library object: autocast by its options, a wrapper such as accelerate's by
-        the function inside, others by their types alone."""
+        """Describes an object without reading its attributes: autocast by its options, a wrapper
+        such as accelerate's by the function inside, others by their types alone."""
         name = type(value).__qualname__
         if type(value) is torch.autocast:
             return name, value.device, str(value.fast_dtype), value._enabled
@@ -471,7 +471,7 @@ class Reading:
         kind = type(tensor)
         dtype = str(tensor.dtype)
         if kind not in (nn.Parameter, Tensor):
-            # a subclass, described by its parts
+            # a subclass, such as a quantized weight, described by its parts
             if not hasattr(tensor, "__tensor_flatten__"):
                 raise ValueError(
                     f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`"

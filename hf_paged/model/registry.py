@@ -41,15 +41,15 @@ class Route:
         road (`str`): `"engine"`: the engine runs the forwards, packed or with rows side by side,
             and rows leave the batch when they end; `"rows"`: an engine runs a forward for each
             request; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: the same
-            loop without a paged cache.
+            loop without a paged cache; `"undecided"`: `inspect` could not find out.
         reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
-        in_place (`bool`): Every decode step read its keys and values through block tables, without
-            gathering.
+        in_place (`bool`): Attention read cached keys and values through block tables, without
+            gathering them first.
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
-        num_captured_steps (`int`): Decode steps that replayed a recorded step.
+        num_captured_steps (`int`): Steps that replayed a recorded step.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
-            and how many of them it accepted.
+            and how many of them it accepted. For a `PagedEngine`, `EngineStats` has these counts.
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
             work that later calls reuse: `"self_check"` (forwards that decide how the model runs),
             `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps
@@ -79,8 +79,8 @@ def route_of(
     is_packed: bool,
     **fields: Any,
 ) -> Route:
-    """Makes the [`Route`] of a call or an engine with these counters of K/V reads. `fields` are the
-    other fields of the route."""
+    """Makes the [`Route`] of a call or an engine. `counters` are those of its K/V reads, `fields`
+    the other fields of the route."""
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
@@ -115,8 +115,8 @@ def block_sizes(
     observed: Iterable[int] = (),
 ) -> BlockSizes:
     """The data from which `block_size="auto"` chooses sizes: lengths of sequences, `observed` or
-    `expected`, in tokens, and the kernel's times. Where other processes or calls need equal sizes,
-    blocks have the default size."""
+    `expected`, in tokens, and the kernel's times. Where other processes or calls need blocks of the
+    same size, that is the default size."""
     reason = None
     if config.prefix_tiers is not None:
         reason = "processes that saw other lengths must find the blocks of `prefix_tiers`"
@@ -134,7 +134,7 @@ def block_sizes(
 def memory_for(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()
 ) -> PagedMemory:
-    """Returns the memory of `model`, rebuilt if the block size, limits, storage, dtypes, device,
+    """Returns the memory of `model`: a new one if the block size, limits, storage, dtypes, device,
     processes or `batch_invariant` have changed or, with `block_size="auto"`, if other sizes are
     better (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows in tokens. The
     memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
@@ -198,8 +198,8 @@ def warn_once(model: PreTrainedModel, message: str) -> None:
 
 
 def _modules(owner: Any) -> Iterator[Any]:
-    """The modules of a model, of a wrapper such as PEFT's, or of the model that an engine or a
-    pipeline has. Raises `ValueError` for anything else."""
+    """The modules of a model, of a wrapper such as PEFT's, or of an engine's or a pipeline's model.
+    Raises `ValueError` for anything else."""
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "model", None)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -210,7 +210,7 @@ def _modules(owner: Any) -> Iterator[Any]:
 
 
 def _memories_of(owner: Any) -> list[PagedMemory]:
-    """The pools of a model, or of an object with one as `.model`."""
+    """The pools of a model and its submodules, or of an object with a model as `.model`."""
     memory = getattr(owner, "memory", None)
     if isinstance(memory, PagedMemory):  # an engine has its own pool
         return [memory]
@@ -220,8 +220,8 @@ def _memories_of(owner: Any) -> list[PagedMemory]:
 
 @guarded
 def free(model: Any) -> None:
-    """Frees the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
-    Caches that a caller holds keep their blocks until they are garbage-collected."""
+    """Frees the pool of a model, or of an object with a model as `.model`: an engine, a pipeline.
+    Caches that a caller holds keep their blocks until the caches are garbage-collected."""
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:
@@ -234,8 +234,8 @@ def free(model: Any) -> None:
 
 
 def last_route(model: Any) -> Route | None:
-    """The route of the model's last `generate` call or engine work, with the reason; `None` before
-    the first."""
+    """The route of the last `generate` call or engine that used the model, with the reason; `None`
+    before the first."""
     with _lock:
         return next((_routes[module] for module in _modules(model) if module in _routes), None)
 
@@ -243,7 +243,8 @@ def last_route(model: Any) -> Route | None:
 @guarded
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
-    Statistics of the pool of a model, or of an object with one as `.model`: an engine, a pipeline.
+    Statistics of the pool of a model, or of an object with a model as `.model`: an engine, a
+    pipeline. Without a pool, only `budget_bytes` is set.
 
     Args:
         reset (`bool`, defaults to `False`): Reset the peaks after reading them.
@@ -260,6 +261,6 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
 
 @guarded
 def check_integrity(model: Any) -> None:
-    """Raises `AssertionError` unless the model's pool agrees with all live block tables."""
+    """Raises `AssertionError` unless the model's pool, if any, agrees with live block tables."""
     for memory in _memories_of(model):
         memory.check_integrity()

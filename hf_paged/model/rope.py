@@ -20,17 +20,17 @@ from .writes import restore_attributes
 
 
 class LengthRope:
-    """Gives each token of a packed forward the rotary factors of its sequence. These are the
-    factors with which plain `generate` first computes the token: for prompt tokens those of the
-    prompt's length, for a later token those of the sequence's length including the token. Factors
-    are identified by the shortest length that has them; 0 stands for short sequences.
+    """Gives each token of a packed forward the rotary factors of its sequence: those with which
+    plain `generate` first computes the token. For prompt tokens, these are the factors of the
+    prompt's length, for a later token those of the sequence's length including the token. The id of
+    factors is the shortest length that has them, or 0 for those of short sequences.
     """
 
     def __init__(
         self, model: PreTrainedModel, module_types: dict[nn.Module, list[tuple[str, int]]]
     ) -> None:
-        """`module_types`: for each rotary embedding its types, each with the length up to which it
-        has the factors of short sequences."""
+        """`module_types`: for each rotary embedding its types, each with the length up to which
+        the type has the factors of short sequences."""
         self._modules = list(module_types)
         limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
         # beyond these limits, every length has different factors
@@ -67,9 +67,9 @@ class LengthRope:
 
     @restoring
     def rotating(self, factors: list[int]) -> Iterator[None]:
-        """A context for a packed forward of tokens with these factors; if the list is empty, the
-        modules use the factors that they hold. The modules remain unchanged: the forward writes to
-        copies of their buffers."""
+        """A context for a packed forward of tokens with these ids of factors; if the list is empty,
+        the modules use the factors that they hold. The modules remain unchanged: the forward writes
+        to copies of their buffers."""
         token_indices: dict[int, list[int]] = {}
         for index, factors_id in enumerate(factors):
             token_indices.setdefault(factors_id, []).append(index)
@@ -93,8 +93,8 @@ def _rotate(
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    """A forward hook: for each id of factors, calls the module on the tokens that have it, followed
-    by one more position, which makes the module compute these factors. `token_indices`: the indices
+    """A forward hook: for each id of factors, calls the module on the tokens that have this id, and
+    on one more position, which makes the module compute these factors. `token_indices`: the indices
     of the tokens, by id."""
     kwargs = dict(kwargs)
     x, positions, *other_args = (

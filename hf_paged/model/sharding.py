@@ -17,8 +17,8 @@ from ..topics import Topic, TopicError
 
 
 class RankLostError(TopicError, RuntimeError):
-    """A process that holds a shard of the model has ended, or is out of step with the others, so
-    the processes can compute no more forwards."""
+    """A process that holds a shard of the model has ended or is out of step with the others, so the
+    processes can compute no more forwards together."""
 
     topic = Topic.RANKS
 
@@ -54,7 +54,7 @@ def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def deferring_signals(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context for a call that all processes of a sharded model make together: defers signals
-    until it ends. For other models, and without the room, it does nothing."""
+    until the context ends. For other models, and without the room `ranks`, it does nothing."""
     if not is_sharded(model) or not is_installed("ranks"):
         return NOTHING
     return _ranks().deferring_signals()

@@ -1,4 +1,4 @@
-"""Detects changes to a model. Cached keys and values, and recorded steps, are valid until it
+"""Detects changes to a model. Cached keys and values, and recorded steps, are valid until the model
 changes."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards read values that earlier forwards wrote, so that a prefix's keys and values
-    depend on those forwards. Logs a warning once if they do."""
+    depend on the earlier forwards. If so, logs a warning, once per model."""
     name = notes_of(model).carried
     if name is None:
         return False
@@ -69,9 +69,9 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
-    """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning
-    once, if the model cannot be read or carries state. `state`: the model's, if it has just been
-    read."""
+    """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once
+    per model, if the model carries state or the fingerprint raises an error. `state`: the model's,
+    if it has just been read."""
     try:
         if carries_state(model):
             return None
@@ -173,12 +173,12 @@ class ModelState(Reading):
         self._content = self._read_content()
 
     def is_same(self) -> bool:
-        """Whether the model is as it was at `hold`, `accept` and, if it is watched, `watch`. This
-        check of microseconds compares modules and tensors with their addresses; the identities of
-        attributes, hooks, functions, closures and globals; versions of tensors; and on the CPU the
-        content of one random cache line of each tensor. Of writes that change neither version nor
-        address, it detects those to whole tensors, and may miss those to a few elements. If it
-        returns `False`, the model may still be equal (`is_like`)."""
+        """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
+        check of microseconds compares modules, tensors and the tensors' addresses; the identities
+        of attributes, hooks, functions, closures and globals; and, if watched, the versions of
+        tensors and on the CPU the content of one random cache line of each tensor. Of writes that
+        change neither version nor address, it thus detects only those on the CPU, and may miss
+        those to a few elements. After `False`, the model may still be equal (`is_like`)."""
         self.mark_unverified()
         if self._values is None or not self.is_in_place():
             return False
@@ -198,8 +198,8 @@ class ModelState(Reading):
         return tuple(parts)
 
     def _read_values(self) -> _StateValues | None:
-        """Returns the values, their addresses and the content of arrays; `None` if another thread
-        changes them meanwhile."""
+        """Returns the values, their addresses and the content of arrays; `None` if they cannot be
+        read, for instance since another thread changes a container meanwhile."""
         try:
             values = (
                 *gc.get_referents(*self._owners),
@@ -222,8 +222,8 @@ class ModelState(Reading):
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:
-    """The addresses of a tuple's items, copied from the tuple's memory: comparing them compares
-    the items' identities without a loop in Python."""
+    """The addresses of a tuple's items, copied from the tuple's memory: comparing the addresses
+    compares the items' identities without a loop in Python."""
     start = id(values) + tuple.__basicsize__
     items = (ctypes.c_void_p * len(values)).from_address(start)
     return bytes(items)

@@ -37,7 +37,7 @@ def reasons_against(
     model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str
 ) -> Iterator[str]:
     """Yields the reasons against a `layout`: "packed", "side by side" (rows join and leave) or
-    "together" (rows only leave)."""
+    "together" (rows only leave). `modules`: all modules of the model."""
     is_packed = layout == "packed"
     can_join = layout != "together"
     has_own_attention = not calls_interface(modules)
@@ -49,7 +49,7 @@ def reasons_against(
 def row_dependencies(
     model: PreTrainedModel, modules: Modules, is_packed: bool = True
 ) -> Iterator[str]:
-    """Yields the reasons why rows of one forward may get other results than each row alone."""
+    """Yields the reasons why rows of one forward may get other results than each row gets alone."""
     yield from _hook_reasons(model, modules)
     yield from _row_reasons(model, modules, is_packed)
 
@@ -111,7 +111,7 @@ def _code_reasons(
     must_switch = is_packed and not has_own_attention and not is_configured
     if must_switch and not switchable_configs(modules):
         yield Topic.MODEL_CODE("its code reads which attention implementation is configured")
-    # attention functions of users must get the calls and rows that they get in plain `generate`
+    # users' attention functions must get the same calls and rows as in plain `generate`
     reason = foreign_attention(modules)
     if reason:
         yield reason
@@ -122,7 +122,7 @@ def _hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:
-        if has_foreign_hook(module):  # it would get packed tokens
+        if has_foreign_hook(module):  # the hook would get tokens of other rows, too
             name = next(name for name, part in model.named_modules() if part is module)
             yield Topic.HOOKS(f"there are forward hooks on {name or 'the model'}")
     devices = {tensor.device for module in modules for tensor in tensors_of_module(module)}

@@ -33,7 +33,7 @@ from .layout import Layout
 from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
 
-# `execution.executor.Runner`
+# Makes a block manager and a runner (`execution.executor.Runner`), on the memory of an empty cache.
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
 Step = tuple[tuple[int, int], ...]  # (row number, tokens to compute) of each row
 
@@ -58,7 +58,7 @@ of the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the cause `is_permanent`, later checks would fail as well."""
+    """A forward failed in a check. If the error `is_permanent`, later checks would fail as well."""
 
     is_permanent = False
 
@@ -70,7 +70,7 @@ class WritesLostError(ForwardFailedError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its type if it has none."""
+    """The first line of an error's message; if it is empty, the name of the error's type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -96,8 +96,8 @@ class Trial:
         """A context for forwards. It undoes their writes into modules, after adding them to
         `writes`, and restores the random state. As in an engine's steps, layers with a cache do not
         run compiled code. `by_engine`: the forwards are the engine's, which call our attention, not
-        plain ones. Raises `ForwardFailedError` if a forward raises anything but an out-of-memory
-        error, draws random numbers, or makes writes that cannot be undone."""
+        plain ones. Raises `ForwardFailedError` if a forward raises anything but an interrupt or an
+        out-of-memory error, draws random numbers, or makes writes that cannot be undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -194,8 +194,8 @@ class Trial:
     def difference(
         self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
     ) -> str | None:
-        """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance, else
-        `None`. NaN and infinities must be at the same positions."""
+        """Returns a message, with `quantity` and `how`, if logits `(n, vocab_size)` differ by more
+        than the tolerance (`excess_of`); otherwise `None`."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
@@ -285,8 +285,8 @@ class TrialRunner:
         return torch.cat(logits)
 
     def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """Runs one step as `advance` does, then restores the modules, as if another call had run
-        after it."""
+        """Returns the logits of one step of `advance`, and restores the modules after the step, as
+        if another call had then run."""
         with self._trial.forwards(by_engine=True):
             return self.advance(rows)
 
@@ -339,8 +339,8 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
 def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
     """Says by how many standard deviations logits `(n, vocab_size)` that were computed in `dtypes`
     differ; `None` if that is within the tolerance. The difference is that of the worst row or, in
-    half precision, where a router may choose another expert for some rows, the median of all rows.
-    NaN and infinities must be at the same positions."""
+    half precision, where a router may choose another expert for some rows, the median of all rows:
+    infinite unless NaN and infinities are at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()

@@ -31,8 +31,8 @@ NOTES = frozenset(
 PLUMBING = NOTES.union(vars(nn.Module()))
 """Attributes that do not affect a forward: notes, and those that torch gives every module.
 (Parameters, buffers, modules and forward hooks are visited separately.)"""
-# Objects of these packages do not affect a forward, except modules, tensors and configs. They
-# reference half the process.
+# Objects of these packages do not affect a forward, except modules, tensors and configs. Reading
+# them would reach half the process.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
@@ -51,8 +51,8 @@ def is_user_module(name: str) -> bool:
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether a value is an object of a user class that has attributes, other than a module, a
-    tensor, a container or a class."""
+    """Whether a value has attributes and is of a user class, but is no module, tensor, container or
+    class."""
     if not is_user_module(type(value).__module__):
         return False
     if isinstance(value, (nn.Module, Tensor, type, tuple, frozenset, *CONTAINERS)):
@@ -72,7 +72,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_of_model(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, and the tensors among its modules' attributes."""
+    """The parameters and buffers of a model, and tensors in other attributes of its modules."""
     values = (value for module in model.modules() for value in vars(module).values())
     attributes = (value for value in values if isinstance(value, Tensor))
     return [*model.parameters(), *model.buffers(), *attributes]

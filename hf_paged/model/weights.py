@@ -16,8 +16,8 @@ class WeightsGuard:
     code may change the model between *periods* (a call, or one step of an engine). The cache serves
     blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
     one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
-    that computed its blocks, unless the executor watches the model (`is_watched`); the blocks of a
-    period with neither are forgotten. The lock of `memory` guards `blocks`."""
+    that computed its blocks, unless the executor watches the model (`is_watched`). If a period ends
+    with neither, its blocks are forgotten. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -25,7 +25,7 @@ class WeightsGuard:
         self._blocks = blocks
         self._epochs = blocks.epochs
         self._is_on = False
-        # if `blocks` starts without caching, it stays off
+        # if `blocks` starts without prefix caching, caching stays off
         self._can_cache = blocks.prefix_caching
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
@@ -41,7 +41,7 @@ class WeightsGuard:
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
         """Called when work begins, with no request in flight. `is_on`: whether blocks may be cached
-        and served. `autocast`: the dtype to which forwards are autocast, or `None`."""
+        and served. `autocast`: the dtype to which forwards are autocast; `None`: they are not."""
         self._is_on = is_on
         self._autocast = autocast
         self.is_watched = False
@@ -50,7 +50,7 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can verify the blocks that are evicted to it later."""
+        weights, so that any process can verify the blocks that are evicted to the tier later."""
         is_verified = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_verified:
             self.begin_period()  # the model may have changed since the last step
@@ -64,8 +64,8 @@ class WeightsGuard:
                 self._epochs.begin_period()
 
     def verify(self) -> bool:
-        """Returns whether the cache may serve blocks of earlier periods, after fingerprinting the
-        weights once per period; if it may not, drops those blocks."""
+        """Returns whether the cache may serve the blocks that it has, after fingerprinting the
+        weights once per period. If it may not serve those of earlier periods, drops them."""
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
@@ -91,14 +91,14 @@ class WeightsGuard:
             self._memory.fingerprint = None
 
     def forget_earlier(self) -> None:
-        """Called after the model has changed: forgets all earlier blocks."""
+        """Called after the model has changed: forgets all blocks computed until now."""
         with self._memory.lock:
             self._epochs.begin_period()
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
-        """Fingerprints the model, and drops the blocks of a different one. Returns whether the
-        fingerprint has not changed."""
+        """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
+        periods; if there is none, drops all blocks. Returns whether it is unchanged."""
         weights = self._fingerprint(self._model, state)
         current = None
         if weights is not None:

@@ -16,7 +16,7 @@ from ..switches import NOTHING
 
 def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
     """The room of adapters, if a request names an `adapter` or if PEFT has added adapters to the
-    model; else `None`."""
+    model; otherwise `None`. Raises `RoomMissingError` if the room is not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
     adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
@@ -24,7 +24,7 @@ def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
 
 
 def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> ResolvedAdapter:
-    """As `AdaptersRoom.resolve_adapter`."""
+    """As `AdaptersRoom.resolve_adapter`; an empty [`ResolvedAdapter`] if no room is needed."""
     adapters = adapters_for(model, name)
     if adapters is None:
         return ResolvedAdapter()
@@ -32,7 +32,7 @@ def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> Res
 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
-    """As `AdaptersRoom.use_adapter`; `None` leaves the model as it is."""
+    """As `AdaptersRoom.use_adapter`; the name `None` leaves the model as it is."""
     adapters = adapters_for(None, name)
     if adapters is None:
         return NOTHING

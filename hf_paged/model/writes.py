@@ -16,9 +16,9 @@ from ..interrupts import restoring
 from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
-"""Bytes of tensors, the smallest first, that a [`Snapshot`] copies."""
+"""Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
 
-_MAX_CONTAINERS = 10_000  # reached from one attribute; its objects may reference half the process
+_MAX_CONTAINERS = 10_000  # copied per attribute, whose objects may reference half the process
 
 
 class Write(NamedTuple):
@@ -29,21 +29,21 @@ class Write(NamedTuple):
     name: str
     before: Any
     after: Any  # a copy
-    by_engine: bool  # whether a forward of the engine wrote it, not a plain one
+    by_engine: bool  # whether one of the engine's forwards wrote it, not a plain forward
 
 
 Modes = tuple[bool, ...]  # of a model's modules
 
 
 class Notes:
-    """What is known of the writes of a model's forwards into the model, with its modules in certain
-    modes."""
+    """What is known of the writes of a model's forwards into the model, while its modules are in
+    certain modes."""
 
     def __init__(self) -> None:
-        # an attribute that forwards read and earlier forwards wrote: turns the prefix cache off
+        # an attribute, if any, that forwards read and earlier ones wrote: turns prefix caching off
         self.carried: str | None = None
-        # by module, the attributes that each forward overwrites and none reads, so they are not
-        # part of the model's state; with the value that a `ModelState` reads in their place
+        # by module, the attributes that each forward overwrites and none reads, so that they are
+        # not part of the model's state, each with the value that `ModelState` reads in its place
         self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
         self.write_only = weakref.WeakKeyDictionary()
 
@@ -57,7 +57,7 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def notes_of(model: nn.Module) -> Notes:
-    """The notes on a model with its modules in their current modes. Read-only."""
+    """The notes, read-only, on a model with its modules in their current modes."""
     notes_by_modes = _notes.get(model)
     return _NO_NOTES if notes_by_modes is None else notes_by_modes.get(_modes(model), _NO_NOTES)
 
@@ -76,9 +76,9 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
 
 
 class Snapshot:
-    """A copy of everything that modules hold beside parameters: attributes, the elements of
+    """A copy of everything that modules hold besides parameters: attributes, the elements of
     containers, the attributes of user classes' objects, the content of tensors and the state of
-    generators. Tensors beyond `MAX_COPIED` are left out."""
+    generators. Tensors for which `MAX_COPIED` or memory does not suffice are left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
@@ -143,11 +143,11 @@ class Snapshot:
 
     @property
     def num_lost_bytes(self) -> int:
-        """Bytes of the tensors that forwards wrote to although they were not copied."""
+        """Bytes of the tensors that forwards wrote to and that the snapshot has not copied."""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Restores everything but `NOTES`, and adds the differences to `writes`."""
+        """Restores everything in the copy but `NOTES`, and adds the differences to `writes`."""
         changed = [(x, copy) for x, copy in self._copies if not _parts_are_equal(x, copy)]
         refilled = [
             (value, elements)
@@ -193,7 +193,7 @@ def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
 
 @restoring
 def undoing_writes(model: nn.Module) -> Iterator[None]:
-    """A context that undoes all writes into the model when it ends."""
+    """A context that undoes writes into the model when it ends, as far as a [`Snapshot`] can."""
     snapshot = Snapshot(model)
     try:
         yield
@@ -202,7 +202,7 @@ def undoing_writes(model: nn.Module) -> Iterator[None]:
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    """The elements of a container, else the value itself."""
+    """The elements of a container; of any other value, the value itself."""
     if isinstance(value, CONTAINERS):
         return _elements(value)
     return (value,)
@@ -236,7 +236,7 @@ def _refill(value: Any, elements: list[Any]) -> None:
 
 
 def values_are_equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal; of containers, whether their elements are. NaN equals NaN."""
+    """Whether two values, or the elements of two containers, are equal. NaN equals NaN."""
     if isinstance(a, CONTAINERS) and type(a) is type(b):
         return len(a) == len(b) and all(map(_parts_are_equal, _elements(a), _elements(b)))
     return _parts_are_equal(a, b)

@@ -209,13 +209,16 @@ class EngineStats:
             of `used_blocks` since `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of `used_blocks` and of `peak_blocks`, over all
             layers.
-        budget_bytes (`int`, *optional*), tier_host_bytes, tier_disk_bytes, tier_kept_blocks,
-            tier_restored_blocks (`int`), block_sizes (`dict`): As in [`MemoryStats`].
+        budget_bytes (`int`, *optional*): As in [`MemoryStats`].
+        block_sizes (`dict`): As in [`MemoryStats`].
+        tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks (`int`): As in
+            [`MemoryStats`].
         waste_percent (`float`): Share of allocated slots that were unused at the peak.
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
             admitted.
-        num_finished, num_preemptions, num_swaps, num_prompt_tokens, num_prefix_hit_tokens,
-            num_generated_tokens, num_steps (`int`): Since the engine was made.
+        num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
+        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the
+            engine was made.
         num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
             step runs several forwards if its adapters cannot share one.
         num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, draft tokens in

@@ -166,6 +166,10 @@ class Recorder(Protocol):
     """Records the packed steps of a model in one memory, and replays them. The memory holds the
     recorder, which therefore outlives the runner of the steps."""
 
+    is_checked: bool
+    """Whether the last replay is known to give the results of the model's own forward. If not, the
+    replay has changed no states: the caller also runs that forward, then calls `check`."""
+
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.
         `reads_keys`: whether the model's own code computes attention, over as many keys as the
@@ -191,11 +195,6 @@ class Recorder(Protocol):
         layers with the rows' states, which the step changes; their tensors then belong to the
         recording until it runs other rows. `checked_as`: the kind of step that one check covers;
         `None`: only steps whose forward reads keys are checked."""
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the last replay is known to give the results of the model's own forward. If not,
-        the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Compares results of the model's own forward, `(rows, ...)`, with those of the last

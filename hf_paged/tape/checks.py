@@ -33,7 +33,7 @@ class Checks:
         # length of each group's longest row
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
-        self._pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
+        self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
         self.copied_states: Sequence[Any] = ()  # layers with copied states, for that step's replay
 
     def clear(self) -> None:
@@ -42,14 +42,9 @@ class Checks:
 
     def begin_step(self, kind: Hashable) -> bool:
         """Starts a step; returns whether steps of this kind may be replayed."""
-        self._pending = None
+        self.pending = None
         self.copied_states = ()
         return kind not in self._refused
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the last step is to be checked."""
-        return self._pending is not None
 
     def choose(self, kind: Hashable, widths: tuple[int, ...], tokens: PackedTokens) -> None:
         """Decides whether a replay of this step is to be checked. `widths`: columns of each layer
@@ -58,7 +53,7 @@ class Checks:
         lengths = [*map(max, ends)]
         min_lengths = self._min_lengths.get((kind, widths))
         if min_lengths is None or any(map(operator.lt, lengths, min_lengths)):
-            self._pending = (kind, widths, lengths)
+            self.pending = (kind, widths, lengths)
 
     def copy(self, states: Sequence[Any], num_rows: int) -> Sequence[Any]:
         """Returns layers with copies of the states of the first `num_rows` rows, for a replay to
@@ -71,8 +66,8 @@ class Checks:
     def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
         """Ends a check: compares pairs of results `(rows, ...)`, of the model's own forward and of
         the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
-        assert self._pending is not None
-        kind, widths, lengths = self._pending
+        assert self.pending is not None
+        kind, widths, lengths = self.pending
         self.begin_step(kind)
         excess = None
         for expected, replayed in results:

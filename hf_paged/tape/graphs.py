@@ -113,6 +113,7 @@ class StepGraphs:
         self.reads_keys = False
         self.lengths = LengthRange()  # cache lengths for which recorded rectangle steps are valid
         self.checks = Checks()
+        self.is_checked = True  # as in `Recorder`
         # the reason that changes of the model cannot be detected: then no graph is used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
@@ -189,7 +190,11 @@ class StepGraphs:
         the step. `token_ids` `(n,)`, int64, on the device, replace those of a step of only decodes,
         which is then never recorded, nor replayed if it must be checked. After a replay the tensors
         of `states` belong to the recording; a replay to be checked changes copies instead."""
-        if not self.checks.begin_step(checked_as) or self.unsupported_reason is not None:
+        self.is_checked = True
+        if self.unsupported_reason is not None:
+            return None
+        can_differ = checked_as is not None or self.reads_keys
+        if can_differ and not self.checks.begin_step(checked_as):
             return None
         if not self._is_recordable(tokens, context):
             return None
@@ -216,9 +221,10 @@ class StepGraphs:
                     key = self._find_graph(requested, tokens, prefixes)
                 if key is None:
                     return None
-                if checked_as is not None or self.reads_keys:
+                if can_differ:
                     self.checks.choose(checked_as, key.widths, tokens)
-                if self.checks.is_pending:
+                    self.is_checked = self.checks.pending is None
+                if not self.is_checked:
                     if token_ids is not None:
                         return None
                     self._states = self.checks.copy(states, len(tokens.last))
@@ -226,11 +232,6 @@ class StepGraphs:
             finally:
                 self._forward = self._context = None
                 self._states = ()
-
-    @property
-    def is_checked(self) -> bool:
-        """As in `Recorder`."""
-        return not self.checks.is_pending
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
         """As in `Recorder`."""

@@ -201,7 +201,7 @@ class PackedRunner(Runner):
         replayed = None
         if not recordings:
             replayed = self._replay(tokens, context)
-            if replayed is not None and self._is_checked:
+            if replayed is not None and (self.recorder is None or self.recorder.is_checked):
                 return replayed
         extra_tokens = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
         if self._processes is not None:
@@ -255,12 +255,8 @@ class PackedRunner(Runner):
             token_ids,
             keeps_hidden,
         )
-        self.num_captured_steps += logits is not None and self._is_checked
+        self.num_captured_steps += logits is not None and self.recorder.is_checked
         return logits
-
-    @property
-    def _is_checked(self) -> bool:
-        return self.recorder is not None and self.recorder.is_checked
 
     def compute(
         self,

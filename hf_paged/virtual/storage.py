@@ -101,8 +101,8 @@ def fit_blocks(
     if num_tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
             f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, and no block of at most"
-            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} x {head_dim} numbers each,"
-            " fills whole pages: lower `page_bytes`"
+            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} x {head_dim} numbers"
+            " each, fills whole pages: lower `page_bytes`"
         )
     size = config.block_size  # "auto" is replaced by the smallest size that fills pages
     if not isinstance(size, str) and size >= num_tokens:

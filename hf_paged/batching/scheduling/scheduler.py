@@ -380,6 +380,8 @@ class Scheduler:
             while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
                     self._blocked_request = request
+                    if is_alone:  # only then may blocks that were swapped out be freed
+                        self.timeline.record_waiting(request)
                     return
             self.queue.start(request)
             num_tokens_before = num_tokens_left
@@ -417,6 +419,7 @@ class Scheduler:
             self._preempt(request, keep_kv=False)
         for request in self.queue.waiting:
             self.preemption.reset(request)
+            self.timeline.record_waiting(request)
         return self._scheduled.preempted
 
     def _requeue(self, request: Request, keep_kv: bool = False) -> None:

@@ -43,7 +43,11 @@ def carries_state(model: nn.Module) -> bool:
     name = notes_of(model).carried
     if name is None:
         return False
-    _warn_once(model, f"its forward reads `{name}`, which earlier forwards wrote")
+    _warn_once(
+        model,
+        f"its forward reads `{name}`, which earlier forwards wrote, so that the same tokens"
+        " may get other keys and values",
+    )
     return True
 
 
@@ -52,9 +56,7 @@ def _warn_once(model: nn.Module, reason: object) -> None:
     key = re.sub(r"[\d.,]+", "", str(reason))
     if key not in reasons:
         reasons.add(key)
-        message = Topic.PREFIX_CACHE(
-            "prefix caching is off for this %s, since changes to it cannot be detected: %s"
-        )
+        message = Topic.PREFIX_CACHE("prefix caching is off for this %s: %s")
         logger.warning(message, type(model).__name__, reason)
 
 
@@ -85,7 +87,7 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if is_interrupt(error):
             raise
-        _warn_once(model, error)
+        _warn_once(model, f"changes to it cannot be detected: {error}")
         return None
 
 

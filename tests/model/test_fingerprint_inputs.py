@@ -94,7 +94,7 @@ def test_what_cannot_be_read_is_not_kept_and_said_once(
         record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
     ]
     assert told == [
-        "prefix caching is off for this LlamaForCausalLM, since changes to it cannot be detected: a"
+        "prefix caching is off for this LlamaForCausalLM: changes to it cannot be detected: a"
         " tensor of type Sealed, which has no `__tensor_flatten__`"
         " [troubleshooting.md#prefix-cache]"
     ]
@@ -112,7 +112,7 @@ def test_each_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
                 state._warn_once(model, ValueError(reason))
         state._warn_once(models.build("llama"), "a hook")
     told = [record.getMessage() for record in caplog.records]
-    assert [message.split("detected: ")[1].split(" [")[0] for message in told] == [
+    assert [message.split("LlamaForCausalLM: ")[1].split(" [")[0] for message in told] == [
         "a hook",
         "out of memory: 3.5 MiB free",
         "a hook",

@@ -134,10 +134,12 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
             raise
     finally:
         capturing.reset(token)
-    if len(capture.calls) != 1:
+    num_loops = len(capture.calls)
+    if num_loops != 1:
         raise ServedByGenerateError(
-            f"`generate` of {type(model).__name__} runs more than one decoding loop, and an"
-            ' engine\'s request has one: call `model.generate(..., cache_implementation="paged")`'
+            f"`generate` of {type(model).__name__} runs {num_loops or 'none'} of transformers'"
+            " decoding loops for this prompt, and an engine's request needs exactly one: call"
+            ' `model.generate(..., cache_implementation="paged")`'
         )
     return capture.calls[0]
 

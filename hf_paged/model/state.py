@@ -87,7 +87,7 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if is_interrupt(error):
             raise
-        _warn_once(model, f"changes to it cannot be detected: {error}")
+        _warn_once(model, f"changes to it cannot be detected ({error})")
         return None
 
 

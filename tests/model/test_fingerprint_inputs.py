@@ -94,8 +94,8 @@ def test_what_cannot_be_read_is_not_kept_and_said_once(
         record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
     ]
     assert told == [
-        "prefix caching is off for this LlamaForCausalLM: changes to it cannot be detected: a"
-        " tensor of type Sealed, which has no `__tensor_flatten__`"
+        "prefix caching is off for this LlamaForCausalLM: changes to it cannot be detected (a"
+        " tensor of type Sealed, which has no `__tensor_flatten__`)"
         " [troubleshooting.md#prefix-cache]"
     ]
     del model.model.layers[0].scales

@@ -43,12 +43,13 @@ def check_vocabulary(
 
 
 def _check(
-    model: PreTrainedModel, ids: Sequence[int], size: int, inputs: Mapping[str, Any]
+    model: PreTrainedModel, ids: Sequence[int], size: int | None, inputs: Mapping[str, Any]
 ) -> None:
-    """Raises `ValueError` for ids that are neither below `size` nor placeholders."""
+    """Raises `ValueError` for ids that are neither below `size` nor placeholders. `None`: there is
+    no table of ids."""
     lowest = min(ids)
     highest = max(ids)
-    if lowest >= 0 and highest < size:
+    if size is None or (lowest >= 0 and highest < size):
         return
     if uncommon_names(dict(inputs)):
         if not type(model).__module__.startswith("transformers."):
@@ -70,19 +71,19 @@ def _full_size(model: PreTrainedModel) -> int:
     its placeholders."""
     try:
         table = model.get_input_embeddings()
-    except NotImplementedError:
+    except (AttributeError, NotImplementedError):
         return sys.maxsize
     return num_embeddings(model) + getattr(table, "num_additional_embeddings", 0)
 
 
-def _size_of(model: Any, getter: str) -> int:
+def _size_of(model: Any, getter: str) -> int | None:
     """Returns the number of embeddings of the encoder or decoder that a method of the model
-    returns; `sys.maxsize` if it has no table of token ids, but embeds audio for instance."""
+    returns; `None` if it has no table of token ids, but embeds audio for instance."""
     try:
         table = getattr(model, getter)().get_input_embeddings()
     except (AttributeError, NotImplementedError):
-        return sys.maxsize
-    return table.num_embeddings if isinstance(table, nn.Embedding) else sys.maxsize
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
 
 
 def _placeholder_ids(config: PreTrainedConfig) -> Iterator[int]:

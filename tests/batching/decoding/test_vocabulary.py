@@ -13,6 +13,7 @@ from hf_paged.batching.decoding.vocabulary import check_vocabulary
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_rows
+from tests.support.engine_helpers import run_all
 
 CONFIG = PagedConfig(block_size=8, num_blocks=64)
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
@@ -22,7 +23,7 @@ PALIGEMMA = "PaliGemmaForConditionalGeneration"
 def picture_prompt(name: str) -> tuple[Any, list[int], dict[str, Any]]:
     """A model, and the token ids and other inputs of a prompt with a picture."""
     torch.manual_seed(0)
-    model = tiny_model(getattr(transformers, name), pad_token_id=0)
+    model = tiny_model(getattr(transformers, name))
     (row, *_) = media_rows(model)["image"]
     ids = row["input_ids"][0].tolist()
     others = {key: x for key, x in row.items() if key not in ("input_ids", "attention_mask")}
@@ -60,7 +61,7 @@ def test_placeholders_outside_the_vocabulary_stand_for_pictures() -> None:
     plain = model.generate(torch.tensor([ids]), **inputs, **GREEDY, eos_token_id=None)
     with PagedEngine(model, CONFIG) as engine:
         engine.add_request(ids, {**GREEDY, "eos_token_id": None}, inputs=inputs, request_id="a")
-        (result,) = [output.result for output in engine if output.result is not None]
+        result = run_all(engine)["a"]
         with pytest.raises(ValueError, match=f"token id {outside + 1} is outside the vocabulary"):
             engine.add_request([*ids, outside + 1], GREEDY, inputs=inputs)
     assert result.token_ids == plain[0, len(ids) :].tolist()

@@ -276,6 +276,8 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     except Exception as error:  # user code
         if is_interrupt(error):
             raise
+        result = value
+    if result is value or type(result) is not type(value):
         result = _plain_copy(value)
     # by methods of the base class, since user code may disallow its own
     if isinstance(value, dict):

@@ -345,7 +345,7 @@ class DiskFolder:
             self._warn("corrupt", f"{path} is dropped, so its tokens are computed: {error}")
             with contextlib.suppress(OSError):
                 path.unlink()
-                del self._unreadable[path]
+                self._unreadable.pop(path, None)
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order

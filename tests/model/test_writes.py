@@ -315,6 +315,11 @@ class Uncopied(list[int]):
         raise TypeError("a user's container without copies")
 
 
+class Single(dict[str, int]):
+    def __copy__(self) -> Any:
+        return self
+
+
 def test_copies_of_containers_keep_their_class() -> None:
     missing = defaultdict(list, {"a": torch.zeros(1)})
     counted = Counted("mine")
@@ -332,3 +337,5 @@ def test_copies_of_containers_keep_their_class() -> None:
     assert writes.copy_value(recent).maxlen == 2
     assert writes.alter_value(OrderedDict(b=2, a=1)) == OrderedDict(b=3, a=2)
     assert writes.alter_value(Uncopied([1])) == [2]
+    single = Single(a=1)
+    assert writes.alter_value(single) == {"a": 2} and single == {"a": 1}

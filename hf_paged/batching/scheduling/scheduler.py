@@ -146,6 +146,7 @@ class Scheduler:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
+            self.timeline.record_waiting(first)  # its swapped blocks may have been freed
             latest_first = reversed(self.queue.running)
             may_run = self.queue.may_run
             idle_requests = (
@@ -380,8 +381,6 @@ class Scheduler:
             while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
                     self._blocked_request = request
-                    if is_alone:  # only then may blocks that were swapped out be freed
-                        self.timeline.record_waiting(request)
                     return
             self.queue.start(request)
             num_tokens_before = num_tokens_left

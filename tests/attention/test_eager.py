@@ -199,7 +199,7 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     ),
     "keys in place": lambda x: x.key.transpose_(-1, -2),
     "weights in place": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).mul_(2),
-    "scores into a mask": lambda x: (x.mask + x.alibi[None]).add_(x.query @ x.key.mT),
+    "scores into a mask": lambda x: x.mask.clone().add_(x.query @ x.key.transpose(-1, -2)),
     "scores into a buffer": lambda x: torch.empty(4, 8, 8).baddbmm_(
         x.query[0], x.key.reshape(x.key.shape[1:]).transpose(1, 2)
     ),

@@ -271,12 +271,12 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     class is returned (with the factory of a `defaultdict`, and the `maxlen` of a deque)."""
     if not isinstance(value, CONTAINERS):
         return function(value)
+    result: Any = value
     try:
         result = copy.copy(value)
     except Exception as error:  # user code
         if is_interrupt(error):
             raise
-        result = value
     if result is value or type(result) is not type(value):
         result = _plain_copy(value)
     # by methods of the base class, since user code may disallow its own

@@ -17,7 +17,7 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
         figures["last call: keys and values at the peak"] = (
             f"{format_bytes(stats.call_bytes)} ({share} of plain `generate`)"
         )
-        figures["last call: cache of plain `generate` at its end"] = format_bytes(stats.plain_bytes)
+        figures["last call: cache of plain `generate`"] = format_bytes(stats.plain_bytes)
     pool_figures = {
         "bytes held by the pool": format_bytes(stats.held_bytes),
         "blocks cached for later prompts": f"{stats.cached_blocks:,}",

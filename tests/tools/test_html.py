@@ -117,9 +117,7 @@ def test_of_memory_stats() -> None:
     assert share < 0.9 and shown["last call: keys and values at the peak"].endswith(
         f"({share:.0%} of plain `generate`)"
     )
-    assert shown["last call: cache of plain `generate` at its end"] == format_bytes(
-        stats.plain_bytes
-    )
+    assert shown["last call: cache of plain `generate`"] == format_bytes(stats.plain_bytes)
     text = str(stats)
     assert (
         all(label in text and value in text for label, value in shown.items())

@@ -3,6 +3,7 @@ process, at the settings that were best for it."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -198,6 +199,7 @@ class Peer(System):
             env={**variables, "OMP_NUM_THREADS": threads},
             start_new_session=True,  # what it starts ends with it
         )
+        atexit.register(self.free)  # where the run is interrupted
         self.settings = str(self._ask(None).get("settings", ""))
 
     def _ask(self, line: str | None) -> dict[str, Any]:

@@ -430,6 +430,9 @@ class Benchmark:
         said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
         parts = [f"**{self.title}**: {' '.join(said)}"]
         for names in self.results:
+            names = [name for name in names if report.exists(name)]
+            if not names:
+                continue
             files = [report.result(name) for name in names]
             for group in [[run] for run in files[0]["runs"]] if "runs" in files[0] else [files]:
                 parts += self.shown(group)

@@ -150,21 +150,26 @@ def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
     return found | {"seconds": round(time.monotonic() - start, 1), "reason": reason}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 if a stage failed."""
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
     names = [stage.name for stage in STAGES]
-    only = runner.parts(parser, args.only, names) or names
+    args.only = runner.parts(parser, args.only, names) or names
     if args.peers is None:
         args.peers = [] if args.quick else list(TITLES)
     if args.out is None:
         args.out = Path(tempfile.mkdtemp(prefix="all-")) if args.quick else report.RESULTS
     args.out = args.out.resolve()
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; the exit status is 1 if a stage failed."""
+    args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
     data["stages"], end = [], time.monotonic() + 60 * args.minutes
-    for stage in [stage for stage in STAGES if stage.name in only]:
+    for stage in [stage for stage in STAGES if stage.name in args.only]:
         entry = run_stage(stage, args, end - time.monotonic())
         data["stages"].append(entry)
         report.replace_file(args.out / f"{NAME}.json", json.dumps(data, indent=1) + "\n")

@@ -112,6 +112,7 @@ def paper_sections() -> str:
     return "\n\n".join([*paper.sections(result(PAPER)), *waste])
 
 
+FIGURES_OF = generate, first_call, grpo, trainer, side_by_side, speculation, lora, tiers
 FIGURES: dict[str, Callable[[], str]] = {
     "whole-calls": appendix(lambda: workloads_section(), *sections(generate, first_call)),
     "training": appendix(*sections(grpo, trainer)),

@@ -136,7 +136,7 @@ def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
         except subprocess.TimeoutExpired:
             status, reason = 0, f"ended after {most:.0f} s"
             os.killpg(process.pid, signal.SIGINT)  # it ends its peers
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                 process.wait(GRACE_SECONDS)
         finally:
             kill_group(process)

@@ -116,33 +116,31 @@ def span(found: Iterable[paired.Estimate]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+TIMES = "{} times as long"
 SENTENCES = (
-    ("rollouts", "plain", "paged", "GRPO's rollouts in TRL: plain takes {} of the paged time."),
-    ("trainer", "plain", "paged", "Evaluation between optimizer steps: plain takes {}."),
-    ("encoders", "plain", "generate", "T5-small, BART-base and Whisper-tiny: {} over {} cases."),
-    ("hybrids", "plain", "generate", "Hybrids and other architectures: {} over {} cases."),
+    ("rollouts", "plain", "paged", f"Rollouts of TRL's GRPO take {TIMES} with plain `generate`."),
+    ("trainer", "plain", "paged", f"Evaluations between optimizer steps take {TIMES}."),
+    ("encoders", "plain", "generate", f"T5, BART and Whisper take {TIMES}, in {{}} cases."),
     (
-        "speculation",
-        "off",
-        "n-grams",
-        "Drafts by n-grams on edits of a text: {} of the time without.",
+        "hybrids",
+        "plain",
+        "generate",
+        f"Other architectures, hybrids among them: {TIMES}, in {{}} cases.",
     ),
-    (
-        "adapters",
-        "one adapter a forward",
-        "together",
-        "Rows over several adapters in one forward: {}.",
-    ),
-    ("tiers", "computed", "disk", "First token of a prompt whose blocks are on disk: {}."),
+    ("speculation", "off", "n-grams", f"Edits of a text take {TIMES} without drafts by n-grams."),
+    ("adapters", "one adapter a forward", "together", f"Rows over adapters take {TIMES} apart."),
+    ("tiers", "computed", "disk", f"The first token takes {TIMES} if its prompt is not on disk."),
 )
+"""By stage: the system that is the base, ours, and what its time over ours is called."""
 
 
 def overview() -> str:
     """The first page: at most ten sentences, and the pictures."""
     data = report.result(WHOLE)
     found = list(beside(data["rows"]))
-    first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in found)} of the time of a paged
-        call, which takes {min(one.share for one in found):.0%} to {max(one.share for one in found):.0%} of its memory."""
+    first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in found)} times as long as a
+        paged call, whose keys and values take {min(one.share for one in found):.0%} to
+        {max(one.share for one in found):.0%} of its memory."""
     said = [flow(first), losses(found)]
     for stage, base, system, sentence in SENTENCES:
         if mine := ratios(stage, base, system):

@@ -1,7 +1,6 @@
-"""Evaluation while training: `Seq2SeqTrainer` with `predict_with_generate` takes a step of the
-optimizer, then generates for its evaluation set, and so on: the weights are others in each
-evaluation. Plain and paged, from the same weights; medians, 95% intervals. The target is plain's
-time at most.
+"""`Seq2SeqTrainer` with `predict_with_generate` takes a step of the optimizer, then generates for
+its evaluation set, and so on: the weights are others in each evaluation. Plain and paged, from the
+same weights; medians, 95% intervals. The target is plain's time at most.
 
     python -m benchmarks.trainer [--turns 5] [--quick] [--json PATH]
 
@@ -15,11 +14,12 @@ import argparse
 import copy
 import functools
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, logging
+from transformers import Seq2SeqTrainingArguments, logging
 from transformers.trainer_callback import PrinterCallback
 
 import hf_paged
@@ -32,15 +32,24 @@ QUIET = dict(use_cpu=True, report_to=[], disable_tqdm=True, predict_with_generat
 SIZES = dict(per_device_train_batch_size=4, per_device_eval_batch_size=16)
 
 
-class Timed(Seq2SeqTrainer):
-    """Records the seconds of prediction steps and their tokens."""
+def trained(model: Any, config: Any, data: list[Any]) -> runner.Turn:
+    """Seconds and tokens of the prediction steps, and the seconds of the whole training."""
+    from transformers import Seq2SeqTrainer  # here, so that `benchmarks.readme` needs none
 
-    def prediction_step(self, *arguments: Any, **options: Any) -> Any:
-        found: list[Any] = []
-        step = super().prediction_step
-        self.seconds += runner.seconds_of(lambda: found.append(step(*arguments, **options)))
-        self.tokens += found[0][1].tolist()
-        return found[0]
+    found: list[Any] = []
+
+    class Timed(Seq2SeqTrainer):
+        def prediction_step(self, *arguments: Any, **options: Any) -> Any:
+            step, start = super().prediction_step, time.perf_counter()
+            found.append((step(*arguments, **options), time.perf_counter() - start))
+            return found[-1][0]
+
+    sets: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
+    trainer = Timed(model, config, compute_metrics=lambda found: {}, **sets)
+    trainer.remove_callback(PrinterCallback)
+    whole = runner.seconds_of(trainer.train)
+    tokens = [row for (_, tokens, _), _ in found for row in tokens.tolist()]
+    return runner.Turn(sum(spent for _, spent in found), tokens, {"training, s": whole})
 
 
 def examples(count: int, is_right: bool) -> list[dict[str, torch.Tensor]]:
@@ -65,15 +74,9 @@ def case_of(args: argparse.Namespace, title: str, model: Any) -> runner.Case:
         told.max_new_tokens, told.cache_implementation = args.new_tokens, system
         with tempfile.TemporaryDirectory() as folder:
             options: dict[str, Any] = {**OFTEN, **QUIET, **SIZES, "generation_config": told}
-            config = Seq2SeqTrainingArguments(output_dir=folder, **options)
-            sets: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-            trainer = Timed(model, config, compute_metrics=lambda found: {}, **sets)
-            trainer.remove_callback(PrinterCallback)
-            trainer.seconds, trainer.tokens = 0.0, []
-            figures: dict[str, Any] = {"training, s": runner.seconds_of(trainer.train)}
+            found = trained(model, Seq2SeqTrainingArguments(output_dir=folder, **options), data)
         route = hf_paged.last_route(model) if system else None
-        figures["route"] = route.road if route else "plain"
-        return runner.Turn(trainer.seconds, trainer.tokens, figures)
+        return found._replace(figures={**found.figures, "route": route.road if route else "plain"})
 
     systems = {"plain": None, "paged": "paged"}
     arms = {name: functools.partial(turn, system=system) for name, system in systems.items()}

@@ -185,9 +185,9 @@ def test_the_six_rows_say_where_they_are_lost():
     assert (first.speed.value, first.share, first.engine) == (2.0, 0.5, "vLLM")
     assert first.over_engine.value == 0.5 and second.over_engine is None
     said = overview.losses([first, second])
-    assert "slower than plain `generate`: W6; more memory than plain `generate`: W6" in said
-    assert "slower than another engine: W1 (vLLM, 2.00 of its time)" in said
-    assert overview.losses([first._replace(over_engine=None)]) == "Behind nowhere."
+    assert "slower than plain `generate` in W6; more memory than plain `generate` in W6" in said
+    assert "slower than another engine in W1 (vLLM, 2.00 times its time)" in said
+    assert overview.losses([first._replace(over_engine=None)]) == "It loses nowhere."
     (data, shown) = report.result(readme.WHOLE), overview.headline()
     for one in overview.beside(data["rows"]):
         assert one.speed.text(2) in shown and f"{one.share:.0%}" in shown

@@ -89,11 +89,13 @@ def losses(found: Iterable[Beside]) -> str:
         slower += [one.name] if one.speed.value < 1 else []
         larger += [one.name] if one.share > 1 else []
         if one.over_engine is not None and one.over_engine.value < 1:
-            behind.append(f"{one.name} ({one.engine}, {1 / one.over_engine.value:.2f} of its time)")
-    parts = [f"slower than plain `generate`: {', '.join(slower)}"] if slower else []
-    parts += [f"more memory than plain `generate`: {', '.join(larger)}"] if larger else []
-    parts += [f"slower than another engine: {', '.join(behind)}"] if behind else []
-    return f"**Behind** in {len(parts)} ways: {'; '.join(parts)}." if parts else "Behind nowhere."
+            behind.append(
+                f"{one.name} ({one.engine}, {1 / one.over_engine.value:.2f} times its time)"
+            )
+    parts = [f"slower than plain `generate` in {', '.join(slower)}"] if slower else []
+    parts += [f"more memory than plain `generate` in {', '.join(larger)}"] if larger else []
+    parts += [f"slower than another engine in {', '.join(behind)}"] if behind else []
+    return f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
 
 
 def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
@@ -128,7 +130,12 @@ SENTENCES = (
         f"Other architectures, hybrids among them: {TIMES}, in {{}} cases.",
     ),
     ("speculation", "off", "n-grams", f"Edits of a text take {TIMES} without drafts by n-grams."),
-    ("adapters", "one adapter a forward", "together", f"Rows over adapters take {TIMES} apart."),
+    (
+        "adapters",
+        "one adapter a forward",
+        "together",
+        f"Rows over adapters take {TIMES} in a forward each.",
+    ),
     ("tiers", "computed", "disk", f"The first token takes {TIMES} if its prompt is not on disk."),
 )
 """By stage: the system that is the base, ours, and what its time over ours is called."""

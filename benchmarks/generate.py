@@ -57,8 +57,8 @@ MARGIN = 1.005  # two latencies closer than this are printed alike
 MINUTES = 33.0
 SHARES = {"W1": 20, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "W9": 4, "W10": 10}
 SHARES |= {"arrivals": 15, "waste": 3}
-"""Shares of a run's time, in the run's order, of W1 with the start of the peers; time that a part leaves
-goes to the later parts."""
+"""Shares of a run's time, in the run's order, of W1 with the start of the peers; time that a part
+leaves goes to the later parts."""
 
 
 def model_of(shape: Shape, device: str, int8: bool, dtype: torch.dtype = torch.bfloat16) -> Any:

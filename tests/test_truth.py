@@ -211,14 +211,14 @@ def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, cap
     git("init", "-q")
     monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
     monkeypatch.setattr(report, "RESULTS", results)
-    first = commit("hf_paged/kernels/a.cpp")
+    first = commit("hf_paged/kernels/__init__.py")
     assert readme.main(["--fresh"]) == 1
     assert "there is no run of benchmarks.all" in capsys.readouterr().out
     for name in ("all", "lora-cpu"):
         (results / f"{name}.json").write_text(f'{{"facts": {{"revision": "{first}"}}}}')
     commit("docs/index.md")
     assert readme.main(["--fresh"]) == 0
-    last = commit("hf_paged/batching/b.py")
+    last = commit("hf_paged/batching/__init__.py")
     assert readme.main(["--fresh"]) == 1
     said = capsys.readouterr().out
     assert f"lora-cpu.json is of revision {first}, before {last}" in said and "all.json" in said

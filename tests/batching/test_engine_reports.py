@@ -158,7 +158,7 @@ def test_a_reader_whose_request_is_gone_does_not_wait_for_ever(
             engine._core.remove(engine._core.requests["mine"])
             if other is not None:
                 engine.add_request([5, 6], GREEDY, request_id=other)
-            with pytest.raises(RuntimeError, match=r"'mine'. ended without a result"):
+            with pytest.raises(RuntimeError, match=r"'mine'. are gone without a result"):
                 for _ in stream:
                     pass
         assert list(engine._core.requests) == ["mine"], "the other's request was cancelled"

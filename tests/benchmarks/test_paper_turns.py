@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import parallel, readme, report, runner
+from benchmarks import linears, parallel, readme, report, runner, virtual
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
@@ -107,9 +107,13 @@ def test_results_of_two_processes_are_one_table():
     )
 
 
-@pytest.mark.parametrize("module", [*readme.BEFORE, *readme.AFTER])
+@pytest.mark.parametrize("module", [*readme.FIGURES_OF, linears, parallel, virtual])
 def test_committed_results_have_the_rows_of_the_runner(module):
-    for name in itertools.chain(*module.BENCHMARK.results):
+    names = list(filter(report.exists, itertools.chain(*module.BENCHMARK.results)))
+    assert names or module.__name__ == "benchmarks.trainer"  # not yet measured
+    if not names:
+        return
+    for name in names:
         data = report.result(name)
         for run in data.get("runs", [data]):
             assert run["rows"] and run["facts"]["revision"]

@@ -326,9 +326,8 @@ def table(results: list[Result]) -> str:
         }
         for result in results
     ]
-    return report.markdown(
-        rows, [*first, *MODES, "road", *OTHER_INPUTS, *REQUESTS, *last, "detail"]
-    )
+    columns = [*first, *MODES, "road", *OTHER_INPUTS, *REQUESTS, *last, "detail"]
+    return report.markdown(rows, {column: column.replace("_", " ") for column in columns})
 
 
 def main() -> int:

@@ -194,15 +194,15 @@ class CacheRows:
             ):
                 if not self.sequences:
                     self.sequences = [self.manager.new() for _ in rows]
-                numbers = (number for row_numbers, _, _ in rows for number in row_numbers)
+                numbers = (number for block_numbers, _, _ in rows for number in block_numbers)
                 last_number = max(numbers, default=-1)
                 new_ids = group.take(last_number + 1)
                 host = HostBlocks()
                 for index, content in contents.items():
                     host[index] = HostLayer(content, content.keys.device)
                 put_back(group, host, dict(enumerate(new_ids)))
-                for sequence, (row_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
+                for sequence, (block_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
                     table = sequence.tables[group_index]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([new_ids[number] for number in row_numbers])
+                    table.hold([new_ids[number] for number in block_numbers])
                 group.pool.release(new_ids)  # the tables hold them now

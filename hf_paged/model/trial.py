@@ -192,17 +192,21 @@ class Trial:
             return torch.cat(logits)
 
     def difference(
-        self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
+        self,
+        plain: Tensor,
+        computed: Tensor,
+        quantity: str = "logits",
+        how: str = "packed",
+        reference: str = "a sequence alone",
     ) -> str | None:
-        """Returns a message, with `quantity` and `how`, if logits `(n, vocab_size)` differ by more
-        than the tolerance (`excess_of`); otherwise `None`."""
+        """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance
+        (`excess_of`); otherwise `None`. The message says of which `quantity` the logits are, `how`
+        the model computed them, and of which `reference` the `plain` logits are."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
             return None
-        return Topic.SELF_CHECK(
-            f"{how}, its {quantity} are {excess} from those of a sequence alone"
-        )
+        return Topic.SELF_CHECK(f"{how}, its {quantity} are {excess} from those of {reference}")
 
 
 @dataclasses.dataclass(eq=False)

@@ -188,7 +188,7 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
 
 def side_by_side_check(trial: Trial) -> Layout:
     """Compares rows that run side by side, join and leave, with plain forwards. Returns the layout
-    of such rows, or `TOGETHER` if their results differ. Raises what `packed_check` raises."""
+    of such rows, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` does."""
     model = trial.model
     prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
     decode_logits = []

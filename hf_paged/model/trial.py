@@ -200,8 +200,8 @@ class Trial:
         reference: str = "a sequence alone",
     ) -> str | None:
         """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance
-        (`excess_of`); otherwise `None`. The message says of which `quantity` the logits are, `how`
-        the model computed them, and of which `reference` the `plain` logits are."""
+        (`excess_of`); otherwise `None`. The message names the `quantity` compared, `how` the model
+        computed it, and the `reference` that gave the `plain` logits."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
@@ -246,7 +246,7 @@ class TrialRunner:
         return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
-        """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` behind the
+        """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` after the
         prompt."""
         encoders = self.runner.encoder_blocks
         rows = []

@@ -294,7 +294,8 @@ def find_adapter(
     key: tuple[str, int],
 ) -> Adapter | str:
     """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
-    separate forward. Raises [`AdapterError`] as `check_adapter`, or if it misfits a split layer."""
+    separate forward. Raises what `check_adapter` raises, and [`AdapterError`] if the adapter does
+    not fit a split layer."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):

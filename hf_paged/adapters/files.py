@@ -269,7 +269,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter's weights; loads them if needed. Raises what `load_adapter` raises."""
+        """Returns the adapter's weights, loaded if needed. Raises what `load_adapter` raises."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter

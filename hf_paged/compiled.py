@@ -12,17 +12,18 @@ from torch import nn
 
 from .switches import NOTHING, Switches, Switching
 
-# Attributes of a module with a function that its call runs: torch's, and accelerate's, which holds
-# the function inside a hook.
-FUNCTIONS = ("forward", "_compiled_call_impl", "_old_forward")
+# Names of the attributes that hold a function that a call of the module runs: two of torch's, and
+# accelerate's `_old_forward`, the function that its hook wraps.
+FUNCTION_ATTRIBUTES = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
 
 
 def uncompiled(function: Any) -> Any:
     """The function that `torch.compile` wrapped, as a method of the same object if `function` is a
-    method; `function` itself if `torch.compile` did not make it. That includes a caller's wrapper
-    of a compiled function, although `functools.wraps` gives it that function's attributes."""
+    method; `function` itself if `torch.compile` did not make it. A caller's own wrapper of a
+    compiled function is also returned unchanged, although `functools.wraps` gives it that
+    function's attributes."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
         return (
@@ -38,7 +39,7 @@ def uncompiled(function: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code, apart from its submodules."""
     attributes = vars(module)
-    functions = [attributes[name] for name in FUNCTIONS if name in attributes]
+    functions = [attributes[name] for name in FUNCTION_ATTRIBUTES if name in attributes]
     # the class of a traced module has no `forward`
     functions.append(getattr(type(module), "forward", None))
     return any(hasattr(function, _ORIGINAL) for function in functions)
@@ -66,7 +67,7 @@ def _switching(module: nn.Module) -> Switching:
     attributes = vars(module)
     # by attribute: the module's value or `_UNSET`, and the original function
     saved: dict[str, tuple[Any, Any]] = {}
-    for name in FUNCTIONS:
+    for name in FUNCTION_ATTRIBUTES:
         function = getattr(module, name, None)
         original = uncompiled(function)
         if original is not function:
@@ -80,9 +81,9 @@ def _switching(module: nn.Module) -> Switching:
 
     def restore() -> None:
         for before, original in saved.values():
-            # no name if a caller's code has set another function; another name if accelerate's hook
-            # was added or removed meanwhile
-            for name in [name for name in FUNCTIONS if attributes.get(name) is original]:
+            # The loop finds no name if a caller's code has set another function, and a different
+            # name if accelerate's hook was added or removed in the meantime.
+            for name in [name for name in FUNCTION_ATTRIBUTES if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before
                 elif name in saved:

@@ -35,25 +35,27 @@ def rlock() -> threading.RLock:
     return new_lock
 
 
-def in_child(listener: Any) -> None:
+def notify_in_child(listener: Any) -> None:
     """Makes child processes call `listener.after_fork(freed)`. `freed` are the locks that other
     threads held at the fork: the state that these locks guard may be half changed."""
     _child_listeners.add(listener)
 
 
-def around_forks(owner: Any) -> None:
-    """Makes each fork call `owner.before_fork()`, then `owner.after_in_parent()` in the parent and
-    `owner.after_in_child()` in the child. The last is called before any `after_fork`, since one of
-    those may drop the owner, which is referenced weakly."""
-    _fork_listeners.add(owner)
+def around_forks(listener: Any) -> None:
+    """Makes each fork call `listener.before_fork()`, then `listener.after_in_parent()` in the
+    parent and `listener.after_in_child()` in the child. The last is called before any `after_fork`,
+    since one of those may drop the listener, which is referenced weakly."""
+    _fork_listeners.add(listener)
 
 
 def _notify(name: str) -> None:
-    for owner in list(_fork_listeners):
+    """Calls this method of all listeners around forks, also after one that raises."""
+    for listener in list(_fork_listeners):
         try:
-            getattr(owner, name)()
-        except Exception:  # other owners must still be notified
-            logger.exception(Topic.MEMORY("blocks of a child process may be lost"))
+            getattr(listener, name)()
+        except Exception:
+            consequence = "a child process may have lost the content of its blocks"
+            logger.exception(Topic.MEMORY(f"`{name}` failed: {consequence}"))
 
 
 def _after_fork() -> None:
@@ -66,7 +68,11 @@ def _after_fork() -> None:
             freed.add(lock)
     _notify("after_in_child")
     for listener in list(_child_listeners):
-        listener.after_fork(freed)
+        try:
+            listener.after_fork(freed)
+        except Exception:  # the other listeners must still be notified
+            consequence = "a child process may wait for threads that only its parent has"
+            logger.exception(Topic.MEMORY(f"`after_fork` failed: {consequence}"))
 
 
 if hasattr(os, "register_at_fork"):

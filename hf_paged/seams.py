@@ -150,7 +150,7 @@ class Adapters(Protocol):
         (`Executor.compute`) as possible. Raises `RowsError` if an adapter cannot be used."""
 
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
-        """A context for a forward of rows with one adapter. Raises as `run`."""
+        """A context for a forward of rows with one adapter. Raises what `run` raises."""
 
     def forget_model(self) -> None:
         """Drops all state that depends on the model, since the model may have changed."""

@@ -42,7 +42,7 @@ class Switches(Generic[T]):
         self._switching = switching
         self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
         self._on_all_restored = on_all_restored
-        forks.in_child(self)
+        forks.notify_in_child(self)
         ends_with_calls(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:

@@ -66,7 +66,7 @@ def test_a_lock_of_another_thread_is_free_in_the_child(
     make: Callable[[], Any], elsewhere: Callable[[Any], None]
 ) -> None:
     held, free, survivor = make(), make(), Survivor()
-    forks.in_child(survivor)
+    forks.notify_in_child(survivor)
     elsewhere(held)
     assert not held.acquire(blocking=False)
     assert holds_in_child(lambda: held.acquire(blocking=False) and free.acquire(blocking=False))
@@ -79,7 +79,7 @@ def test_a_lock_of_another_thread_is_free_in_the_child(
 
 def test_a_reentrant_lock_of_the_forking_thread_stays_its_own() -> None:
     lock, survivor = forks.rlock(), Survivor()
-    forks.in_child(survivor)
+    forks.notify_in_child(survivor)
     with lock:
         assert holds_in_child(lambda: lock._is_owned() and lock not in (survivor.freed or ()))
 
@@ -98,10 +98,23 @@ def test_what_is_gone_is_not_told() -> None:
             told.append(self)
 
     survivor = Told()
-    forks.in_child(survivor)
+    forks.notify_in_child(survivor)
     assert holds_in_child(lambda: len(told) == 1)
     del survivor
     assert holds_in_child(lambda: not told)
+
+
+def test_a_listener_that_raises_keeps_no_other_from_being_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(Survivor):
+        def after_fork(self, freed: set[Any]) -> None:
+            raise ValueError("on purpose")
+
+    survivor = Survivor()
+    monkeypatch.setattr(forks, "_child_listeners", [Fails(), survivor])
+    assert holds_in_child(lambda: survivor.freed is not None)
+    assert holds_in_child(lambda: "`after_fork` failed" in caplog.text)
 
 
 @pytest.mark.slow

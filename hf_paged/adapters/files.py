@@ -26,12 +26,13 @@ from ..kernels.lora import LoraWeights
 from ..rooms import ResolvedAdapter
 from ..threads import start
 from .peft_models import (
-    BASE,
     Adapter,
     AdapterError,
     check_adapter,
     check_served,
+    check_unmerged,
     has_adapter,
+    peft_layers,
     unmixable_reason,
     wrapper_reason,
 )
@@ -75,9 +76,10 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
     if name is None:
         return ResolvedAdapter()
     is_folder = not has_adapter(model, name) and os.path.isfile(os.path.join(name, CONFIG))
-    check_adapter(model, BASE if is_folder else name)
     if not is_folder:
+        check_adapter(model, name)
         return ResolvedAdapter(name, name)
+    check_unmerged(peft_layers(model), name, name)
     file = read_adapter_file(name)
     if not takes_ids:
         raise ValueError(
@@ -267,7 +269,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter's weights; loads them if needed. Raises as `load_adapter` does."""
+        """Returns the adapter's weights, loaded if needed. Raises what `load_adapter` raises."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter

@@ -48,7 +48,9 @@ from .peft_models import (
     AdapterError,
     active_adapter,
     check_adapter,
+    check_unmerged,
     find_adapter,
+    peft_layers,
     use_adapter,
 )
 from .shards import local_shard
@@ -59,7 +61,7 @@ MAX_PREFETCH_REQUESTS = 16  # waiting requests whose adapters may be loaded befo
 
 class LoopAdapters:
     """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
-    weights take memory of the loop's pool. Implements `seams.Adapters`."""
+    weights are charged to the loop's pool. Implements `seams.Adapters`."""
 
     def __init__(
         self,
@@ -77,10 +79,13 @@ class LoopAdapters:
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
         self._prefetched: list[Hashable] = []  # files of the last `prefetch`
         self._model_adapters: dict[str, Adapter] = {}  # by name
-        # names of `_model_adapters` that were read after the last possible change of the model
+        # names in `_model_adapters` whose adapters were read since the model could last have
+        # changed
         self._checked_names: set[str] = set()
         self._numbers = itertools.count()  # in `Adapter.key`
-        # by modules, why adapters on them cannot be mixed; `None` if they can
+        # By modules, why adapters on them cannot be mixed; `None` if they can. A lack of memory is
+        # also kept until `forget_model`: checks in every step would cost more than separate
+        # forwards.
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         # neither cached function refers to this object, since a cycle would keep it alive
         self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
@@ -111,7 +116,7 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Items[Request]) -> None:
-        """Starts to load the adapters of the next requests that are not resident in the pool."""
+        """For the next requests, starts to load the adapters that are not resident in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         needed = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
@@ -122,8 +127,9 @@ class LoopAdapters:
             self.load_ahead(files)
 
     def load_ahead(self, files: list[Any]) -> None:
-        """Starts to load these adapters, in all processes."""
-        if self._processes is not None and files:
+        """Starts to load the first of these adapters, and drops prefetched ones that are not among
+        them, in all processes."""
+        if self._processes is not None:
             self._processes.adapters("load_ahead", files)
         self.store.prefetch(files)
 
@@ -133,7 +139,9 @@ class LoopAdapters:
         self._check_unmerged(adapter)
         return mixing(self._model, self._mix(((self.load(adapter), 0, 0),)))
 
-    def repeat(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
+    def context_of(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
+        """A context like the one whose `ForwardContext.names` these are, made in another process.
+        Raises [`AdapterError`] if an adapter is missing or cannot be mixed."""
         if not isinstance(names, list):
             check_adapter(self._model, names)
             return self.using(names)
@@ -146,12 +154,12 @@ class LoopAdapters:
         return mixing(self._model, self._mix(tuple(ranges)))
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
-        """Runs one forward of all rows whose adapters can be mixed, then a forward for each other
-        adapter."""
-        adapters = [sequence.request.adapter for sequence in plan.sequences]
-        names = dict.fromkeys(adapters)
+        """Runs one forward for all rows that can be mixed, then one forward per adapter for the
+        remaining rows."""
+        row_names = [sequence.request.adapter for sequence in plan.sequences]
+        names = dict.fromkeys(row_names)
         if len(names) == 1:
-            return self._run_one_adapter(adapters[0], plan, executor)
+            return self._run_one_adapter(row_names[0], plan, executor)
         parts: list[LogitsPart] = []
         separate_rows = list(range(len(plan)))
         if executor.runner.is_packed:
@@ -159,9 +167,9 @@ class LoopAdapters:
             rows = [
                 row
                 for row, sequence in enumerate(plan.sequences)
-                if adapters[row] in mixable and sequence.request.inputs is None
+                if row_names[row] in mixable and sequence.request.inputs is None
             ]
-            row_adapters = [mixable[adapters[row]] for row in rows]
+            row_adapters = [mixable[row_names[row]] for row in rows]
             if len(set(row_adapters)) > 1:
                 compute = functools.partial(executor.compute, executor.runner.run)
                 mixed_plan = plan.select(rows)
@@ -171,10 +179,10 @@ class LoopAdapters:
                     separate_rows = sorted(set(separate_rows) - set(rows))
                 except NotMixableError as error:
                     reason = Topic.ADAPTERS(str(error))
-                    self._verdicts[_modules_of(row_adapters)] = reason
+                    self._verdicts[_modules_of(mixable.values())] = reason
                     executor.slowed_by.add(reason)
-        for name in sorted({adapters[row] for row in separate_rows}, key=str):
-            rows = [row for row in separate_rows if adapters[row] == name]
+        for name in sorted({row_names[row] for row in separate_rows}, key=str):
+            rows = [row for row in separate_rows if row_names[row] == name]
             logits = self._run_one_adapter(name, plan.select(rows), executor)
             parts.append((rows, logits))
         return in_order(parts, plan.num_logits)
@@ -184,7 +192,9 @@ class LoopAdapters:
             return executor.compute(executor.runner.run, plan, context)
 
     def forget_model(self) -> None:
-        """Drops everything that depends on the model, which may have changed."""
+        """Drops what depends on the model, which may have changed: verdicts, mixes, prefetched
+        weights, and weights for modules that are gone. The model's adapters are read again before
+        their next use."""
         if self._processes is not None:
             self._processes.adapters("forget_model")
         self._checked_names.clear()
@@ -203,15 +213,14 @@ class LoopAdapters:
         self._mix.cache_clear()
         self._takes_ranges.cache_clear()
 
-    def _check_unmerged(self, name: Hashable) -> None:
-        try:
-            check_adapter(self._model, BASE)
-        except AdapterError as error:
-            raise AdapterError(name, str(error)) from None
+    def _check_unmerged(self, adapter: Hashable) -> None:
+        name = adapter.path if isinstance(adapter, AdapterFile) else adapter
+        check_unmerged(peft_layers(self._model), adapter, name)
 
     def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
         """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why others cannot. Raises as `_find_adapter` does."""
+        than two can. Adds to `reasons` why others cannot. Raises what `_find_adapter` raises, and
+        [`AdapterError`] if adapters are merged into the weights."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
@@ -228,7 +237,7 @@ class LoopAdapters:
         if modules not in self._verdicts:
             named_modules = self._model.named_modules()
             module_names = [name for name, module in named_modules if module in modules]
-            self._verdicts[modules] = self.check(tuple(module_names))
+            self._verdicts[modules] = self.check_mixing(tuple(module_names))
         reason = self._verdicts[modules]
         if reason is not None:
             reasons.add(reason)
@@ -276,15 +285,16 @@ class LoopAdapters:
         self._checked_names.add(name)
         return adapter
 
-    def check(self, names: tuple[str, ...]) -> str | None:
+    def check_mixing(self, module_names: tuple[str, ...]) -> str | None:
         """Checks in short forwards whether rows with different adapters on these modules get the
         same results together as alone. Returns why not; `None` if they do."""
         if self._processes is not None:
-            self._processes.adapters("check", names)
+            self._processes.adapters("check_mixing", module_names)
         try:
-            adapters = [*(_random_adapter(self._model, names, rank) for rank in (3, 2)), NO_ADAPTER]
-        except ValueError as error:  # adapters cannot be sharded as one of the layers is
-            return str(error)
+            adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
+        except ValueError as error:  # one of the layers is sharded in a way that adapters cannot be
+            return Topic.ADAPTERS(str(error))
+        adapters.append(NO_ADAPTER)
 
         def make_mixed_runner(
             model: PreTrainedModel, cache: PagedCache, layout: Layout
@@ -300,11 +310,14 @@ class LoopAdapters:
 
         try:
             capability = Capability(self._model, self._cache, make_mixed_runner)
-            return capability.reason_against_mixing(names)
+            return capability.reason_against_mixing(module_names)
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
-            return "too little memory is free to check whether they can share a forward"
+            return Topic.ADAPTERS(
+                "too little memory is free to check whether rows with different adapters can share"
+                " a forward"
+            )
 
 
 def _make_mix(
@@ -319,8 +332,9 @@ def _make_mix(
     return mix
 
 
-def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> Adapter:
-    """Returns a random adapter on the modules of these names, the same in every process."""
+def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: int) -> Adapter:
+    """Returns a random adapter on the modules of these names, the same in every process. Raises
+    `ValueError` if one of them is sharded in a way that adapters cannot be."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
 
@@ -329,7 +343,7 @@ def _random_adapter(model: PreTrainedModel, names: Iterable[str], rank: int) -> 
         scaled = unscaled * sizes[1] ** -0.5
         return scaled.to(weight.device, weight.dtype)
 
-    for name in names:
+    for name in module_names:
         module = model.get_submodule(name)
         weight: Any = module.weight
         width, depth = linear_shape(module)

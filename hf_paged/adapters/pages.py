@@ -106,8 +106,9 @@ class AdapterPages:
         if resident.block_ids is None:
             self._allocate(adapter, resident)
         if resident.block_ids is None:
-            # without a pool, or if the adapter does not fit after all, no later eviction of a block
-            # would free the weights; and until a step has run, `pin` refuses other adapters
+            # Without a pool, or if the adapter does not fit after all, no later eviction of a block
+            # would free its weights. Besides, while the bytes of a block are unknown, `pin` would
+            # refuse every other adapter as long as this one stayed.
             self._drop(adapter)
             return
         self._block_manager.free(resident.sequence)
@@ -123,7 +124,8 @@ class AdapterPages:
         for adapter, resident in dropped.items():
             for table in resident.sequence.tables:
                 table.block_ids = []
-            self._report_eviction(adapter)
+            if resident.was_admitted:
+                self._report_eviction(adapter)
 
     @property
     def _pool(self) -> BlockPool:
@@ -173,8 +175,9 @@ class AdapterPages:
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        """Drops an adapter. It counts as evicted if a request with it was admitted; else no request
-        used it, so no weights are resident (prefetched ones may stay)."""
+        """Drops an adapter. It counts as evicted if a request with it was admitted; otherwise no
+        request has used it while it was resident, and at most prefetched weights or a copy in host
+        memory exist."""
         resident = self._adapters[adapter]
         for block_id in resident.block_ids or ():
             del self._adapter_by_block[block_id]

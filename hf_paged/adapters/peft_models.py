@@ -203,13 +203,19 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
                 " writes: pass the folder that contains it"
             )
         raise AdapterError(name, message)
+    check_unmerged(layers, name, name)
+    return layers
+
+
+def check_unmerged(layers: Iterable[Any], adapter: Hashable, name: Hashable) -> None:
+    """Raises [`AdapterError`] for requests with `adapter`, called `name` in the message, if
+    adapters are merged into the weights of PEFT's `layers`."""
     if any(getattr(layer, "merged_adapters", ()) for layer in layers):
         raise AdapterError(
-            name,
+            adapter,
             f"adapter {name!r} was requested, but adapters are merged into the weights: unmerge"
             " them first",
         )
-    return layers
 
 
 class NamedContext(ForwardContext):
@@ -288,7 +294,8 @@ def find_adapter(
     key: tuple[str, int],
 ) -> Adapter | str:
     """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
-    separate forward. Raises [`AdapterError`] as `check_adapter`, or if it misfits a split layer."""
+    separate forward. Raises what `check_adapter` raises, and [`AdapterError`] if the adapter does
+    not fit a split layer."""
     parts: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):

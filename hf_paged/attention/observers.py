@@ -40,8 +40,9 @@ class LookAhead:
     ) -> None:
         num_rows, num_queries, num_keys = sizes
         min_keys = min(self.length - self.first + 1, self.length)
-        is_of_rows = num_rows == len(self.paddings) and num_queries == self.length - self.first
-        if not is_of_rows or not min_keys <= num_keys <= self.length:
+        num_new = self.length - self.first
+        has_prompt_shape = (num_rows, num_queries) == (len(self.paddings), num_new)
+        if not has_prompt_shape or not min_keys <= num_keys <= self.length:
             return  # attention to something else, for instance in a vision tower
         self.num_calls += 1
         if isinstance(mask, PagedMask):
@@ -51,9 +52,10 @@ class LookAhead:
         if not is_causal and not any(mask is known_mask for known_mask in self._masks):
             self._masks.append(mask)
 
-    def positions(self) -> Tensor | None:
-        """Returns a mask `(rows, length)` bool of the positions that attended to a later one, of
-        these later ones, and of all positions between; `None` if masks have unsupported sizes."""
+    def look_ahead_mask(self) -> Tensor | None:
+        """Returns a bool mask `(rows, length)` that marks the positions that attended to a later
+        one, these later ones, and all positions between; `None` if masks have unsupported
+        sizes."""
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
@@ -106,8 +108,8 @@ class EncoderColumns:
 
     def columns(self) -> Columns | None:
         """Returns the range of columns to which each row attends; `None` if columns are not
-        contiguous, differ between queries or layers, or have a bias, or if no attention was
-        observed."""
+        contiguous, differ between queries or layers, or have a bias or a mask per head, or if no
+        attention was observed."""
         distinct = {self._columns_of(mask) for mask in self._masks}
         return distinct.pop() if len(distinct) == 1 else None
 

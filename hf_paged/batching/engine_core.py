@@ -64,7 +64,7 @@ class EngineCore(EngineLoop):
         self._has_failed = False  # whether the last step failed: if the next one does, requests end
         self._shortage: Shortage | None = None  # set while steps wait for memory of other models
         self._id_numbers = itertools.count()  # for generated request ids
-        forks.in_child(self)
+        forks.notify_in_child(self)
         ends_with_calls(self)
 
     @functools.cached_property

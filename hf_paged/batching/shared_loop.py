@@ -67,7 +67,7 @@ class SharedLoop:
         self._step_seconds = 0.0  # duration of the last step
         self._shortage: Shortage | None = None  # set while steps fail for lack of blocks
         self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
-        forks.in_child(self)
+        forks.notify_in_child(self)
         ends_with_calls(self)
 
     def run(

@@ -22,7 +22,7 @@ class Link(NamedTuple):
 
     tokens: tuple[Hashable, ...]
     # if `find` got `tier_has`: hash of these tokens, all earlier ones and the namespace, the same
-    # in every process; else unused
+    # in every process; otherwise unused
     digest: bytes
     node: Node | None
 

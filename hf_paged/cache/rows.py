@@ -77,8 +77,9 @@ class CacheRows:
     @guarded
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` a copy of the former row `indices[i]`, counted from the end if negative, by
-        permuting and forking tables; no keys or values are copied. Does nothing to borrowed rows,
-        which their owner selects. Raises `IndexError`, with nothing changed, for missing rows."""
+        permuting and forking tables; no keys or values are copied. Does nothing without rows, or to
+        borrowed rows, which their owner selects. Raises `IndexError`, with nothing changed, for
+        missing rows."""
         old_rows = self.sequences
         if self.is_borrowed or not old_rows:
             return
@@ -194,15 +195,15 @@ class CacheRows:
             ):
                 if not self.sequences:
                     self.sequences = [self.manager.new() for _ in rows]
-                numbers = (number for row_numbers, _, _ in rows for number in row_numbers)
+                numbers = (number for block_numbers, _, _ in rows for number in block_numbers)
                 last_number = max(numbers, default=-1)
                 new_ids = group.take(last_number + 1)
                 host = HostBlocks()
                 for index, content in contents.items():
                     host[index] = HostLayer(content, content.keys.device)
                 put_back(group, host, dict(enumerate(new_ids)))
-                for sequence, (row_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
+                for sequence, (block_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
                     table = sequence.tables[group_index]
                     table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([new_ids[number] for number in row_numbers])
+                    table.hold([new_ids[number] for number in block_numbers])
                 group.pool.release(new_ids)  # the tables hold them now

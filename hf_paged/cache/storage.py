@@ -123,7 +123,7 @@ class BlockStorage:
 
     def grow(self, num_blocks: int, most: int) -> None:
         """Grows every layer with fewer than `num_blocks` blocks to that size or, if memory allows,
-        to the reserved size or by half, but not beyond `most`. Raises as `make`."""
+        to the reserved size or by half, but not beyond `most`. Raises what `make` raises."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:

@@ -77,7 +77,7 @@ class Claim:
         self.num_blocks = num_blocks
         self.thread = threading.get_ident()
         self.is_waiting = True
-        forks.in_child(self)
+        forks.notify_in_child(self)
         ends_with_calls(self)
 
     def is_progressing(self, thread: int) -> bool:

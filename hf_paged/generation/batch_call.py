@@ -213,7 +213,7 @@ class BatchCall(Candidate):
                 shift = prompts.position_shift(prompt, layout.depends_on_splits)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                prompts.assign(request, prompt, keys, self.verdict.can_begin_behind_text)
+                prompts.assign(request, prompt, keys, self.verdict.can_begin_after_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 

@@ -44,8 +44,8 @@ def find_costs(
     """Returns the nanoseconds per context token, by block size (in tokens), of the kernel that
     computes attention of a model in `dtype` on `device`, and a text that names their source. If
     none were measured, returns an empty `dict` and a text with the reason. `kv_dtype` is that of
-    `PagedConfig`. If the processor's instruction level has no times, uses those of the highest
-    level that has some."""
+    `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level that
+    has some."""
     kernel = preferred(torch.empty(0, device=device))
     entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"

@@ -9,8 +9,8 @@ as a view of the codes, `(num_blocks, heads, block_size, dim)`; `scales` finds t
 strides.
 
 To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
-on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`STORED`). Codes narrower
-than a byte also need changes in `KVBlocks`.
+on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`). Codes
+narrower than a byte also need changes in `KVBlocks`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ..attention.backends import cpp
 from ..attention.switch import model_attention, switchable_configs
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..compiled import FUNCTIONS, replaced_forward
+from ..compiled import FUNCTION_ATTRIBUTES, replaced_forward
 from ..kernels import forced
 from ..threads import step_lock
 from ..timing import timed
@@ -29,11 +29,11 @@ from .checks import (
     judge_writes,
     merge_check,
     mixing_check,
+    packed_check,
     positions_check,
     prompts_check,
     rows_check,
-    self_check,
-    side_check,
+    side_by_side_check,
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
 from .layout import TOGETHER, Layout, PromptsVerdict
@@ -89,10 +89,10 @@ class Capability:
                 self._keeps_code_key, self._last_code_key = False, None
 
     def _choose_layout(self) -> Layout:
-        packed_verdict = self._verdict(self_check, "packed")
+        packed_verdict = self._verdict(packed_check, "packed")
         if isinstance(packed_verdict, Layout):
             return packed_verdict
-        layout = self._verdict(side_check, "side by side")
+        layout = self._verdict(side_by_side_check, "side by side")
         if not isinstance(layout, Layout):
             layout = TOGETHER
         if layout is TOGETHER and not self._model.config.is_encoder_decoder:
@@ -237,9 +237,9 @@ class Capability:
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
-    """Records that a packed forward failed for `reason` although `self_check` had passed. While the
-    model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
-    key = _key(self_check, None, cache, _code_key(model, list(model.modules())))
+    """Records that a packed forward failed for `reason` although `packed_check` had passed. While
+    the model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
+    key = _key(packed_check, None, cache, _code_key(model, list(model.modules())))
     _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
@@ -294,7 +294,7 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
     shapes: list[torch.Size] = []  # verdicts depend on them: a longer table has more positions
     write_only = notes_of(model).write_only
     for module in modules:
-        skipped = {*FUNCTIONS, *write_only.get(module, ())}
+        skipped = {*FUNCTION_ATTRIBUTES, *write_only.get(module, ())}
         for name, value in vars(module).items():
             if type(value) in _KEYED_TYPES and name not in skipped:
                 attributes.append(value)

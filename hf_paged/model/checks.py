@@ -1,5 +1,6 @@
-"""Checks of layouts. Each compares short forwards in a layout with plain forwards, on random tokens
-or on a call's prompts. `capability` decides which check runs, and keeps its verdict."""
+"""Checks of layouts, on random tokens or on a call's prompts. Most compare short forwards in a
+layout with plain forwards; some compare rows together with rows alone, count positions, or judge
+writes. `capability` decides which check runs, and keeps its verdict."""
 
 from __future__ import annotations
 
@@ -38,9 +39,8 @@ from .writes import Write, alter_value, copy_value, note_write, values_are_equal
 # prompt tokens of the first two sequences
 _FIRST_LENGTH = 8
 _SECOND_LENGTH = 9
-# tokens of the third sequence's first chunk, and of its prompt if it is not split into chunks
-_CHUNK_LENGTH = 18
-_THIRD_LENGTH = 13
+_CHUNK_LENGTH = 18  # tokens of the third sequence's first chunk in packed steps
+_THIRD_LENGTH = 13  # tokens of its prompt in `_SIDE_BY_SIDE_STEPS`
 _PACKED_PROMPT_LENGTHS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
 # Two prompts and a chunk of a third; two decodes and the second chunk; decodes alone, for which the
 # head computes the logits of every token.
@@ -56,13 +56,13 @@ _PACKED_LOGITS = (
 )
 """For each row of logits that these steps compute: the sequence, and its number of tokens."""
 # A short and a long prompt; their decodes; a third row joins; the long row has left.
-_SIDE_STEPS = (
+_SIDE_BY_SIDE_STEPS = (
     ((0, _FIRST_LENGTH), (2, _THIRD_LENGTH)),
     ((0, 1), (2, 1)),
     ((1, _SECOND_LENGTH), (0, 1), (2, 1)),
     ((1, 1), (0, 1)),
 )
-_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
+_SIDE_BY_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
 # Prompts in two chunks. The second chunks are shorter or longer than a convolution's kernel; those
 # of equal length share a forward.
 _CONTINUING_STEPS = (
@@ -71,7 +71,7 @@ _CONTINUING_STEPS = (
 )
 
 
-def self_check(trial: Trial) -> Layout | str:
+def packed_check(trial: Trial) -> Layout | str:
     """Compares packed steps with plain forwards, both of whole sequences and token by token.
     Returns the packed `Layout`, or the reason against it. Raises `ForwardFailedError` if a plain
     forward fails; out-of-memory errors pass through."""
@@ -94,9 +94,10 @@ def self_check(trial: Trial) -> Layout | str:
     )
     if reason is None:
         # the model's `prepare_inputs_for_generation` may prepare other inputs for a first forward
-        reason = trial.difference(
-            decode_logits[0], whole_logits[:, _FIRST_LENGTH - 1], "first logits"
-        )
+        first_logits = whole_logits[:, _FIRST_LENGTH - 1]
+        how = "without `prepare_inputs_for_generation`"
+        reference = "the first step of `generate`"
+        reason = trial.difference(decode_logits[0], first_logits, "first logits", how, reference)
     if reason is not None:
         return reason
     # the model may count padding as positions
@@ -116,8 +117,8 @@ def self_check(trial: Trial) -> Layout | str:
 
 def run_kernels(trial: Trial) -> None:
     """Computes a packed prompt and a decode step in blocks like those of the model's cache, unless
-    the other checks use such blocks. So, before a request needs them, `kernels.triton.launch`
-    finds the kernels that cannot run. Failures of the forwards are ignored."""
+    the other checks use such blocks. This way, `kernels.triton.launch` finds out which kernels
+    cannot run before a request needs them. Failures of the forwards are ignored."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -149,10 +150,10 @@ def _is_expected(error: Exception) -> bool:
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why rows are not batch-invariant: the reason of `self_check`, or that the logits of a step
-    are not bitwise equal to those of each row alone, or the logits of a prefill to those of
-    decodes; `None` if all are equal. Raises as `self_check`."""
-    layout = self_check(trial)
+    """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
+    differ bitwise, either between a step and each of its rows alone or between a prefill and
+    decodes; `None` if all are equal. Raises what `packed_check` raises, also for later forwards."""
+    layout = packed_check(trial)
     if isinstance(layout, str):
         return layout
     rows = sample_tokens(trial.model)
@@ -162,12 +163,12 @@ def invariance_check(trial: Trial) -> str | None:
     decode_logits = single[_PACKED_LOGITS.index((0, end))]
     if torch.equal(batched, single) and torch.equal(prefill_logits[0], decode_logits):
         return None
-    return Topic.BATCH_INVARIANT("its forward does not compute every row by itself")
+    return Topic.BATCH_INVARIANT("its logits depend on which tokens a forward computes together")
 
 
 def mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows in one step differ from those of each row alone; `None` if they are
-    within the tolerance. Raises as `self_check`."""
+    """How the logits of rows in one step differ from those of each row alone; `None` if the
+    difference is within the tolerance. Raises `ForwardFailedError` if a forward fails."""
     batched, single = _batched_and_single_logits(trial, sample_tokens(trial.model))
     return trial.difference(single, batched, how="with several adapters in a forward")
 
@@ -185,27 +186,28 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
     return batched, single
 
 
-def side_check(trial: Trial) -> Layout:
+def side_by_side_check(trial: Trial) -> Layout:
     """Compares rows that run side by side, join and leave, with plain forwards. Returns the layout
-    of such rows, or `TOGETHER` if their results differ. Raises as `self_check`."""
+    of such rows, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` does."""
     model = trial.model
     prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
     decode_logits = []
     prefill_logits = []
     with trial.forwards():
         rows = sample_tokens(model)
-        for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_LENGTHS):
+        for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_BY_SIDE_LENGTHS):
             decode_logits.append(trial.plain(row[:, :length], prompt_length)[:, 0])
             prefill_logits.append(trial.plain(row[:, :length], length)[0, 0])
     last_logits = torch.stack([logits[-1] for logits in decode_logits])
     depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
     row_logits = list(map(iter, decode_logits))
-    expected = torch.stack([next(row_logits[row]) for step in _SIDE_STEPS for row, _ in step])
+    step_rows = [row for step in _SIDE_BY_SIDE_STEPS for row, _ in step]
+    expected = torch.stack([next(row_logits[row]) for row in step_rows])
     for can_mix_lengths in (True, False):
         layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
-            computed = trial.run(layout, rows, prompt_lengths, _SIDE_STEPS, memory)
+            computed = trial.run(layout, rows, prompt_lengths, _SIDE_BY_SIDE_STEPS, memory)
             if trial.difference(expected, computed) is None:
                 return layout._replace(
                     can_chunk=(
@@ -220,16 +222,16 @@ def side_check(trial: Trial) -> Layout:
 def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, prefill_logits: list[Tensor]) -> bool:
     """Whether prompts computed in chunks have the `prefill_logits` of the same prompts computed as
     a whole."""
-    short, middle, long = prefill_logits
+    first, second, third = prefill_logits
     with contextlib.suppress(ForwardFailedError):
-        computed = trial.run(layout, rows, _SIDE_LENGTHS, _CONTINUING_STEPS)
-        return trial.difference(torch.stack([short, long, middle]), computed) is None
+        computed = trial.run(layout, rows, _SIDE_BY_SIDE_LENGTHS, _CONTINUING_STEPS)
+        return trial.difference(torch.stack([first, third, second]), computed) is None
     return False
 
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
-    own loop. Returns the reason against rows that leave, or `None`. Raises as `self_check`."""
+    own loop. Returns the reason against that, or `None`. Raises what `packed_check` raises."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -248,7 +250,7 @@ def rows_check(trial: Trial) -> str | None:
         num_attended = plain_cache.cross.get_seq_length()
         if num_attended not in (0, prompts.num_encoder_tokens):
             return Topic.ENCODER(
-                "its decoder attends to another number of tokens than its encoder returns"
+                "its decoder attends to a different number of tokens than its encoder returns"
             )
     after = tensors_of(plain_prompts.model_kwargs)
     before = tensors_of(prompts.model_kwargs)
@@ -258,29 +260,30 @@ def rows_check(trial: Trial) -> str | None:
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
     most_padded, least_padded = order[-1], order[0]
+    how = "with only some rows of its batch"
     try:
-        first_step = runner.advance_apart(*rows)
+        first_logits = runner.advance_apart(*rows)
         row = rows[least_padded]
         fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
-        forked_step = runner.advance_apart(row, fork)
-        single_step = plain_logits[1][[most_padded]]
+        pair_logits = runner.advance_apart(row, fork)
+        single_logits = plain_logits[1][[most_padded]]
         if most_padded != least_padded:
-            single_step = runner.advance_apart(rows[most_padded])
-        fork_step = runner.advance_apart(fork)
+            single_logits = runner.advance_apart(rows[most_padded])
+        fork_logits = runner.advance_apart(fork)
     except ForwardFailedError as error:
-        return Topic.SELF_CHECK(f"without all rows of its batch, {error}")
-    computed = torch.cat([first_step, forked_step, single_step, fork_step])
+        return Topic.SELF_CHECK(f"{how}, {error}")
+    computed = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
     first, second, third = plain_logits
-    second_rows = second[[least_padded, least_padded, most_padded]]
-    expected = torch.cat([first, second_rows, third[[least_padded]]])
+    second_logits = second[[least_padded, least_padded, most_padded]]
+    expected = torch.cat([first, second_logits, third[[least_padded]]])
     trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
-    return trial.difference(expected, computed, how="without all rows of its batch")
+    return trial.difference(expected, computed, how=how, reference="the whole batch")
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:
     """Compares rows of two prompts side by side with each row alone. Returns whether the rows'
     lengths must be equal, and whether their encoders' lengths must be; `None` if the rows may not
-    join. Raises as `self_check`."""
+    join, or if a forward fails."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
     first = _single_row(trial.prompts, width, 1)
@@ -304,8 +307,8 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         logits.append(runner.advance_apart(first_row, second_row))
         return torch.cat(logits)
 
-    encoders_must_be_equal = (False, True) if width > 1 else (True,)
-    for verdict in itertools.product((False, True), encoders_must_be_equal):
+    encoder_options = (False, True) if width > 1 else (True,)
+    for verdict in itertools.product((False, True), encoder_options):
         second = equal_second if verdict[1] else shorter_second
         with contextlib.suppress(ForwardFailedError):
             separate = compute(second, verdict, can_join=False)
@@ -321,22 +324,22 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
     num_encoded = prompts.num_encoder_tokens
     single = copy.deepcopy(prompts)
 
-    def shorten(x: Tensor) -> Tensor:
+    def cut_and_sign(x: Tensor) -> Tensor:
         if x.is_floating_point():
             x = sign * x
         if x.dim() > 1 and x.shape[1] == num_encoded:
             return x[:, :width]
         return x
 
-    single.model_kwargs = map_tensors(shorten, first_row(single))
+    single.model_kwargs = map_tensors(cut_and_sign, first_row(single))
     single.input_ids = single.input_ids[:1]
     single.paddings = single.paddings[:1]
     return single
 
 
 def positions_check(trial: Trial) -> int | None:
-    """How many tokens of a row the model's tables of positions allow; `None`: no limit is known. A
-    model with an encoder gets the encoder inputs of the trial's `Prompts`."""
+    """The maximum number of tokens per row that the model's position tables allow; `None` if no
+    limit is known. A model with an encoder gets the encoder inputs of the trial's `Prompts`."""
     encoder_inputs = {}
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))
@@ -348,8 +351,9 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     """Compares prompts that the model's own forward computes, and packed decode steps after them,
     with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
     step recomputes the end of each prompt, which follows its images or other content. For
-    `can_begin_behind_text`, a packed step computes the text before a single prompt's content, and
-    the model's own forward the rest of the prompt. Raises as `self_check`."""
+    `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
+    the model's own forward the rest of the prompt. Raises `ForwardFailedError` if a forward fails,
+    except in the last comparison."""
     model, prompts = trial.model, trial.prompts
     new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():
@@ -358,24 +362,25 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
         runner = TrialRunner(trial, Layout())
         if runner.runner.rope is not None:
             return PromptsVerdict(
-                Topic.BATCH("its rotary embedding depends on the longest position of a prompt")
+                Topic.BATCH("its rotary embedding depends on the largest position of a prompt")
             )
         rows = runner.add_prompts(prompts, new_tokens)
         packed = runner.advance(rows, num_steps=3)
-        reason = trial.difference(plain.flatten(0, 1), packed, "logits after a prompt")
+        expected = plain.flatten(0, 1)
+        quantity = "logits after a prompt"
+        reason = trial.difference(expected, packed, quantity, reference="plain forwards")
         if reason is not None or not _drop_ends(runner, rows, prompts.keys(model.config)):
             return PromptsVerdict(reason)
         if trial.difference(plain[0], runner.advance(rows)) is not None:
             return PromptsVerdict()
-    can_begin_behind_text = False
+    can_begin_after_text = False
     num_text = prompts.num_text(model.config)
     if num_text:
         with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
-            logits = _logits_behind_text(
-                TrialRunner(trial, Layout()), prompts, new_tokens, num_text
-            )
-            can_begin_behind_text = trial.difference(plain[:2, 0], logits) is None
-    return PromptsVerdict(None, True, can_begin_behind_text)
+            runner = TrialRunner(trial, Layout())
+            logits = _logits_after_text(runner, prompts, new_tokens, num_text)
+            can_begin_after_text = trial.difference(plain[:2, 0], logits) is None
+    return PromptsVerdict(None, True, can_begin_after_text)
 
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
@@ -396,7 +401,7 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
     return True
 
 
-def _logits_behind_text(
+def _logits_after_text(
     runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
 ) -> Tensor:
     """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
@@ -410,8 +415,8 @@ def _logits_behind_text(
 
 
 def merge_check(trial: Trial) -> bool:
-    """Whether one forward of the trial's prompts together with longer prompts of other images, and
-    the packed decode step after it, give the logits of separate plain forwards."""
+    """Whether one forward of the trial's prompts together with longer prompts that have different
+    images, and the packed decode step after it, give the logits of separate plain forwards."""
     model, prompts = trial.model, trial.prompts
     text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
     longer = prompts.varied(int(text_token))
@@ -436,13 +441,15 @@ def merge_check(trial: Trial) -> bool:
         return False
 
 
-WriteKey = tuple[int, str]  # the id of a module's attributes or buffers, and a name in them
+# the id of a module's dict of attributes or buffers, and a key of that dict
+WriteKey = tuple[int, str]
 Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Notes (`writes.Notes`), of the attributes that the trial's forwards wrote: those that each
-    forward overwrites and none reads, and those that the engine's overwrite and later ones read."""
+    """Records in `writes.Notes` two kinds of attributes that the trial's forwards wrote: those that
+    every forward overwrites and none reads, and those that the engine's forwards overwrite and
+    later forwards read."""
     last_writes: Writes = {}
     by_engine = set[WriteKey]()
     for write in trial.writes:
@@ -474,8 +481,8 @@ def judge_writes(trial: Trial) -> None:
 
 
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
-    """The logits of a forward that begins with the values `after` of these writes, or `None` if it
-    fails; and the keys of the writes that it overwrites."""
+    """The logits of a prompt and a decode step that begin with the values `after` of these writes,
+    or `None` if a forward fails; and the keys of the writes that they overwrite."""
     overwritten = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]

@@ -53,7 +53,7 @@ class PromptsVerdict(NamedTuple):
 
     unsupported_reason: str | None = None  # why they cannot; `None`: they can
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
-    can_begin_behind_text: bool = False  # the model's own forward may begin behind cached text
+    can_begin_after_text: bool = False  # the model's own forward may begin after cached text
 
 
 TOGETHER = Layout(

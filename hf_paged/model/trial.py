@@ -192,17 +192,21 @@ class Trial:
             return torch.cat(logits)
 
     def difference(
-        self, plain: Tensor, computed: Tensor, quantity: str = "logits", how: str = "packed"
+        self,
+        plain: Tensor,
+        computed: Tensor,
+        quantity: str = "logits",
+        how: str = "packed",
+        reference: str = "a sequence alone",
     ) -> str | None:
-        """Returns a message, with `quantity` and `how`, if logits `(n, vocab_size)` differ by more
-        than the tolerance (`excess_of`); otherwise `None`."""
+        """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance
+        (`excess_of`); otherwise `None`. The message names the `quantity` compared, `how` the model
+        computed it, and the `reference` that gave the `plain` logits."""
         dtypes = self.dtypes - {None}
         excess = excess_of(plain, computed, dtypes)
         if excess is None:
             return None
-        return Topic.SELF_CHECK(
-            f"{how}, its {quantity} are {excess} from those of a sequence alone"
-        )
+        return Topic.SELF_CHECK(f"{how}, its {quantity} are {excess} from those of {reference}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -242,7 +246,7 @@ class TrialRunner:
         return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
-        """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` behind the
+        """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` after the
         prompt."""
         encoders = self.runner.encoder_blocks
         rows = []

@@ -173,7 +173,7 @@ class RankLeader:
     def adapters(self, method: str, *arguments: Any) -> str | None:
         if method == "load":
             return self._load_adapter(*arguments)
-        if method == "check":  # the check runs forwards in all processes now
+        if method == "check_mixing":  # the check runs forwards in all processes now
             self.send_order("adapters", method, *arguments)
         else:
             self.queue_order("adapters", method, *arguments)
@@ -322,7 +322,7 @@ class Follower:
         executor = self._executor
         repeating = NOTHING
         if names is not None:  # outside the `try`: a missing adapter ends this process
-            repeating = executor.adapters().repeat(names)
+            repeating = executor.adapters().context_of(names)
         groups = [
             group._replace(tables=history.tables(group_changes))
             for group, history, group_changes in zip(tokens.groups, self._histories, changes)

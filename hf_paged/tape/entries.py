@@ -14,7 +14,7 @@ from .rows import RowOps
 
 
 @dataclass(eq=False)
-class Kernel:
+class KernelEntry:
     """A call of a C++ kernel: its packed argument struct, in which `pack` fills in the
     addresses."""
 
@@ -74,14 +74,14 @@ class TorchOp:
 
     function: Any  # torch._ops.OpOverload
     arguments: Any  # positional and keyword arguments
-    # of each result: the `TensorRef` to copy it to, or a result that is no tensor; empty if the
-    # operation works in place
+    # for each result: the `TensorRef` to copy it to, or the result itself if it is not a tensor;
+    # empty if the operation works in place
     results: list[Any]
     reads: set[int]  # ids of buffers
     writes: set[int]
 
 
-Entry = RowOps | Kernel | Linear | TorchOp
+Entry = RowOps | KernelEntry | Linear | TorchOp
 
 
 def lifetimes(entries: list[Entry]) -> dict[int, tuple[int, int]]:

@@ -23,7 +23,7 @@ from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .buffers import TensorRef
-from .entries import Kernel, Linear, TorchOp
+from .entries import KernelEntry, Linear, TorchOp
 from .exact import is_exact
 from .lower import Lowering
 from .products import RowProducts
@@ -43,7 +43,7 @@ class NotInvariant(NotPackable):
 class _Program(NamedTuple):
     """The kernels that compute an operation on tensors of certain shapes."""
 
-    entries: list[RowOps | Kernel | Linear]
+    entries: list[RowOps | KernelEntry | Linear]
     # the index of each input tensor, by the address that it had when the program was created
     inputs: dict[int, int]
     # sizes, strides, dtype; empty if the operation changes its first input

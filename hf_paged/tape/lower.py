@@ -18,7 +18,7 @@ from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
-from .entries import Entry, Kernel, Linear, TorchOp
+from .entries import Entry, KernelEntry, Linear, TorchOp
 from .exact import is_along_last_axis, is_exact, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
@@ -358,7 +358,7 @@ class Lowering:
         outputs = self._refs(call.writes)
         reads = buffer_ids_of(inputs.values())
         writes = buffer_ids_of(outputs.values())
-        self.entries.append(Kernel(call.name, call.packed, inputs | outputs, reads, writes))
+        self.entries.append(KernelEntry(call.name, call.packed, inputs | outputs, reads, writes))
 
     def _refs(self, x: Any) -> Any:
         """Replaces the tensors in `x` by `TensorRef`s."""

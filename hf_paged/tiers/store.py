@@ -110,7 +110,7 @@ class PrefixStore:
         self.num_kept = self.num_restored = self.num_skipped = 0  # blocks: copied, put back, lost
         self._weights_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
-        forks.in_child(self)
+        forks.notify_in_child(self)
         _stores.add(self)
 
     @property

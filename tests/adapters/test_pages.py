@@ -117,3 +117,14 @@ def test_an_adapter_counts_as_evicted_only_if_a_request_used_it(
     assert pages.pin("b", 4 * BYTES, "s") and "a" not in pages
     assert evicted == ["a"] * is_admitted and pages.num_evictions == is_admitted
     blocks.check_integrity()
+
+
+def test_a_recovery_evicts_only_what_a_request_used() -> None:
+    pages, blocks, group, evicted = make(4)
+    for name in ("a", "b"):
+        assert pages.pin(name, 2 * BYTES, name)
+    pages.record_admission("a")
+    pages.recover()
+    group.pool.recount(table.block_ids for table in blocks.tables(0))
+    assert "a" not in pages and "b" not in pages and group.pool.num_free == 4
+    assert evicted == ["a"] and pages.num_evictions == 1

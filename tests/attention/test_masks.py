@@ -160,7 +160,7 @@ def test_positions_that_saw_later_ones() -> None:
     looks(sizes, None, True)
     looks(sizes, made(arguments, "sdpa"), False)
     looks((2, 9, 9), None, False)  # as from a vision tower
-    found = looks.positions()
+    found = looks.look_ahead_mask()
     assert looks.num_calls == 2 and found is not None and not found.any()
     mask = causal.expand(2, 1, 6, 6).clone()
     mask[0, :, 1, 3] = True  # 1 sees 3: the mask between may differ for both
@@ -168,11 +168,11 @@ def test_positions_that_saw_later_ones() -> None:
     mask[1, :, 4, 5] = True
     looks(sizes, mask, True)
     expected = [[0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
-    assert looks.positions().int().tolist() == expected
+    assert looks.look_ahead_mask().int().tolist() == expected
     looks(sizes, torch.zeros(2, 1, 6, 6).masked_fill(~causal, torch.finfo(torch.float32).min), True)
-    assert looks.positions().int().tolist() == expected
+    assert looks.look_ahead_mask().int().tolist() == expected
     looks(sizes, torch.ones(2, 1, 6, 7, dtype=torch.bool), True)
-    assert looks.positions() is None
+    assert looks.look_ahead_mask() is None
     looks = LookAhead([0], 3)
     looks((1, 3, 3), None, False)
-    assert looks.positions().all()
+    assert looks.look_ahead_mask().all()

@@ -324,8 +324,8 @@ def test_a_switch_of_a_forward_is_checked_again(kind: str) -> None:
 
 
 def test_a_forward_that_only_records_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks, check = [], capability.self_check
-    monkeypatch.setattr(capability, "self_check", lambda *args: checks.append(0) or check(*args))
+    checks, check = [], capability.packed_check
+    monkeypatch.setattr(capability, "packed_check", lambda *args: checks.append(0) or check(*args))
     model, seen = models.build("llama"), []
     replace_mlp(model, lambda own, hidden: seen.append(hidden.shape) or own(hidden))  # type: ignore[func-returns-value]
     for _ in range(3):

@@ -291,7 +291,9 @@ def test_own_inputs_of_the_first_forward_alone_are_found_out(dtype: torch.dtype)
     model = OwnFirstInputs(models.config("llama")).eval()
     models.init_weights(model, 0)
     model.to(dtype)
-    assert "first logits" in str(reason(model))
+    assert str(reason(model)).startswith(
+        "without `prepare_inputs_for_generation`, its first logits are"
+    )
     if dtype is torch.float32:
         inputs = {"input_ids": models.token_ids(2, 9), "max_new_tokens": 6, "do_sample": False}
         expected = model.generate(**inputs)
@@ -426,13 +428,13 @@ def test_a_compiled_forward_is_judged_by_what_it_computes() -> None:
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls = []
-    original = capability.self_check
+    original = capability.packed_check
 
     def counting(*args: Any) -> str | None:
         calls.append(args[1:])
         return original(*args)
 
-    monkeypatch.setattr(capability, "self_check", counting)
+    monkeypatch.setattr(capability, "packed_check", counting)
     return calls
 
 

@@ -12,6 +12,11 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, compat, last_route
+from hf_paged.batching.execution.prompts import prompts_of
+from hf_paged.batching.factory import make_runner
+from hf_paged.model.checks import rows_check
+from hf_paged.model.trial import Trial
+from tests.model.test_capability import cache_for, scale
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
@@ -169,3 +174,13 @@ def test_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
         assert route is not None and route.road == "engine"
         assert reason in route.reason
         assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
+
+
+def test_the_reason_against_rows_that_leave_their_batch_names_the_batch() -> None:
+    model, ids = models.build("llama"), models.token_ids(2, 9)
+    scale(model)  # states depend on the other rows
+    inputs = {"attention_mask": torch.ones_like(ids), "use_cache": True}
+    prompts = prompts_of((ids, inputs), inputs, False)
+    reason = rows_check(Trial(model, cache_for(model), make_runner, prompts))
+    assert reason is not None and reason.startswith("with only some rows of its batch, its logits")
+    assert "standard deviations from those of the whole batch [" in reason

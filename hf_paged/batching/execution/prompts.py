@@ -226,8 +226,9 @@ class Prompts(PromptInputs):
         """Runs the model's own forward over all rows. Stores the keys and values of the sequences
         in `rows` in their tables, which must have space for them, through the empty `cache`. The
         first `num_cached` tokens of a single row may be stored already. Returns logits `(all rows,
-        vocab_size)`, and the mask `(all rows, length)` bool of `LookAhead.positions`, or `None` if
-        it is unknown. Raises `ValueError` if the model stores another number of tokens."""
+        vocab_size)`, and the bool mask `(all rows, length)` of `LookAhead.look_ahead_mask`, or
+        `None` if it is unknown. Raises `ValueError` if the model stores another number of
+        tokens."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
         rectangle = self.make_rectangle(model, cache, rows)
@@ -245,7 +246,7 @@ class Prompts(PromptInputs):
             )
         if observer.num_calls < len(counts):
             return logits, None
-        return logits, observer.positions()
+        return logits, observer.look_ahead_mask()
 
     def assign(
         self,

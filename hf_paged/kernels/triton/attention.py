@@ -282,7 +282,7 @@ def _launch(
         scales = [quantized.scales(x) for x in (key_blocks, value_blocks)]
         arguments |= dict(
             zip(("key_scales", "value_scales"), scales),
-            STORED=quantized.DTYPE_NUMBERS[key_blocks.dtype],
+            CODE_DTYPE=quantized.DTYPE_NUMBERS[key_blocks.dtype],
         )
         key_blocks, value_blocks = (as_uint8(x) for x in (key_blocks, value_blocks))
     else:

@@ -24,7 +24,7 @@ def _attend_tile(
     acc,
     acc_rest,
     total,
-    top,
+    max_score,
     q,
     q_rest,
     keys,
@@ -38,7 +38,7 @@ def _attend_tile(
     scale,
     softcap,
     bias,
-    factor,
+    log2_factor,
     key_block,
     key_token,
     value_block,
@@ -57,13 +57,13 @@ def _attend_tile(
     FOLDED: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
-    STORED: tl.constexpr,
+    CODE_DTYPE: tl.constexpr,
     key_scales,
     value_scales,
     MASKED: tl.constexpr,
 ):
     """Takes one step of FlashAttention's running softmax (arXiv 2205.14135, section 3.1), over the
-    `TILE` keys from `first_key` on. Returns the new `acc`, `acc_rest`, `total` and `top`."""
+    `TILE` keys from `first_key` on. Returns the new `acc`, `acc_rest`, `total` and `max_score`."""
     position = first_key + tl.arange(0, TILE)
     # Slots that are not visible are not read: NaN times a weight of zero would be NaN.
     is_visible = (position >= low) & (position < high)
@@ -83,7 +83,7 @@ def _attend_tile(
     key_rows = (block * key_block + offset * key_token)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
     k = load_tile(keys + key_rows + d, is_visible[:, None], d < KEY_DIM, MASKED, KEY_MAIN > KEY_DIM)
-    k = convert_tile(k, q, STORED)
+    k = convert_tile(k, q, CODE_DTYPE)
     scores = dot(q, tl.trans(k), None)  # [M, TILE]
     if KEY_REST > 0:
         d_rest = KEY_MAIN + tl.arange(0, KEY_REST)[None, :]
@@ -91,10 +91,10 @@ def _attend_tile(
         k_rest = load_tile(
             keys + key_rows + d_rest, is_visible[:, None], d_rest < KEY_DIM, MASKED, padded
         )
-        k_rest = convert_tile(k_rest, q, STORED)
+        k_rest = convert_tile(k_rest, q, CODE_DTYPE)
         scores = dot(q_rest, tl.trans(k_rest), scores)
 
-    if STORED:  # codes take 1 byte, so `key_block` is in bytes; a scale takes 4
+    if CODE_DTYPE:  # codes take 1 byte, so `key_block` is in bytes; a scale takes 4
         scores *= load_scales(key_scales + block * (key_block // 4) + offset, is_visible, MASKED)[
             None, :
         ]
@@ -115,18 +115,18 @@ def _attend_tile(
                 is_seen = is_seen & (position[None, :] > query_position[:, None] - window)
         scores = tl.where(is_seen, scores, float("-inf"))
 
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    anchor = new_top
+    new_max_score = tl.maximum(max_score, tl.max(scores, axis=1))
+    anchor = new_max_score
     if MASKED:
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if bias is not None:  # multiplied by `factor`, a bias at the dtype's minimum would be -inf
-        weights = tl.exp2((scores - anchor[:, None]) * factor)
+        anchor = tl.where(new_max_score == float("-inf"), 0.0, new_max_score)
+    if bias is not None:  # multiplied by `log2_factor`, a bias at the dtype's minimum would be -inf
+        weights = tl.exp2((scores - anchor[:, None]) * log2_factor)
     else:  # one fused multiply-add per score
-        weights = tl.exp2(scores * factor - (anchor * factor)[:, None])
-    shrink = tl.exp2((top - anchor) * factor)
+        weights = tl.exp2(scores * log2_factor - (anchor * log2_factor)[:, None])
+    shrink = tl.exp2((max_score - anchor) * log2_factor)
     total = total * shrink + tl.sum(weights, axis=1)
     factors = None
-    if STORED:
+    if CODE_DTYPE:
         factors = load_scales(
             value_scales + block * (value_block // 4) + offset, is_visible, MASKED
         )
@@ -135,9 +135,11 @@ def _attend_tile(
             weights *= factors[None, :]
     weights = weights.to(q.dtype)
     if VALUE_IS_KEY:
-        acc = dot(weights, scale_tile(k, factors, STORED), acc * shrink[:, None])
+        acc = dot(weights, scale_tile(k, factors, CODE_DTYPE), acc * shrink[:, None])
         if VALUE_REST > 0:
-            acc_rest = dot(weights, scale_tile(k_rest, factors, STORED), acc_rest * shrink[:, None])
+            acc_rest = dot(
+                weights, scale_tile(k_rest, factors, CODE_DTYPE), acc_rest * shrink[:, None]
+            )
     else:
         value_rows = (
             key_rows if SAME_STRIDES else (block * value_block + offset * value_token)[:, None]
@@ -151,17 +153,19 @@ def _attend_tile(
             VALUE_MAIN > VALUE_DIM,
         )
         acc = dot(
-            weights, scale_tile(convert_tile(v, q, STORED), factors, STORED), acc * shrink[:, None]
+            weights,
+            scale_tile(convert_tile(v, q, CODE_DTYPE), factors, CODE_DTYPE),
+            acc * shrink[:, None],
         )
         if VALUE_REST > 0:
             d = VALUE_MAIN + tl.arange(0, VALUE_REST)[None, :]
             v = load_tile(values + value_rows + d, is_visible[:, None], d < VALUE_DIM, MASKED, True)
             acc_rest = dot(
                 weights,
-                scale_tile(convert_tile(v, q, STORED), factors, STORED),
+                scale_tile(convert_tile(v, q, CODE_DTYPE), factors, CODE_DTYPE),
                 acc_rest * shrink[:, None],
             )
-    return acc, acc_rest, total, new_top
+    return acc, acc_rest, total, new_max_score
 
 
 # Not specialized, since each variant would be compiled separately: numbers that change from step to
@@ -247,7 +251,7 @@ def attention_kernel(
     MIN_SPLIT: tl.constexpr = 0,
     BLOCK_ROWS: tl.constexpr = 1,
     VALUE_IS_KEY: tl.constexpr = False,
-    STORED: tl.constexpr = 0,
+    CODE_DTYPE: tl.constexpr = 0,
     key_scales=None,
     value_scales=None,
 ):
@@ -350,14 +354,15 @@ def attention_kernel(
         high = tl.minimum(high, aligned + (part + 1) * size)
         full_high = tl.minimum(full_high, high)
 
-    # The weight of a score is 2 ** (score * factor). With `FOLDED`, `factor` includes the scale.
-    factor = scale * LOG2_E if FOLDED else LOG2_E
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # The weight of a score is 2 ** (score * log2_factor), which with `FOLDED` includes the scale.
+    log2_factor = scale * LOG2_E if FOLDED else LOG2_E
+    max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         if part == 0:
-            top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * (LOG2_E / factor)
-            total = tl.where(top == float("-inf"), 0.0, 1.0)
+            sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+            max_score = sink * (LOG2_E / log2_factor)
+            total = tl.where(max_score == float("-inf"), 0.0, 1.0)
     bias_rows = None
     if bias is not None:
         bias_at = row.to(tl.int64) * bias_row + packed * bias_token + head * bias_head
@@ -366,7 +371,7 @@ def attention_kernel(
     acc_rest = tl.zeros([BLOCK_M, VALUE_REST if VALUE_REST > 0 else 1], tl.float32)
     keys = key_blocks + kv_head.to(tl.int64) * key_head
     values = value_blocks + kv_head.to(tl.int64) * value_head
-    if STORED:
+    if CODE_DTYPE:
         key_scales += kv_head.to(tl.int64) * (key_head // 4)
         value_scales += kv_head.to(tl.int64) * (value_head // 4)
     block_table = block_tables + row.to(tl.int64) * table_row
@@ -392,11 +397,11 @@ def attention_kernel(
                 if not BY_LENGTH:
                     trailing_key = full_end + (i - num_leading) * TILE
                     first_key = tl.where(i < num_leading, first_key, trailing_key)
-            acc, acc_rest, total, top = _attend_tile(
+            acc, acc_rest, total, max_score = _attend_tile(
                 acc,
                 acc_rest,
                 total,
-                top,
+                max_score,
                 q,
                 q_rest,
                 keys,
@@ -410,7 +415,7 @@ def attention_kernel(
                 scale,
                 softcap,
                 bias_rows,
-                factor,
+                log2_factor,
                 key_block,
                 key_token,
                 value_block,
@@ -429,7 +434,7 @@ def attention_kernel(
                 FOLDED,
                 SAME_STRIDES,
                 VALUE_IS_KEY,
-                STORED,
+                CODE_DTYPE,
                 key_scales,
                 value_scales,
                 is_unmasked == 0,
@@ -450,8 +455,8 @@ def attention_kernel(
             acc,
             acc_rest,
             total,
-            top,
-            factor,
+            max_score,
+            log2_factor,
             is_row,
             VALUE_DIM,
             VALUE_MAIN,
@@ -466,8 +471,8 @@ def attention_kernel(
             acc,
             acc_rest,
             total,
-            top,
-            factor,
+            max_score,
+            log2_factor,
             is_row,
             VALUE_DIM,
             VALUE_MAIN,

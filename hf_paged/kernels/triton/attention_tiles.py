@@ -38,10 +38,11 @@ def find_item(
     MIN_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Returns the item's row, its split within the row, the row's number of splits, the row's first
-    item, and the tokens per split, which is the same for all rows and gives work to about
-    `target_programs` programs. An item is one split of one row's keys; for an unused item the row
-    is at least `num_rows`. Every row has a split, so that rows without tokens get zeros."""
+    """Returns the item's row, the index of its split within the row, the row's number of splits,
+    the row's first item, and the number of tokens per split, which is the same for all rows and
+    gives work to about `target_programs` programs. An item is one split of one row's keys; for an
+    unused item the row is at least `num_rows`. Every row has a split, so that rows without tokens
+    get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
     key_starts = tl.load(starts + i, mask=i < num_rows, other=0)
@@ -90,18 +91,18 @@ def load_tile(pointers, is_visible, is_dim, MASK_TOKENS: tl.constexpr, MASK_DIMS
 
 
 @triton.jit
-def convert_tile(tile, like, STORED: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`; codes (`STORED`: their number in
-    `quantized.DTYPE_NUMBERS`) exactly and unscaled. Shifts the bits of an 8-bit float into a
-    float16, since that works on every chip; for E4M3, multiplies by 256 for the difference in
-    exponent bias."""
-    if STORED == 0:
+def convert_tile(tile, like, CODE_DTYPE: tl.constexpr):
+    """Converts a tile of keys or values to the dtype of `like`. Codes, whose dtype has the number
+    `CODE_DTYPE` in `quantized.DTYPE_NUMBERS`, are converted exactly and are not scaled. Shifts the
+    bits of an 8-bit float into a float16, since that works on every chip; for E4M3, multiplies by
+    256 for the difference in exponent bias."""
+    if CODE_DTYPE == 0:
         return tile.to(like.dtype)
-    elif STORED == 1:
+    elif CODE_DTYPE == 1:
         return tile.to(tl.float32).to(like.dtype)
     else:
         bits = tile.to(tl.uint16)
-        if STORED == 2:
+        if CODE_DTYPE == 2:
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
             return (half.to(tl.float32) * 256.0).to(like.dtype)
         else:
@@ -109,18 +110,18 @@ def convert_tile(tile, like, STORED: tl.constexpr):
 
 
 @triton.jit
-def scale_tile(tile, scales, STORED: tl.constexpr):
+def scale_tile(tile, scales, CODE_DTYPE: tl.constexpr):
     """Multiplies converted float16 codes of values by their scales. For other dtypes, the kernel
     scales the softmax weights instead."""
-    if STORED and tile.dtype == tl.float16:
+    if CODE_DTYPE and tile.dtype == tl.float16:
         return (tile.to(tl.float32) * scales[:, None]).to(tl.float16)
     else:
         return tile
 
 
 @triton.jit
-def load_scales(scales, is_visible, MASKED: tl.constexpr):
-    return tl.load(scales, mask=is_visible, other=0.0) if MASKED else tl.load(scales)
+def load_scales(pointers, is_visible, MASKED: tl.constexpr):
+    return tl.load(pointers, mask=is_visible, other=0.0) if MASKED else tl.load(pointers)
 
 
 @triton.jit
@@ -131,15 +132,16 @@ def store_rows(
     acc,
     acc_rest,
     total,
-    top,
-    factor,
+    max_score,
+    log2_factor,
     is_row,
     VALUE_DIM: tl.constexpr,
     VALUE_MAIN: tl.constexpr,
     VALUE_REST: tl.constexpr,
 ):
     """Writes results to the rows `out_rows` of `out` `(n, VALUE_DIM)`, and their log-sum-exp to
-    `lse` `(n,)`: zeros and `-inf` for queries that saw no keys."""
+    `lse` `(n,)`: zeros and `-inf` for queries that saw no keys. The weight of a score is `2 **
+    (score * log2_factor)`; `acc` is divided by `total`."""
     has_keys = total > 0.0
     total = tl.where(has_keys, total, 1.0)
     inverse = tl.where(has_keys, 1.0 / total, 0.0)[:, None]
@@ -159,6 +161,6 @@ def store_rows(
     if lse is not None:
         tl.store(
             lse + out_rows,
-            tl.where(has_keys, (top * factor + tl.log2(total)) * LN_2, float("-inf")),
+            tl.where(has_keys, (max_score * log2_factor + tl.log2(total)) * LN_2, float("-inf")),
             mask=is_row,
         )

@@ -46,7 +46,7 @@ def _store_states(
     is_head,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    STORED: tl.constexpr,
+    CODE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """Stores the states of some heads of one token, `[heads, dim]`, unquantized or as codes and
@@ -56,16 +56,16 @@ def _store_states(
     mask = is_head[:, None] & (d < DIM)
     states = tl.load(source + d * source_d, mask=mask)
     target += d * target_d
-    if STORED == 0:
+    if CODE_DTYPE == 0:
         tl.store(target, states.to(target.dtype.element_ty), mask=mask)
     else:
         x = tl.where(mask, states.to(tl.float32), 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_MAGNITUDE) * (1.0 / LARGEST)
         scale += tl.sum(x * 0.0, axis=1)  # makes the scale NaN if an element is not finite
         x = x * (1.0 / scale)[:, None]
-        if STORED == 1:  # adding 1.5 * 2^23 rounds to an integer
+        if CODE_DTYPE == 1:  # adding 1.5 * 2^23 rounds to an integer
             codes = ((x + 12582912.0) - 12582912.0).to(tl.int8)
-        elif STORED == 2:
+        elif CODE_DTYPE == 2:
             codes = _to_float8_bits(x, 3, 7)
         else:
             codes = _to_float8_bits(x, 2, 15)
@@ -110,7 +110,7 @@ def _store_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    STORED: tl.constexpr = 0,
+    CODE_DTYPE: tl.constexpr = 0,
     LARGEST: tl.constexpr = 1.0,
     key_scales=None,
     value_scales=None,
@@ -129,7 +129,7 @@ def _store_kernel(
     heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
     head = heads[:, None]
     is_head = heads < HEADS
-    if STORED:  # strides of quantized blocks are in bytes; a scale takes 4
+    if CODE_DTYPE:  # strides of quantized blocks are in bytes; a scale takes 4
         key_scales += block * (key_block // 4) + heads * (key_block_head // 4) + offset
         value_scales += block * (value_block // 4) + heads * (value_block_head // 4) + offset
     _store_states(
@@ -141,7 +141,7 @@ def _store_kernel(
         is_head,
         KEY_DIM,
         BLOCK_KEY,
-        STORED,
+        CODE_DTYPE,
         LARGEST,
     )
     _store_states(
@@ -153,7 +153,7 @@ def _store_kernel(
         is_head,
         VALUE_DIM,
         BLOCK_VALUE,
-        STORED,
+        CODE_DTYPE,
         LARGEST,
     )
 
@@ -176,7 +176,7 @@ def store(
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     options: dict[str, Any] = {}
     if (stored := quantized.DTYPE_NUMBERS.get(key_blocks.dtype)) is not None:
-        options = dict(STORED=stored, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
+        options = dict(CODE_DTYPE=stored, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
         options |= dict(
             key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
         )

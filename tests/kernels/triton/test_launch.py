@@ -355,4 +355,6 @@ def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
             "a store, a prompt and a decode step, if the check has other blocks"
         )
     assert sorted(launches.warnings) == ["_store_kernel", "attention_kernel"]
-    assert all(found["BLOCK_SIZE"] == 32 and found["STORED"] == 1 for found in launches.constants)
+    assert all(
+        found["BLOCK_SIZE"] == 32 and found["CODE_DTYPE"] == 1 for found in launches.constants
+    )

@@ -148,6 +148,12 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     assert free.dense().shape == (2, 1, 5, 5)
 
 
+def test_resolve_distinguishes_the_values_of_options() -> None:
+    mask = made(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
+    assert mask.resolve("sdpa", allow_is_causal_skip=False) is not None
+    assert mask.resolve("sdpa", allow_is_causal_skip=True) is None
+
+
 def test_positions_that_saw_later_ones() -> None:
     sizes, causal = (2, 6, 6), torch.ones(6, 6, dtype=torch.bool).tril()
     arguments = {

@@ -450,8 +450,7 @@ class EngineCore(EngineLoop):
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
         """Returns the loop, to which the caller will add `new_state` (`None`: no request). Without
-        a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
-        `check_positions`."""
+        unfinished requests, acts as `renew`; with some, raises the errors of `check_positions`."""
         if self.loop is None or not self.requests:
             return self.renew(new_state, keeps_pool=self._num_pool_users > 0)
         if new_state is not None:

@@ -303,8 +303,8 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later request runs. Raises
-        `OutOfBlocksError` if nothing else holds memory and it last happened at the same length."""
+        """Preempts `request`, which needs blocks while no later one runs. Raises `OutOfBlocksError`
+        if no other request or model holds memory and this last happened at the same length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)

@@ -125,7 +125,7 @@ def test_what_is_refused_leaves_the_engine_serving() -> None:
 def test_a_lost_process_is_not_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     group = object.__new__(Ranks)
     waits: list[Ranks] = []
-    monkeypatch.setattr(Ranks, "check_all_failed", waits.append)
+    monkeypatch.setattr(Ranks, "check_all_failed", lambda group: waits.append(group))
     with pytest.raises(hf_paged.RankLostError), group.forward():
         raise hf_paged.RankLostError("gone")
     assert not waits

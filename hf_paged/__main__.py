@@ -29,13 +29,13 @@ from . import __version__, rooms
 try:
     from . import config
     from .config import PagedConfig
-except ValueError as error:  # a default that the environment sets
+except ValueError as error:  # an invalid default that the environment sets
     print(f"python -m hf_paged: {error}", file=sys.stderr)
     sys.exit(2)
 
 STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
 # by option of the command: the option of `install`
-OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
+INSTALL_OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
 # An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
 # By default, the other threads then spin for milliseconds on the cores that it needs. This many
@@ -43,12 +43,12 @@ OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 SERVER_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 RUN = """
-Runs a program unchanged, with hf_paged imported in it, and in the Python processes that it starts,
-once they use models of transformers. TOOL is a console script of this Python environment (lm_eval,
-trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file (job.sh),
-a module, also as -m MODULE, or a program on PATH (bash, make). The program gets all arguments
-after TOOL. Its exit status, its output and its signals are those of this process, which becomes
-the program.
+Runs a program unchanged. hf_paged is imported in it, and in the Python processes that it starts, as
+soon as they have imported transformers' models. TOOL is a console script of this Python environment
+(lm_eval, trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file
+(job.sh), a module, also as -m MODULE, or a program on PATH (bash, make). The program gets all
+arguments after TOOL. Its exit status, its output and its signals are those of this process, which
+becomes the program.
 
     python -m hf_paged run lm_eval --model hf --gen_kwargs cache_implementation=paged ...
     python -m hf_paged run --paged --set block_size=32 accelerate launch --num_processes 2 eval.py
@@ -68,7 +68,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def scripts() -> str:
+def scripts_path() -> str:
     """Returns the folders of console scripts of this environment and of the user's site, joined as
     in PATH."""
     folders = (
@@ -85,7 +85,7 @@ def command_of(tool: str, is_module: bool) -> list[str]:
     prevent the import of hf_paged. Imports nothing."""
     is_name = not is_module and os.path.basename(tool) == tool
     if is_name:
-        script = shutil.which(tool, path=scripts())
+        script = shutil.which(tool, path=scripts_path())
         if script:
             return command_of_program(script)
     if not is_module and os.path.isfile(tool):
@@ -98,12 +98,13 @@ def command_of(tool: str, is_module: bool) -> list[str]:
             return command_of_program(program)
     if is_module:
         raise ValueError(f"no module {tool!r} that can be run is installed for {sys.executable}")
-    folders = scripts().split(os.pathsep)
+    folders = scripts_path().split(os.pathsep)
     names = [path.name for folder in folders for path in Path(folder).glob("*")]
     close = ", ".join(difflib.get_close_matches(tool, names))
     hint = f"did you mean {close}?" if close else "install it, or write the path of a script"
     raise ValueError(
-        f"{tool!r} is no console script, file or module of {sys.executable}, nor on PATH: {hint}"
+        f"{tool!r} is not a console script or module of {sys.executable}, not a file, and not a"
+        f" program on PATH: {hint}"
     )
 
 
@@ -137,12 +138,12 @@ def interpreter(path: str) -> str:
 
 def command_of_program(path: str) -> list[str]:
     """Returns the command for a console script or a program on PATH. Raises `ValueError` for a
-    Python script whose `#!` line makes Python ignore PYTHONPATH or `site`."""
+    Python script whose `#!` line makes Python ignore PYTHONPATH or skip `site`."""
     flags = re.search(r"python[\d.]* .*?(-[a-zA-Z]*[IES])", interpreter(path))
     if flags:
         raise ValueError(
-            f"Python reads no PYTHONPATH or no site with {flags[1]}, which is in the first line of"
-            f" {path}, and would run it without hf_paged: run `python {path}` in its place"
+            f"the first line of {path} passes {flags[1]} to Python, which then ignores PYTHONPATH"
+            f" or skips `site`, so hf_paged would not be imported: run `python {path}` instead"
         )
     return [path]
 
@@ -162,8 +163,8 @@ def command_of_file(path: str) -> list[str]:
             ast.parse(content)
             return [sys.executable, path]
     raise ValueError(
-        f"{path!r} is no Python script, and no executable file that names its interpreter in its"
-        " first line (`#!`): `chmod +x` makes a script with that line one"
+        f"{path!r} is neither a Python script nor an executable file whose first line (`#!`) names"
+        " its interpreter: add that line, and make the file executable with `chmod +x`"
     )
 
 
@@ -175,7 +176,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
-    is_server = OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
+    is_server = INSTALL_OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
     return {
         **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
@@ -186,8 +187,8 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 
 
 def versions() -> str:
-    """Returns the versions of hf_paged, Python, torch, transformers and Triton, from the packages'
-    metadata."""
+    """Returns the versions of hf_paged and Python, and those of torch, transformers and Triton as
+    far as these are installed."""
     dependencies = [f"Python {platform.python_version()}"]
     for name in ("triton", "transformers", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -218,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     run = commands.add_parser(
         "run",
-        help="run a program with hf_paged in it",
+        help="run a program in which hf_paged is imported",
         description=RUN,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="transformers' continuous batching runs on hf_paged's engine",
     )
     run.add_argument(
-        "--paged", action="store_true", help="also calls of generate that name no cache are paged"
+        "--paged", action="store_true", help="also page calls of `generate` that name no cache"
     )
     run.add_argument(
         "--set",
@@ -241,8 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         metavar="NAME=VALUE",
         help=(
-            "a default of PagedConfig, as block_size=32; may be repeated; a cache_config of a call"
-            " comes first"
+            "a default of PagedConfig, such as block_size=32; may be repeated; the cache_config of"
+            " a call takes precedence"
         ),
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="TOOL is a module")
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
         command = command_of(options.tool, options.is_module)
     except ValueError as error:
         run.error(str(error))
-    names = [name for option, name in OPTIONS.items() if getattr(options, option)]
+    names = [name for option, name in INSTALL_OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # ignored by Python; the program would inherit that
         if hasattr(signal, name):

@@ -18,7 +18,7 @@ from ..cache.kv_blocks import KVBlocks
 from ..step import NotCapturable, NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, pair
-from .latent import LatentTensor, attend_packed
+from .latent import ExpandedTensor, attend_packed
 from .masks import (
     PagedMask,
     in_table_coordinates,
@@ -110,11 +110,12 @@ def _paged_attention(
     # queries, blocks and a function to apply to the output, if the call can run in place
     in_place: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
-    is_latent = isinstance(key, LatentTensor)
+    is_latent = isinstance(key, ExpandedTensor)
     if (is_pair or is_latent) and key.step.columns is None:
         return _packed(module, query, key, value, mask, kwargs), None
     if is_latent:
-        in_place = key.absorb(query, value)
+        if query.shape[2] <= MAX_IN_PLACE_QUERIES:  # otherwise the product would be wasted
+            in_place = key.absorb(query, value)
     elif is_pair and key.fresh is None:
         in_place = query, pair(key, value), None
     is_causal = kwargs.get("is_causal")
@@ -151,7 +152,7 @@ _untraced = torch.compiler.disable(_paged_attention)
 def _packed(
     module: nn.Module,
     query: Tensor,
-    key: PagedTensor | LatentTensor,
+    key: PagedTensor | ExpandedTensor,
     value: Tensor,
     mask: Tensor | None,
     kwargs: dict[str, Any],
@@ -171,7 +172,7 @@ def _packed(
             f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens"
         )
     metadata = step.plan(packed_step, mask)
-    if isinstance(key, LatentTensor):
+    if isinstance(key, ExpandedTensor):
         if not key.pairs_with(value):
             raise NotPackable("keys and values come from different latents")
         return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)

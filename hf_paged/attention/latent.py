@@ -1,5 +1,5 @@
-"""Multi-head latent attention (MLA) on latent blocks: projects queries to the latents instead of
-expanding the latents."""
+"""Multi-head latent attention (MLA) on blocks of latents: for rows with few queries, projects the
+queries into the latent space; for others, expands the latents to keys and values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Maximum queries of a row of a packed step that absorb the expansion. A row with more is a chunk
-of a prompt, whose latents are expanded once for all of its queries."""
+"""Maximum number of queries with which a row of a packed step absorbs the expansion into its
+queries. A row with more, such as a chunk of a prompt, has its latents expanded once for all of
+them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,14 +37,14 @@ class Expansion:
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the layer's own code
 
     @functools.cached_property
-    def states(self) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
         return self.expand(self.latent, self.rotary)
 
 
-class LatentTensor(LazyTensor):
+class ExpandedTensor(LazyTensor):
     """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents.
-    Our attention function instead applies the expansion to queries and outputs ("absorption",
-    DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+    For rows with few queries, our attention function instead applies the expansion to queries and
+    outputs ("absorption", DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
     """
 
     step: StepMetadata
@@ -51,8 +52,8 @@ class LatentTensor(LazyTensor):
     index: int
 
     @staticmethod
-    def __new__(cls, expansion: Expansion, index: int) -> LatentTensor:
-        """`index`: 0 for keys, 1 for values, as in `expansion.states`."""
+    def __new__(cls, expansion: Expansion, index: int) -> ExpandedTensor:
+        """`index`: 0 for keys, 1 for values, as in `expansion.keys_and_values`."""
         module = expansion.module
         latent = expansion.latent
         batch, _, length, _ = latent.shape
@@ -73,7 +74,7 @@ class LatentTensor(LazyTensor):
 
     def dense(self) -> Tensor:
         """Returns the expanded keys or values, contiguous."""
-        return self.expansion.states[self.index].contiguous()
+        return self.expansion.keys_and_values[self.index].contiguous()
 
     def refuse_write(self) -> None:
         raise RuntimeError(READ_ONLY)
@@ -81,7 +82,7 @@ class LatentTensor(LazyTensor):
     def pairs_with(self, value: Tensor) -> bool:
         """Whether these are the keys, and `value` the values, of one expansion."""
         return (
-            isinstance(value, LatentTensor)
+            isinstance(value, ExpandedTensor)
             and value.expansion is self.expansion
             and value.index > self.index
         )
@@ -107,14 +108,14 @@ class LatentTensor(LazyTensor):
         nope = module.qk_nope_head_dim
         # (heads, nope + value_dim, rank)
         weight = module.kv_b_proj.weight.view(query.shape[1], nope + module.v_head_dim, -1)
-        values = weight[:, nope:]
+        value_weight = weight[:, nope:]
         # (batch, heads, query_len, rank)
         in_latents = torch.matmul(query[..., :nope], weight[:, :nope])
         query = torch.cat([in_latents, query[..., nope:]], dim=-1)
 
         def expand(output: Tensor) -> Tensor:
             self.step.counters.latent += 1
-            return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], values)
+            return torch.einsum("bqhr,hvr->bqhv", output[..., :rank], value_weight)
 
         return query, layer.latents, expand
 
@@ -124,15 +125,16 @@ class LatentTensor(LazyTensor):
 
 def attend_packed(
     query: Tensor,
-    key: LatentTensor,
+    key: ExpandedTensor,
     value: Tensor,
     step: StepMetadata,
     features: Any,
 ) -> Tensor:
     """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`.
-    Leading rows of few queries absorb the expansion, if `absorb` can. For the other rows, all
-    latents, including cached ones, are expanded into temporary blocks of keys and values; raises
-    `NotCapturable` if the step is recorded. `features`: scale, softcap and sinks of the call."""
+    Leading rows of few queries absorb the expansion, if `absorb` can. For the other rows, if any,
+    all latents, including cached ones, are expanded into temporary blocks of keys and values;
+    raises `NotCapturable` if the step is recorded. `features`: scale, softcap and sinks of the
+    call."""
     short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_absorbed = 0
     outputs = []
@@ -141,22 +143,23 @@ def attend_packed(
         if absorbed is None:
             long_rows = step
         else:
-            short_query, latents, expand = absorbed
+            absorbed_query, latent_blocks, expand = absorbed
             num_absorbed = short_rows.num_tokens
-            call = AttentionCall(short_query[0].transpose(0, 1), latents, short_rows, *features)
+            short_query = absorbed_query[0].transpose(0, 1)
+            call = AttentionCall(short_query, latent_blocks, short_rows, *features)
             output = backends.attend(call).unsqueeze(0)
             outputs.append(expand(output)[0])
     if long_rows is not None:
         expansion = key.expansion
-        rows, blocks = long_rows.plan(_expanded_tables)
-        states = []
+        rows, block_ids = long_rows.plan(_expanded_tables)
+        dense_latents = []
         for source in (expansion.latent, expansion.rotary):
-            state = quantized.read(source.blocks, blocks, source.dtype)
-            states.append(state.flatten(0, 2)[None, None])
+            latents = quantized.read(source.blocks, block_ids, source.dtype)
+            dense_latents.append(latents.flatten(0, 2)[None, None])
         expanded = []
-        for state in expansion.expand(*states):
-            state = state[0].contiguous().unflatten(1, (-1, step.block_size))
-            expanded.append(state.transpose(0, 1))  # (blocks, heads, block_size, dim)
+        for expanded_heads in expansion.expand(*dense_latents):
+            expanded_heads = expanded_heads[0].contiguous().unflatten(1, (-1, step.block_size))
+            expanded.append(expanded_heads.transpose(0, 1))  # (blocks, heads, block_size, dim)
         long_query = query[0, :, num_absorbed:].transpose(0, 1)
         expanded_blocks = KVBlocks(tuple(expanded), *expanded)
         call = AttentionCall(long_query, expanded_blocks, rows, *features)
@@ -177,13 +180,13 @@ def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
         )
     size = step.block_size
     counts = [-(-seq_len // size) for seq_len in step.seq_lens]
-    blocks = torch.cat([table[:count] for table, count in zip(step.block_tables, counts)])
-    device = blocks.device
+    block_ids = torch.cat([table[:count] for table, count in zip(step.block_tables, counts)])
+    device = block_ids.device
     first_ids = list(itertools.accumulate(counts[:-1], initial=0))
     first_column = torch.tensor(first_ids, dtype=torch.int32, device=device)[:, None]
     columns = torch.arange(max(counts), dtype=torch.int32, device=device)
     tables = first_column + columns
-    return dataclasses.replace(step, block_tables=tables, block_ids=()), blocks
+    return dataclasses.replace(step, block_tables=tables, block_ids=()), block_ids
 
 
 # -- the models' own expansion -------------------------------------------------------------------
@@ -216,7 +219,8 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     """Replaces `expand_kv(latent, rotary)` of the modules' classes, where it is transformers' own
-    code, by functions that return `LatentTensor`s for handles. `unwrap_expansions` undoes this."""
+    code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks.
+    `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
     for cls in classes:
         original = vars(cls).get("expand_kv")
@@ -242,15 +246,15 @@ def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, kv_nope, k_rot, *args, **kwargs)
         expand = functools.partial(original, self)
         expansion = Expansion(self, kv_nope, k_rot, expand)
-        return LatentTensor(expansion, 0), LatentTensor(expansion, 1)
+        return ExpandedTensor(expansion, 0), ExpandedTensor(expansion, 1)
 
     return expand_kv
 
 
 def unwrap_expansions() -> None:
-    """Restores every `expand_kv` that `wrap_expansions` replaced, unless other code has replaced it
-    since."""
+    """Restores every `expand_kv` that `wrap_expansions` replaced, unless other code has replaced or
+    deleted it since."""
     while _wrapped:
         cls, original = _wrapped.popitem()
-        if getattr(vars(cls)["expand_kv"], "__wrapped__", None) is original:
+        if getattr(vars(cls).get("expand_kv"), "__wrapped__", None) is original:
             cls.expand_kv = original  # type: ignore[attr-defined]

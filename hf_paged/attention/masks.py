@@ -22,14 +22,14 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# Called with every mask that is made in this context, so that a call learns which leading positions
-# its model treats as padding.
+# `interface.paged_mask` calls it with every symbolic mask, so that a call learns which leading
+# positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
-"""A range of positions for each row: the first position of every row, and the end of every row."""
+"""A range of columns for each row, as two tuples: the ranges' first columns, and their ends."""
 
 
 class MaskPattern(NamedTuple):
@@ -58,8 +58,9 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the function in `transformers.masking_utils` that made this one, and its
-    closure by name; `""` if none did."""
+    """Returns the name of the top-level function of `transformers.masking_utils` in whose code this
+    one is defined (its own name if it is one), and the values in this function's closure, by name;
+    `""` for functions of other modules."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -67,14 +68,15 @@ def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
     return maker, dict(zip(function.__code__.co_freevars, values))
 
 
-# options of mask interfaces that return a mask even if it hides nothing
+# options that make mask interfaces return a mask even if it hides nothing
 _NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
 class PagedMask(LazyTensor):
     """The symbolic mask `(batch, 1, query_length, kv_length)` of a mask function whose pattern is
     known; our attention function reads the pattern. A slice of the last queries is symbolic, too.
-    Other operations get the dense mask of the model's own implementation (`model_attention`)."""
+    Other operations get a dense mask in the format of the model's own implementation
+    (`model_attention`)."""
 
     arguments: dict[str, Any]
     model_attention: str
@@ -146,31 +148,32 @@ class PagedMask(LazyTensor):
     def resolve(self, implementation: str, **options: bool) -> Any:
         """Returns the mask that the mask interface of `implementation` makes from the same
         arguments and these options; `None` if that implementation needs no mask."""
-        key = (implementation, *options)
+        key = (implementation, *options.items())
         if key not in self._resolved:
             make_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
             self._resolved[key] = make_mask(**{**self.arguments, **options})
         return self._resolved[key]
 
     def dense(self) -> Tensor:
-        """Returns the dense mask, in the format of the model's own implementation."""
+        """Returns the dense mask, in the format of the model's own implementation; in that of
+        `sdpa` for implementations without dense masks."""
         implementation = "eager" if self.model_attention == "eager" else "sdpa"
         mask: Tensor = self.resolve(implementation, **_NO_SKIP)
         return mask.expand(self.shape)
 
     @functools.cached_property
     def visible_columns(self) -> Columns | None:
-        """The columns of the padded batch that the 2D padding mask shows; `None` if they are not
-        contiguous in every row."""
+        """The columns of the padded batch that the 2D padding mask shows; `None` as for
+        `unpadded_columns`."""
         arguments = self.arguments
-        return padding_columns(
+        return unpadded_columns(
             arguments.get("attention_mask"),
             arguments["batch_size"],
             arguments["kv_length"] + arguments.get("kv_offset", 0),
         )
 
 
-def padding_columns(
+def unpadded_columns(
     attention_mask: Tensor | None,
     batch_size: int,
     length: int,
@@ -200,12 +203,14 @@ def padding_columns(
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     """Returns a packed step with the mask's window or chunks. Raises `NotPackable` unless the mask
-    is a causal `PagedMask` of exactly these tokens that shows none which may have been freed."""
+    is a causal `PagedMask` of exactly these tokens, without padding, and shows no token whose block
+    may have been freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
         raise NotPackable(
-            "the attention mask is a dense tensor, not a causal one with a window or chunks"
+            "the attention mask is a dense tensor, not a symbolic causal mask of transformers (with"
+            " or without a window or chunks)"
         )
     pattern = mask.pattern
     num_tokens = step.num_tokens
@@ -222,7 +227,8 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     max_visible = pattern.window if pattern.chunk is None else pattern.chunk
     if step.window is not None and (max_visible is None or max_visible > step.window):
         raise NotPackable(
-            f"the mask's window is {max_visible}, but the cache keeps {step.window} tokens"
+            f"the mask shows {max_visible or 'all earlier'} tokens, but the cache keeps"
+            f" {step.window}"
         )
     cascade = None
     if pattern.window == step.window:  # a cascade is planned for the step's window
@@ -287,8 +293,9 @@ def rectangle_step(
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
     """Returns a step of rows with equally many queries, and an additive bias in table coordinates
-    or `None`, which together have the effect of `mask`; `None` if only a dense mask has it. Raises
-    `NotCapturable` if a recorded step needs more than its lengths, and `ValueError` as `_build`."""
+    or `None`, which together have the effect of `mask`. If only a dense mask has that effect,
+    returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded step may
+    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns`."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -297,7 +304,7 @@ def rectangle_step(
         visible = _visible_columns(mask, columns, query_len)
         if visible is None:
             return None
-        return _build(step, query_len, mask.pattern, visible, device), None
+        return _step_from_columns(step, query_len, mask.pattern, visible, device), None
     bias = None
     if mask is None:
         # without a mask, implementations attend to all keys, or causally if there are several
@@ -313,7 +320,7 @@ def rectangle_step(
             mask = torch.where(mask, 0.0, float("-inf"))
         bias = in_table_coordinates(mask.float(), step)
     stored = (step.origins, (columns.stop,) * step.num_rows)
-    return _build(step, query_len, MaskPattern(causal=False), stored, device), bias
+    return _step_from_columns(step, query_len, MaskPattern(causal=False), stored, device), bias
 
 
 def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
@@ -322,18 +329,20 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     if mask is None:
         return step
     if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
-        raise NotCapturable("its mask is neither causal nor a sliding window")
+        raise NotCapturable("its mask is a dense tensor, or has chunks")
     # a causal mask without a window hides none of the tokens that the layer keeps
     if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(
-            f"the mask's window is {mask.pattern.window}, but the cache's is {step.window}"
+            f"the mask shows {mask.pattern.window} tokens, but the cache keeps"
+            f" {step.window or 'all earlier'}"
         )
     return step
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if its
-    effect is not a range of columns per row, or differs between implementations."""
+    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if it
+    has other sizes, or if its effect is not a range of columns per row, or differs between
+    implementations."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
@@ -367,7 +376,7 @@ def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
     return torch.stack(shifted)
 
 
-def _build(
+def _step_from_columns(
     step: StepMetadata,
     query_len: int,
     pattern: MaskPattern,
@@ -388,7 +397,7 @@ def _build(
         if max(first, columns.start) < origin and end > first:
             raise ValueError(
                 f"the attention mask shows position {first}, but the first {origin} positions of"
-                " that row were padding when they were cached and are not stored: pass a mask that"
+                " that row were padding in an earlier step and were not stored: pass a mask that"
                 " hides them, as before"
             )
         if pattern.chunk is not None:  # chunks count from the row's first real token

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..interrupts import restoring
-from .masks import Columns, PagedMask, padding_columns
+from .masks import Columns, PagedMask, unpadded_columns
 
 Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
 """Called for each attention of a forward that is not packed, with the numbers of rows, queries and
@@ -115,7 +115,7 @@ class EncoderColumns:
 
     def _columns_of(self, mask: Tensor | None) -> Columns | None:
         if mask is None:
-            return padding_columns(None, self.num_rows, self.width)
+            return unpadded_columns(None, self.num_rows, self.width)
         if isinstance(mask, PagedMask):
             return None if mask.pattern.causal else mask.visible_columns
         if mask.dim() != 4 or mask.shape[1] != 1:
@@ -129,7 +129,7 @@ class EncoderColumns:
         last_query = is_visible[:, -1]
         if not torch.equal(is_visible, last_query[:, None].expand_as(is_visible)):
             return None
-        return padding_columns(last_query.expand(self.num_rows, -1), self.num_rows, self.width)
+        return unpadded_columns(last_query.expand(self.num_rows, -1), self.num_rows, self.width)
 
 
 @restoring

@@ -61,7 +61,7 @@ class EngineCore(EngineLoop):
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
         self._stepping_thread_id: int | None = None  # id of the thread that takes a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
-        self._has_failed = False  # whether the last step failed: if the next one does, requests end
+        self._last_step_failed = False  # if the next step fails, too, its requests end
         self._shortage: Shortage | None = None  # set while steps wait for memory of other models
         self._id_numbers = itertools.count()  # for generated request ids
         forks.notify_in_child(self)
@@ -110,9 +110,9 @@ class EngineCore(EngineLoop):
                 self.model, tokenizer, ids, generation_config, options, queue, reports_tokens
             )
 
-        return self._add_checked(options, make_state)
+        return self._check_and_add(options, make_state)
 
-    def _add_checked(
+    def _check_and_add(
         self,
         options: RequestOptions,
         make_state: Callable[[RequestOptions], RequestState],
@@ -218,7 +218,8 @@ class EngineCore(EngineLoop):
     @staticmethod
     def _report(state: RequestState, outputs: list[RequestOutput]) -> None:
         """Queues a request's last outputs for its reader, and sets `is_reported`."""
-        # a single call of C code: an interrupt between two calls would queue the outputs twice
+        # `set_reported` yields nothing: `extend`, one call of C code, queues the outputs and then
+        # sets the flag. Between two calls, an interrupt could cause the outputs to be queued twice.
         set_reported: Iterator[Any]
         set_reported = iter(functools.partial(setattr, state, "is_reported", True), None)
         state.output_queue.extend(itertools.chain(outputs, set_reported))
@@ -277,7 +278,7 @@ class EngineCore(EngineLoop):
 
     def _release_if_idle(self) -> None:
         if self.loop is not None and not self.requests:
-            self._has_failed = False
+            self._last_step_failed = False
             self._shortage = None
             try:
                 self.loop.executor.go_idle()
@@ -337,8 +338,8 @@ class EngineCore(EngineLoop):
                 self.end(state, "error")
 
     def take_step(self) -> list[RequestOutput]:
-        """Waits until no pause lasts, takes a step, and returns all pending outputs. Raises the
-        errors of `PagedEngine.step`."""
+        """Waits while the engine is paused, takes a step, and returns all pending outputs. Raises
+        the errors of `PagedEngine.step`."""
         pending = self.pending_outputs
         outputs: list[RequestOutput] = []
         try:
@@ -385,15 +386,15 @@ class EngineCore(EngineLoop):
                     raise
                 time.sleep(0.01)
             self._queue_outputs(loop)
-            self._has_failed = False
+            self._last_step_failed = False
         except Exception as error:
             if is_interrupt(error):
                 raise
-            has_failed, self._has_failed = self._has_failed, bool(self.requests)
-            if not has_failed:
+            failed_before, self._last_step_failed = self._last_step_failed, bool(self.requests)
+            if not failed_before:
                 raise
             self._fail_requests(loop, error)
-            self._has_failed = False  # the next step is one of other requests
+            self._last_step_failed = False  # the next step computes other requests
         finally:
             setup_seconds.reset(token)
             if is_outermost:
@@ -404,7 +405,7 @@ class EngineCore(EngineLoop):
             self.note_route()
 
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
-        """Ends the requests of a step that raised `error` twice."""
+        """Ends the requests of a step that failed twice, the second time with `error`."""
         failing = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
@@ -441,7 +442,9 @@ class EngineCore(EngineLoop):
             outputs: list[RequestOutput] = []
             for tokens, text in step_outputs:
                 outputs.append(RequestOutput(state.request_id, tokens, text))
-            # a single call of C code: an interrupt between two calls would queue the tokens twice
+            # `pop_state` yields nothing: `extend`, one call of C code, queues the outputs and then
+            # pops the state. Between two calls, an interrupt could cause the tokens to be queued
+            # twice.
             pop_state = iter(unreported.popleft, state)
             state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
 

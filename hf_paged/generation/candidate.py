@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..attention.masks import padding_columns
+from ..attention.masks import unpadded_columns
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
 from ..batching.execution.prompt_inputs import uncommon_names
@@ -203,7 +203,7 @@ class Candidate:
             if mask.shape != (len(ids), num_tokens):
                 yield Topic.INPUTS("the attention mask has another shape than the token ids")
             row_tensors.append(mask)
-        columns = padding_columns(mask, len(ids), num_tokens)
+        columns = unpadded_columns(mask, len(ids), num_tokens)
         positions = model_kwargs.get("position_ids")
         repeats = self.call.repeats
         yield from _true_reasons(

@@ -49,7 +49,7 @@ def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
 def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context that reserves a model in shards for a call. Raises `RuntimeError` while a call of
     another thread, or an engine, uses the model."""
-    return _ranks().alone(model) if is_sharded(model) else NOTHING
+    return _ranks().reserving(model) if is_sharded(model) else NOTHING
 
 
 def deferring_signals(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -67,7 +67,8 @@ def _input_reasons(
     parameters = inspect.signature(model.forward).parameters
     missing = []
     if not has_own_attention and "position_ids" not in parameters:
-        # a model with its own attention code takes the positions of ALiBi from the mask
+        # not required of a model with its own attention code: without `position_ids` (ALiBi), it
+        # takes positions from the mask
         missing.append("position_ids")
     if compat.cache_name(model) not in parameters:
         missing.append("cache")
@@ -75,9 +76,10 @@ def _input_reasons(
         yield Topic.ENCODER("the model has an encoder")
     if is_packed and missing:
         yield Topic.MODEL_CODE(f"its forward takes no {' and no '.join(missing)}")
-    has_known_layers = cache.layer_class_to_replicate is None and cache.layers
-    if not has_known_layers or not (is_packed or compat.supports_dynamic_cache(model)):
+    if cache.layer_class_to_replicate is not None or not cache.layers:
         yield Topic.CACHE("its cache does not know its layers before the first forward")
+    elif not is_packed and not compat.supports_dynamic_cache(model):
+        yield Topic.CACHE("it uses a cache class of its own, not a `DynamicCache`")
     if can_join:
         unsupported_layers = {type(layer) for layer in cache.layers} - KV_LAYERS
         if not is_packed:
@@ -143,7 +145,7 @@ def _row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> I
     for module in modules:
         for _, rope_type in () if is_packed else length_types(module):
             yield Topic.BATCH(
-                f"its rotary embedding ({rope_type}) depends on the longest position in the batch"
+                f"its rotary embedding ({rope_type}) depends on the largest position in the batch"
             )
         if module.training:
             source = _random_source(module)

@@ -4,6 +4,6 @@ engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`. 
 
 from .leader import lead as lead
 from .leader import serve as serve
-from .processes import alone as alone
 from .processes import processes_of as processes_of
+from .processes import reserving as reserving
 from .signals import deferring_signals as deferring_signals

@@ -198,8 +198,8 @@ class RankLeader:
         except RankLostError:
             raise
         except Exception:
-            self.send_order("check_failed")
-            self.ranks.check_failed()
+            self.send_order("check_all_failed")
+            self.ranks.check_all_failed()
             raise
 
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
@@ -334,9 +334,9 @@ class Follower:
         except Exception as error:
             self._failure = error
 
-    def check_failed(self) -> None:
+    def check_all_failed(self) -> None:
         self._failure = None
-        self.ranks.check_failed()
+        self.ranks.check_all_failed()
 
     def load_adapter(self, file: Any) -> None:
         is_loaded = True

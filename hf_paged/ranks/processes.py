@@ -1,5 +1,5 @@
-"""The process group of a model in shards, whose processes compute every forward together, and their
-messages. `leader.py` determines the content of messages."""
+"""The process group of a sharded model, and the messages between its processes, which compute every
+forward together. `leader.py` determines the content of messages."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ _lock = forks.lock()
 
 
 class Ranks:
-    """The processes of one sharded model, as a separate process group (gloo, on the CPU), for calls
-    that all of them make (`seams.Processes`). All methods except `alone`, `reserve` and `release`
-    are collective: all members must call them in the same order, or get a [`RankLostError`]."""
+    """The processes of one sharded model, as a separate process group (gloo, on the CPU).
+    Implements `seams.Processes` for calls that all of them make.
+
+    Methods that communicate are collective: all members must call them in the same order. If a
+    member ends, the others get a [`RankLostError`]; if it lives but does not call, they wait, for
+    `_FAILURE_TIMEOUT` in `check_all_failed` and for `_IDLE_TIMEOUT` in the others. `reserving`,
+    `reserve`, `release`, `run`, `moved` and `adapters` do not communicate, and `forward` only after
+    an error."""
 
     leads = False
 
@@ -49,7 +54,7 @@ class Ranks:
         self._user: int | None = None  # id of a call's thread, or `_ENGINE`
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def reserving(self) -> Iterator[None]:
         """A context that reserves the model for a call. Raises `RuntimeError` while a call of
         another thread, or an engine, uses the model: the forwards of both could run in a different
         order in each process."""
@@ -60,7 +65,7 @@ class Ranks:
             self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
-        """Reserves the model as `alone` does, but until `release`; returns the previous user."""
+        """Reserves the model as `reserving` does, until `release`; returns the previous user."""
         with _lock:
             previous_user = self._user
             if previous_user is not None and (previous_user != user or user == _ENGINE):
@@ -115,7 +120,7 @@ class Ranks:
     def agree(self, number: int) -> int:
         return self.gather(number)[0][0]
 
-    def run(self, *forward: Any) -> None:
+    def run(self, *arguments: Any) -> None:
         """Does nothing, like `moved` and `adapters`: every process makes these calls itself."""
 
     moved = adapters = run
@@ -138,7 +143,7 @@ class Ranks:
             return None
         return hashlib.blake2b(repr(gathered).encode(), digest_size=32).digest()
 
-    def check_failed(self) -> None:
+    def check_all_failed(self) -> None:
         """Must be called after a failed forward. Raises [`RankLostError`] unless that forward fails
         in every other member, too, and they call this within `_FAILURE_TIMEOUT`."""
         with self._converting_errors():
@@ -151,8 +156,10 @@ class Ranks:
         """Implements `Processes.forward`."""
         try:
             yield
+        except RankLostError:
+            raise
         except Exception:
-            self.check_failed()
+            self.check_all_failed()
             raise
 
     @contextlib.contextmanager
@@ -184,9 +191,9 @@ def _check_heads(model: nn.Module) -> None:
     )
 
 
-def alone(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Implements `model.sharding.reserving` for a model in shards."""
-    return processes_of(model).alone()
+    return processes_of(model).reserving()
 
 
 def processes_of(model: nn.Module) -> Ranks:

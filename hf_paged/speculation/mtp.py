@@ -46,7 +46,7 @@ class HiddenNamespace(NamedTuple):
     base: Hashable  # the request's namespace
 
 
-def drafts_by_heads(config: Any) -> bool:
+def uses_mtp(config: Any) -> bool:
     """Whether the model's multi-token prediction heads draft (`use_mtp`). In transformers, two
     other options for drafts take precedence."""
     preceding_options = (config.assistant_early_exit, config.prompt_lookup_num_tokens)
@@ -68,16 +68,17 @@ def reason_against_mtp(model: PreTrainedModel) -> str | None:
         return Topic.ASSISTED(str(error))
     layer_types = (DynamicLayer, DynamicSlidingWindowLayer)
     if any(type(layer) not in layer_types for layer in cache.layers):
-        return Topic.ASSISTED("its heads keep more than keys and values")
+        return Topic.ASSISTED("the model's prediction heads keep more than keys and values")
     if is_sharded(model):
-        return Topic.ASSISTED("its weights are in several processes")
+        return Topic.ASSISTED("the model's weights are sharded over several processes")
     shared_modules = (model.get_input_embeddings(), model.get_output_embeddings())
     if any(hasattr(module, "base_layer") for module in shared_modules):
         return Topic.ASSISTED(
-            "its heads share embeddings or `lm_head`, whose adapters transformers does not load"
+            "the model's embeddings or `lm_head` have an adapter, which transformers does not load"
+            " for the prediction heads that share them"
         )
     if not calls_interface(model.modules()):
-        return Topic.ASSISTED("its layers have their own attention code")
+        return Topic.ASSISTED("the model's layers have their own attention code")
     empty_cache = DynamicCache(config=config)
     target_cache = PagedCache.from_empty(empty_cache, PagedMemory(PagedConfig()))
     if config.hidden_size % 2:
@@ -159,10 +160,10 @@ class MtpRunner(PackedRunner):
             with self.product_context:
                 for head in range(self.model.num_mtp_layers):
                     if head:
-                        head_ids: list[int] = []
+                        shifted_ids: list[int] = []
                         for ids, first, count in spans:
-                            head_ids += ids[first + head : first + head + count]
-                        token_ids = numbers_on(self.device, [head_ids])
+                            shifted_ids += ids[first + head : first + head + count]
+                        token_ids = numbers_on(self.device, [shifted_ids])
                     hidden = self.model.forward_layer(
                         head,
                         hidden,
@@ -178,9 +179,9 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. From the first row on, the target's steps store hidden states.
-    Every draft runs all heads, which share block tables, and recomputes positions that depend on
-    rejected tokens."""
+    """The MTP heads of one model. Once a first row has been added, the target's steps store hidden
+    states. Every draft runs all heads, which share block tables, and recomputes positions that
+    depend on rejected tokens."""
 
     def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
         model = compat.load_mtp(target.model)

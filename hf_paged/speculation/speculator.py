@@ -38,7 +38,7 @@ from ..model.rope import find_length_rope
 from ..model.structure import overridden
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, assistant_cache, can_batch_rows
-from .mtp import HiddenNamespace, MtpHeads, drafts_by_heads, reason_against_mtp
+from .mtp import HiddenNamespace, MtpHeads, reason_against_mtp, uses_mtp
 from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
@@ -91,7 +91,7 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
         return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
     if config.assistant_ensemble_weight is not None:
         return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
-    if drafts_by_heads(config):
+    if uses_mtp(config):
         return reason_against_mtp(model)
     if assistant is None:
         return None
@@ -150,7 +150,7 @@ class Speculator:
         if option_for_drafts(config, assistance.model) is None:
             source = self._ngram_source(request)
             has_adaptive_length = True
-        elif drafts_by_heads(config):
+        elif uses_mtp(config):
             if namespace is not UNCACHED and not isinstance(namespace, HiddenNamespace):
                 namespace = HiddenNamespace(namespace)
             source = AssistantRow(self._heads, decoding)

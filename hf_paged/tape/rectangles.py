@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .. import compat
-from ..attention.masks import padding_columns
+from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..batching.execution.rectangle import Rectangle
 from ..cache.paged_cache import PagedCache
@@ -178,7 +178,7 @@ class RectangleReplays:
             if mask.shape != (len(lengths), width):  # its columns are not the encoder's tokens
                 return None
             is_binary = bool(((mask == 0) | (mask == 1)).all())
-            bounds = padding_columns(mask, len(lengths), width) if is_binary else None
+            bounds = unpadded_columns(mask, len(lengths), width) if is_binary else None
             if bounds is None:
                 return None
             columns = zip(*bounds)
@@ -207,7 +207,7 @@ class RectangleReplays:
             return value is None or isinstance(value, (bool, str)) or name in _LOGIT_COUNTS
         if name == self._mask_name:
             unpadded = tuple(rectangle.paddings), (width,) * num_rows
-            return value.dim() == 2 and padding_columns(value, num_rows, width) == unpadded
+            return value.dim() == 2 and unpadded_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
             return torch.equal(value, value.round())  # `_position_axes` converts to integers
         if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):

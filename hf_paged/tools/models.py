@@ -223,7 +223,7 @@ def find_kernels(
     data = [torch.empty_like(tensor, device=device) for tensor in meta_blocks.data]
     blocks = meta_blocks.like(data)
     block_size = meta_blocks.keys.shape[2]
-    if is_latent:  # attention reads the latents, as `LatentTensor.absorb` returns them
+    if is_latent:  # attention reads the latents, as `ExpandedTensor.absorb` returns them
         blocks = blocks.latents
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
     heads_and_dim = blocks.keys.shape[1::2]

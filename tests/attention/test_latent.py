@@ -14,6 +14,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import hf_paged
+from hf_paged.attention.latent import ExpandedTensor, wrap_expansions
+from hf_paged.attention.switch import switchable_configs, use_paged_attention
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False}
@@ -120,3 +122,36 @@ def test_uninstall_leaves_what_others_put_there() -> None:
     hf_paged.uninstall()
     hf_paged.install()
     assert DeepseekV3Attention.expand_kv is theirs
+
+
+def test_uninstall_after_others_deleted_the_expansion() -> None:
+    model = build()
+    model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+    del DeepseekV3Attention.expand_kv
+    hf_paged.uninstall()
+    assert not hasattr(DeepseekV3Attention, "expand_kv")
+
+
+@pytest.mark.parametrize("num_queries", [16, 17])
+def test_many_queries_are_not_projected(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a prompt after cached tokens reads expanded latents."""
+    model = build()
+    ids = models.token_ids(2, 5 + num_queries)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+    absorb = ExpandedTensor.absorb
+    query_lens = []
+
+    def observed(self: ExpandedTensor, query: torch.Tensor, value: torch.Tensor) -> Any:
+        query_lens.append(query.shape[2])
+        return absorb(self, query, value)
+
+    monkeypatch.setattr(ExpandedTensor, "absorb", observed)
+    modules = list(model.modules())
+    cache = hf_paged.PagedCache(model.config)
+    wrap_expansions(modules)
+    with torch.no_grad(), use_paged_attention(switchable_configs(modules)):
+        model(ids[:, :5], past_key_values=cache)
+        logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
+    assert query_lens == ([16, 16] if num_queries == 16 else [])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import MaskPattern, PagedMask, padding_columns, parse
+from hf_paged.attention.masks import MaskPattern, PagedMask, parse, unpadded_columns
 from hf_paged.attention.observers import LookAhead
 
 PAD = torch.zeros(2, dtype=torch.long)
@@ -62,18 +62,18 @@ def test_parse(function: Any, pattern: MaskPattern | None) -> None:
         (["0110", "1101"], None),
     ],
 )
-def test_padding_columns(rows: list[str], expected: Any) -> None:
+def test_unpadded_columns(rows: list[str], expected: Any) -> None:
     mask = torch.tensor([[int(c) for c in row] for row in rows])
-    assert padding_columns(mask, len(rows), mask.shape[1]) == expected
-    assert padding_columns(mask.bool(), len(rows), mask.shape[1]) == expected
+    assert unpadded_columns(mask, len(rows), mask.shape[1]) == expected
+    assert unpadded_columns(mask.bool(), len(rows), mask.shape[1]) == expected
 
 
-def test_padding_columns_of_no_mask_and_of_a_short_one() -> None:
-    assert padding_columns(None, 2, 5) == ((0, 0), (5, 5))
-    assert padding_columns(torch.ones(2, 3), 2, 5) == ((0, 0), (3, 3)), (
+def test_unpadded_columns_of_no_mask_and_of_a_short_one() -> None:
+    assert unpadded_columns(None, 2, 5) == ((0, 0), (5, 5))
+    assert unpadded_columns(torch.ones(2, 3), 2, 5) == ((0, 0), (3, 3)), (
         "past its end the mask hides"
     )
-    assert padding_columns(torch.ones(2, 7), 2, 5) == ((0, 0), (5, 5))
+    assert unpadded_columns(torch.ones(2, 7), 2, 5) == ((0, 0), (5, 5))
 
 
 def arguments(**kwargs: Any) -> dict[str, Any]:
@@ -146,6 +146,12 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
     assert free.resolve("eager") is not None
     assert free.dense().shape == (2, 1, 5, 5)
+
+
+def test_resolve_distinguishes_the_values_of_options() -> None:
+    mask = made(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
+    assert mask.resolve("sdpa", allow_is_causal_skip=False) is not None
+    assert mask.resolve("sdpa", allow_is_causal_skip=True) is None
 
 
 def test_positions_that_saw_later_ones() -> None:

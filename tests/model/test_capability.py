@@ -31,6 +31,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.kernels import cpp
 from hf_paged.model import capability, trial
 from hf_paged.model.capability import note_unpackable
+from hf_paged.model.structure import reasons_against
 from hf_paged.topics import Topic
 from tests.model import test_positions as tables
 from tests.support import models
@@ -155,6 +156,16 @@ def test_a_cache_without_known_layers_is_refused() -> None:
     assert "does not know its layers" in str(
         choose_layout(models.get("llama"), PagedCache()).unsupported_reason
     )
+
+
+def test_a_cache_class_of_the_models_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.get("llama")
+    arguments = model, cache_for(model), list(model.modules())
+    monkeypatch.setattr(compat, "supports_dynamic_cache", lambda model: False)
+    reason = Topic.CACHE("it uses a cache class of its own, not a `DynamicCache`")
+    for layout in ("side by side", "together"):
+        assert list(reasons_against(*arguments, layout)) == [reason]
+    assert not list(reasons_against(*arguments, "packed"))
 
 
 # -- found by inspection -------------------------------------------------------------------------

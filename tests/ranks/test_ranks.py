@@ -10,6 +10,7 @@ import pytest
 
 import hf_paged
 from hf_paged.ranks.leader import TableHistory
+from hf_paged.ranks.processes import Ranks
 from tests.support import models, ranks
 
 
@@ -106,7 +107,7 @@ def test_what_is_refused_leaves_the_engine_serving() -> None:
     assert "an engine or another thread's call uses it" in refused["generate"]
     assert "an engine or another thread's call uses it" in refused["second engine"]
     assert "call `model.generate(" in refused["inputs"]
-    assert "in several processes" in refused["prefix"]
+    assert "split over several processes" in refused["prefix"]
     assert "load it in process 0 alone" in refused["sharded assistant"]
     assert "`batch_invariant` is not served" in refused["invariant"]
     assert first["refusals"]["tokens"] == first["plain_calls"]["greedy"]
@@ -119,6 +120,18 @@ def test_what_is_refused_leaves_the_engine_serving() -> None:
         changed["engine"] == [changed["before"], changed["after"]]
         and changed["before"] != changed["after"]
     )
+
+
+def test_a_lost_process_is_not_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = object.__new__(Ranks)
+    waits: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "check_all_failed", lambda group: waits.append(group))
+    with pytest.raises(hf_paged.RankLostError), group.forward():
+        raise hf_paged.RankLostError("gone")
+    assert not waits
+    with pytest.raises(ArithmeticError), group.forward():
+        raise ArithmeticError
+    assert waits == [group]
 
 
 @pytest.mark.slow

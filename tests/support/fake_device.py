@@ -115,7 +115,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
         width = key.expansion.module.v_head_dim
         return query.new_empty(query.shape[2], query.shape[1], width)
 
-    def padding_columns(mask: Tensor | None, batch_size: int, length: int) -> Any:
+    def unpadded_columns(mask: Tensor | None, batch_size: int, length: int) -> Any:
         if mask is not None:
             mask.bool().cpu()
         return (0,) * batch_size, (length,) * batch_size
@@ -130,7 +130,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             (backends, "attend", attend),
             (interface, "attend_packed", attend_packed),
             (latent, "can_absorb", lambda module: True),
-            (masks, "padding_columns", padding_columns),
+            (masks, "unpadded_columns", unpadded_columns),
             (record, "_are_equal", lambda a, b: True),  # neither has data
             (KVBlocks, "store", lambda *arguments: None),
             (layers, "store_signature", lambda keys, values: ()),

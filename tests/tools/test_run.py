@@ -243,7 +243,7 @@ def test_whichever_module_is_first(first: str, tmp_path: Path) -> None:
         (["--set", "block=3", "x"], "--set: .*has no option `block`.*block_size, num_blocks"),
         (["--set", "block_size=33", "x"], "--set: `block_size` is 33"),
         (["--set", "block_size", "x"], "--set: 'block_size' is not NAME=VALUE"),
-        (["acelerate"], "'acelerate' is no console script.*nor on PATH: did you mean accelerate"),
+        (["acelerate"], "'acelerate' is not a console script.*on PATH: did you mean accelerate"),
         (["-m", "json"], "no module 'json' that can be run"),
         (["-m", "no.such.module"], "no module 'no.such.module'"),
         (["--sett", "a=b", "x"], "usage"),
@@ -289,7 +289,7 @@ def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None
     script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
     assert ended.returncode == 2 and re.search(
-        r"job.sh' is no Python script.*chmod", ended.stderr
+        r"job.sh' is neither a Python script.*chmod", ended.stderr
     ), ended.stderr
     script.chmod(0o755)
     ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
@@ -316,7 +316,7 @@ def test_what_runs_a_file(
     path.write_text(content)
     path.chmod(0o755 if is_executable else 0o644)
     if is_python is None:
-        with pytest.raises(ValueError, match="is no Python script"):
+        with pytest.raises(ValueError, match="is neither a Python script"):
             command_of(str(path), False)
     else:
         assert command_of(str(path), False) == [sys.executable, str(path)][0 if is_python else 1 :]
@@ -331,11 +331,11 @@ def test_a_console_script_that_reads_no_environment(
         f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n"
     )
     path.chmod(0o755)
-    monkeypatch.setattr("hf_paged.__main__.scripts", lambda: str(tmp_path))
+    monkeypatch.setattr("hf_paged.__main__.scripts_path", lambda: str(tmp_path))
     if flags in (None, "-s"):
         assert command_of("tool", False) == [str(path)]
         return
-    with pytest.raises(ValueError, match="without hf_paged"):
+    with pytest.raises(ValueError, match="hf_paged would not be imported"):
         command_of("tool", False)
 
 

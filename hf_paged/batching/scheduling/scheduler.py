@@ -51,7 +51,7 @@ class Scheduler:
         # so that every running sequence can decode in every step
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.queue = RequestQueue(self.preemption, self.arrivals_per_priority, self.adapters)
-        # the first waiting request, if `max_num_seqs` or a lack of blocks kept it out of this step
+        # the waiting request at which admission stopped, for `max_num_seqs` or lack of blocks
         self._blocked_request: Request | None = None
         self._scheduled = Scheduled()
         self._is_committed = False  # whether the rows of the last step may have advanced
@@ -134,12 +134,12 @@ class Scheduler:
         if self.queue.waiting and not scheduled.preempted:
             self._admit(num_tokens_left)
         if self.queue.waiting and not scheduled:
-            self._admit_first()
+            self._admit_past_row_limit()
 
-    def _admit_first(self) -> None:
+    def _admit_past_row_limit(self) -> None:
         """Called if nothing is scheduled although requests wait: the running requests await their
         next tokens, which may depend on a request that does not run. Admits the first waiting one
-        regardless of `max_num_seqs`; preempts running ones if it needs their blocks. Raises
+        regardless of `max_num_seqs`, and preempts running ones if it needs their blocks. Raises
         `OutOfBlocksError` if it still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
@@ -163,7 +163,7 @@ class Scheduler:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
     def _continue_running(self) -> int:
-        """Schedules tokens of running requests; returns how many prefill tokens others may add."""
+        """Schedules tokens of running requests; returns how many newly admitted ones may add."""
         scheduled = self._scheduled
         decodes = scheduled.decodes
         max_tokens = self.max_num_batched_tokens
@@ -244,9 +244,10 @@ class Scheduler:
         limit: int,
         may_preempt: bool = True,
     ) -> int:
-        """Schedules up to `limit` tokens of `sequence`, or a whole prompt that joins a scheduled
-        forward; returns how many. If too few blocks are free, preempts later requests, shrinks the
-        chunk, then preempts `request`; without `may_preempt` only shrinks the chunk (`_append`)."""
+        """Schedules up to `limit` tokens of `sequence`; a whole prompt may exceed `limit` if no
+        chunk is scheduled yet, or if it joins the forward of all that are. Returns how many. If too
+        few blocks are free, preempts later requests, shrinks the chunk, then preempts `request`;
+        without `may_preempt` only shrinks the chunk (`_append`)."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -302,8 +303,8 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later request runs. Raises
-        `OutOfBlocksError` if it is alone in the memory and was last preempted so at this length."""
+        """Preempts `request`, which needs blocks while no later one runs. Raises `OutOfBlocksError`
+        if no other request or model holds memory and this last happened at the same length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_alone = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -313,7 +314,7 @@ class Scheduler:
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
         request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
-            # cached blocks of layers with windows would keep the freed memory from other layers
+            # cached blocks of layers with windows would occupy freed memory that other layers need
             request.namespace = UNCACHED
 
     def _add_chunk(
@@ -354,8 +355,9 @@ class Scheduler:
         return True
 
     def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
-        """Admits waiting requests while tokens, rows and blocks last. Postpones requests that can
-        soon reuse the prefix that a scheduled request is computing (`WaitingPrompts.awaited`)."""
+        """Admits waiting requests while tokens, rows and blocks last; the first one may exceed the
+        limit on rows if `ignores_row_limit`. Postpones requests that can soon reuse the prefix that
+        a scheduled request is computing (`WaitingPrompts.awaited`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -372,9 +374,7 @@ class Scheduler:
             if waiting_prompts.awaited and waiting_prompts.is_awaited(request):
                 num_postponed_rows += request.num_open_rows
                 continue
-            num_reserved_blocks = 0
-            if not is_alone:
-                num_reserved_blocks = int(self.watermark * self.blocks.num_total)
+            num_reserved_blocks = 0 if is_alone else int(self.watermark * self.blocks.num_total)
             # a request that runs alone may shrink its chunks, and a whole prompt skips blocks
             # outside its windows: neither needs more blocks than chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
@@ -393,6 +393,7 @@ class Scheduler:
                 self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)
+            ignores_row_limit = False
 
     def _enqueue(self, request: Request) -> None:
         self.queue.enqueue(request)
@@ -434,13 +435,13 @@ class Scheduler:
             self._enqueue(request)
 
     def fail_step(self) -> None:
-        """Undoes the last step: one whose forward raised an exception or, in a child process, one
-        of a thread that does not exist there. The latter may be partly scheduled, or computed with
-        its logits not yet delivered."""
+        """Undoes the last step: one whose forward raised an exception or, in a forked child, a step
+        that another thread of the parent was taking. The latter may be partly scheduled, or
+        computed with its logits not yet delivered."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         requeued = plan.admitted  # may share blocks that other rows of the step did not write
-        if self._is_committed:  # blocks that left windows may be freed
+        if self._is_committed:  # blocks that left windows may already have been freed
             requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
         self._scheduled = Scheduled()

@@ -16,13 +16,13 @@ from typing import Any
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
 # modules without which `hf_paged` cannot be imported
-MODELS = ("transformers.modeling_utils", "transformers.generation.utils")
+REQUIRED_MODULES = ("transformers.modeling_utils", "transformers.generation.utils")
 SERVER = "transformers.cli.serving.server"
 
 
 class ImportHook(MetaPathFinder):
     """Finds the `hf_paged` to which this file belongs, and imports it after the modules of
-    `MODELS`."""
+    `REQUIRED_MODULES`."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
@@ -30,7 +30,7 @@ class ImportHook(MetaPathFinder):
         if name == "hf_paged":
             init = os.path.join(PACKAGE, "__init__.py")
             return spec_from_file_location(name, init, submodule_search_locations=[PACKAGE])
-        if name not in (*MODELS, SERVER):
+        if name not in (*REQUIRED_MODULES, SERVER):
             return None
         specs = (
             finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self
@@ -49,11 +49,14 @@ class ImportHook(MetaPathFinder):
         return spec
 
     def after_import(self, name: str) -> None:
-        """Imports `hf_paged` if `name` was the last of `MODELS` to be imported. After the server's
-        module, replaces parts of the server if `HF_PAGED_INSTALL` names `continuous_batching`."""
+        """Imports `hf_paged` if `name` was the last of `REQUIRED_MODULES` to be imported. If `name`
+        is the server's module, replaces parts of the server instead, provided that
+        `HF_PAGED_INSTALL` names `continuous_batching`."""
         if name == SERVER and "continuous_batching" in os.environ.get("HF_PAGED_INSTALL", ""):
             importlib.import_module("hf_paged.tools.serving").install()
-        elif name != SERVER and all(model == name or is_imported(model) for model in MODELS):
+        elif name != SERVER and all(
+            required == name or is_imported(required) for required in REQUIRED_MODULES
+        ):
             importlib.import_module("hf_paged")
 
 

@@ -366,11 +366,12 @@ def test_a_request_that_waits_for_another_gives_way_and_stays_away_until_it_has_
 
 def test_rows_that_wait_for_each_other_may_be_more_than_max_num_seqs() -> None:
     scheduler = make(seqs=2)
-    for name in "abc":
+    for name in "abcd":
         add(scheduler, name, 2)
     assert counts(step(scheduler)) == [("a", 2), ("b", 2)]
-    batch = step(scheduler)
-    assert counts(batch) == [("c", 2)] and not batch.preempted
+    for name in "cd":  # one more per step, as long as none of them gets a token
+        batch = step(scheduler)
+        assert counts(batch) == [(name, 2)] and not batch.preempted
 
 
 def test_blocks_held_by_others_are_reported() -> None:

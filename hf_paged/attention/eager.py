@@ -107,8 +107,13 @@ class Scores(DeferredTensor):
             terms["bias"] = bias
         return self.replace(terms=terms)
 
-    def write(self, result: Scores) -> Scores:
-        """Writes the result of an operation on these scores to them, in place."""
+    def write(self, result: Any) -> Scores:
+        """Writes the result of an operation on these scores to them, in place. Raises
+        [`NotPackable`] unless the result is scores that differ in their terms alone."""
+        for name, argument in self.arguments.items():
+            is_kept = isinstance(result, Scores) and result.arguments[name] is argument
+            if name != "terms" and not is_kept:
+                raise NotPackable("an operation in place changes more than terms of packed scores")
         self.terms.update(result.terms)
         return self
 
@@ -210,7 +215,7 @@ def _view(function: Any, x: Any, *shape: Any) -> Any:
     return x.replace(ndim=ndim)
 
 
-@defer("matmul", "bmm", "__matmul__")
+@defer("matmul", "bmm")
 def _matmul(function: Any, left: Any, right: Any) -> Any:
     """Multiplies queries by keys, or attention weights by values."""
     sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)

@@ -111,6 +111,10 @@ def copies_in_place(x: Mine) -> Tensor:
     return weights @ x.value
 
 
+def keys_of(x: Mine) -> Tensor:
+    return x.key.view(x.key.shape[1:]).transpose(-1, -2)
+
+
 WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj, in_place, copies_in_place]
 
 
@@ -202,6 +206,9 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "scores into a mask": lambda x: x.mask.clone().add_(x.query @ x.key.transpose(-1, -2)),
     "scores into a buffer": lambda x: torch.empty(4, 8, 8).baddbmm_(
         x.query[0], x.key.reshape(x.key.shape[1:]).transpose(1, 2)
+    ),
+    "products into scores": lambda x: (x.query[0] @ keys_of(x)).baddbmm_(
+        x.query[0] * 2, keys_of(x), beta=0
     ),
     "copied": lambda x: x.query.to(x.key, copy=True),
 }

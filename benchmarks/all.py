@@ -112,14 +112,14 @@ def command_of(stage: Stage, args: argparse.Namespace, minutes: float, path: Pat
 
 
 def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
-    """Runs a stage for at most `left` seconds; its entry in `all.json`."""
+    """Runs a stage for at most `left` seconds; returns its entry in `all.json`."""
     path = args.out / f"{stage.file}.json"
     path.unlink(missing_ok=True)  # of an earlier run
     minutes = stage.minutes * args.minutes / MINUTES
-    found = {"name": stage.name, "file": stage.file, "seconds": 0.0}
+    entry = {"name": stage.name, "file": stage.file, "seconds": 0.0}
     if left < LEAST_SECONDS:
-        return found | {"reason": "no time was left"}
-    most = min(left, LEAST_SECONDS + OVERRUN * 60 * (QUICK_MINUTES if args.quick else minutes))
+        return entry | {"reason": "no time was left"}
+    limit = min(left, LEAST_SECONDS + OVERRUN * 60 * (QUICK_MINUTES if args.quick else minutes))
     start, reason = time.monotonic(), ""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -132,9 +132,9 @@ def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
             start_new_session=True,  # what it starts ends with it
         )
         try:
-            status = process.wait(most)
+            status = process.wait(limit)
         except subprocess.TimeoutExpired:
-            status, reason = 0, f"ended after {most:.0f} s"
+            status, reason = 0, f"ended after {limit:.0f} s"
             os.killpg(process.pid, signal.SIGINT)  # it ends its peers
             with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                 process.wait(GRACE_SECONDS)
@@ -147,7 +147,7 @@ def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
         reason = f"exit status {status}: {lines[-1][:200] if lines else ''}"
     elif not reason and not path.exists():
         reason = "left no file"
-    return found | {"seconds": round(time.monotonic() - start, 1), "reason": reason}
+    return entry | {"seconds": round(time.monotonic() - start, 1), "reason": reason}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -75,10 +75,11 @@ def badges_section() -> str:
 def gain_section() -> str:
     """Section of README.md: two numbers, with the model and the hardware."""
     data = result(WHOLE)
-    found = {one.name: one for one in overview.beside(data["rows"])}["W2"]
+    workloads = {one.name: one for one in overview.beside(data["rows"])}
+    row = workloads["W2"]
     return flow(
-        f"""For {WORKLOADS["W2"].title}, a paged call is **{found.speed.value:.1f} times as fast** as plain `generate`, and
-        its keys and values take **{found.share:.0%} of the memory**: {overview.hardware(data)}."""
+        f"""For {WORKLOADS["W2"].title}, a paged call is **{row.speed.value:.1f} times as fast** as plain `generate`, and
+        its keys and values take **{row.share:.0%} of the memory**: {overview.hardware(data)}."""
     )
 
 
@@ -95,8 +96,10 @@ def engines_section() -> str:
             row = runner.base_of(data["rows"], name, system)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
-    told = {row["system"]: row["figures"].get("settings") for row in data["rows"] if row["seconds"]}
-    settings = [f"{name} {said}" for name, said in told.items() if said]
+    settings_of = {
+        row["system"]: row["figures"].get("settings") for row in data["rows"] if row["seconds"]
+    }
+    settings = [f"{name} {said}" for name, said in settings_of.items() if said]
     how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
     said = f"Seconds, less is better: {overview.hardware(data)}. Settings: {how}."
     return f"{report.markdown(rows, {key: key for key in rows[0]})}\n\n{flow(said)}"
@@ -198,14 +201,14 @@ def stale() -> list[str]:
     if not report.exists(NAME):
         return ["there is no run of benchmarks.all"]
     last = machine.git("log", "-1", "--format=%h", "--", *COMPUTES)
-    found = []
+    reasons = []
     for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
         revision = result(name)["facts"]["revision"]
         if not last or machine.git("merge-base", "--is-ancestor", last, revision) is None:
-            found.append(
+            reasons.append(
                 f"{name}.json is of revision {revision}, before {last or 'an unknown one'}"
             )
-    return found
+    return reasons
 
 
 def between(text: str, mark: str) -> tuple[int, int]:
@@ -237,9 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(result(name), report.RESULTS / name)
         return 0
     if arguments.fresh:
-        found = stale()
-        print(*found, sep="\n")
-        return int(bool(found))
+        reasons = stale()
+        print(*reasons, sep="\n")
+        return int(bool(reasons))
     for path in SECTIONS:
         text, name = render(path), os.path.relpath(path)
         if text == path.read_text():

@@ -1,6 +1,6 @@
 """`Seq2SeqTrainer` with `predict_with_generate` takes a step of the optimizer, then generates for
-its evaluation set, and so on: the weights are others in each evaluation. Plain and paged, from the
-same weights; medians, 95% intervals. The target is plain's time at most.
+its evaluation set, and so on: the weights differ in each evaluation. Plain and paged runs begin
+with the same weights; medians, 95% intervals. Target: at most plain's time.
 
     python -m benchmarks.trainer [--turns 5] [--quick] [--json PATH]
 
@@ -36,20 +36,20 @@ def trained(model: Any, config: Any, data: list[Any]) -> runner.Turn:
     """Seconds and tokens of the prediction steps, and the seconds of the whole training."""
     from transformers import Seq2SeqTrainer  # here, so that `benchmarks.readme` needs none
 
-    found: list[Any] = []
+    predictions: list[Any] = []
 
     class Timed(Seq2SeqTrainer):
         def prediction_step(self, *arguments: Any, **options: Any) -> Any:
             step, start = super().prediction_step, time.perf_counter()
-            found.append((step(*arguments, **options), time.perf_counter() - start))
-            return found[-1][0]
+            predictions.append((step(*arguments, **options), time.perf_counter() - start))
+            return predictions[-1][0]
 
     sets: dict[str, Any] = {"train_dataset": data, "eval_dataset": data}
-    trainer = Timed(model, config, compute_metrics=lambda found: {}, **sets)
+    trainer = Timed(model, config, compute_metrics=lambda predictions: {}, **sets)
     trainer.remove_callback(PrinterCallback)
     whole = runner.seconds_of(trainer.train)
-    tokens = [row for (_, tokens, _), _ in found for row in tokens.tolist()]
-    return runner.Turn(sum(spent for _, spent in found), tokens, {"training, s": whole})
+    tokens = [row for (_, tokens, _), _ in predictions for row in tokens.tolist()]
+    return runner.Turn(sum(spent for _, spent in predictions), tokens, {"training, s": whole})
 
 
 def examples(count: int, is_right: bool) -> list[dict[str, torch.Tensor]]:
@@ -70,13 +70,23 @@ def case_of(args: argparse.Namespace, title: str, model: Any) -> runner.Case:
 
     def turn(number: int, system: str) -> runner.Turn:
         model.load_state_dict(weights)
-        told = copy.deepcopy(model.generation_config)
-        told.max_new_tokens, told.cache_implementation = args.new_tokens, system
+        generation_config = copy.deepcopy(model.generation_config)
+        generation_config.max_new_tokens, generation_config.cache_implementation = (
+            args.new_tokens,
+            system,
+        )
         with tempfile.TemporaryDirectory() as folder:
-            options: dict[str, Any] = {**OFTEN, **QUIET, **SIZES, "generation_config": told}
-            found = trained(model, Seq2SeqTrainingArguments(output_dir=folder, **options), data)
+            options: dict[str, Any] = {
+                **OFTEN,
+                **QUIET,
+                **SIZES,
+                "generation_config": generation_config,
+            }
+            result = trained(model, Seq2SeqTrainingArguments(output_dir=folder, **options), data)
         route = hf_paged.last_route(model) if system else None
-        return found._replace(figures={**found.figures, "route": route.road if route else "plain"})
+        return result._replace(
+            figures={**result.figures, "route": route.road if route else "plain"}
+        )
 
     systems = {"plain": None, "paged": "paged"}
     arms = {name: functools.partial(turn, system=system) for name, system in systems.items()}

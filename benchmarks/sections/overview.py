@@ -36,19 +36,19 @@ class Beside(NamedTuple):
 
 
 def beside(rows: list[Data]) -> Iterator[Beside]:
-    """What there is of W1 to W10, in order."""
+    """Yields the workloads W1 to W10 that were run, in order."""
     for name in ALL:
         plain, ours = (runner.base_of(rows, name, system) for system in ("plain", "ours"))
         if plain is None or ours is None:
             continue
         share = ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"]
-        found = Beside(name, runner.ratio_of(plain, ours), share)
+        workload = Beside(name, runner.ratio_of(plain, ours), share)
         others = [runner.base_of(rows, name, title) for title in TITLES.values()]
         if ran := [row for row in others if row is not None]:
             best = min(ran, key=lambda row: statistics.median(row["seconds"]))
             ratio = runner.ratio_of(best, ours)
-            found = found._replace(engine=best["system"], over_engine=ratio)
-        yield found
+            workload = workload._replace(engine=best["system"], over_engine=ratio)
+        yield workload
 
 
 def processor(facts: Row) -> str:
@@ -65,7 +65,7 @@ def hardware(data: Mapping[str, Any]) -> str:
 def headline() -> str:
     """The six rows of README, and those that are lost."""
     data = report.result(WHOLE)
-    found = [one for one in beside(data["rows"]) if one.name in WORKLOADS]
+    workloads = [one for one in beside(data["rows"]) if one.name in WORKLOADS]
     rows = [
         {
             "one call of `generate`": TITLE_OF[one.name],
@@ -74,18 +74,18 @@ def headline() -> str:
             "fastest other engine": one.engine or "none has it",
             "its time / paged": one.over_engine.text(2) if one.over_engine else "",
         }
-        for one in found
+        for one in workloads
     ]
-    said = f"""Above 1, the paged call is faster. {losses(found)} Medians over turns with their 95% intervals, or their
+    said = f"""Above 1, the paged call is faster. {losses(workloads)} Medians over turns with their 95% intervals, or their
         range below {paired.FEWEST} turns. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
         values."""
     return f"{report.markdown(rows)}\n\n{flow(said)}"
 
 
-def losses(found: Iterable[Beside]) -> str:
-    """Where we are behind."""
+def losses(workloads: Iterable[Beside]) -> str:
+    """Returns the sentence that says in which workloads the paged call is behind."""
     slower, larger, behind = [], [], []
-    for one in found:
+    for one in workloads:
         slower += [one.name] if one.speed.value < 1 else []
         larger += [one.name] if one.share > 1 else []
         if one.over_engine is not None and one.over_engine.value < 1:
@@ -111,9 +111,9 @@ def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
     }
 
 
-def span(found: Iterable[paired.Estimate]) -> str:
+def span(estimates: Iterable[paired.Estimate]) -> str:
     """Least and greatest ratio."""
-    values = [one.value for one in found]
+    values = [one.value for one in estimates]
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 
@@ -144,11 +144,11 @@ SENTENCES = (
 def overview() -> str:
     """The first page: at most ten sentences, and the pictures."""
     data = report.result(WHOLE)
-    found = list(beside(data["rows"]))
-    first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in found)} times as long as a
-        paged call, whose keys and values take {min(one.share for one in found):.0%} to
-        {max(one.share for one in found):.0%} of its memory."""
-    said = [flow(first), losses(found)]
+    workloads = list(beside(data["rows"]))
+    first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in workloads)} times as long as a
+        paged call, whose keys and values take {min(one.share for one in workloads):.0%} to
+        {max(one.share for one in workloads):.0%} of its memory."""
+    said = [flow(first), losses(workloads)]
     for stage, base, system, sentence in SENTENCES:
         if mine := ratios(stage, base, system):
             said.append(sentence.format(span(mine.values()), len(mine)))

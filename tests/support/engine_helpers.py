@@ -13,6 +13,7 @@ from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTra
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
+from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
 
@@ -20,7 +21,7 @@ MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
 _GREEDY = {"do_sample": False}
 _SAMPLE = {"do_sample": True}
 _ENDING = {"eos_token_id": MANY_ENDS}
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, Options] = {
     "greedy": {**_GREEDY, "max_new_tokens": 20},
     "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 30},
     "max_length": {**_GREEDY, "max_length": 40},
@@ -47,10 +48,10 @@ MODES: dict[str, dict[str, Any]] = {
 def lone_run(
     model: Any,
     prompt: list[int],
-    options: dict[str, Any],
+    options: Options,
     seed: int | None = None,
     **arguments: Any,
-) -> list[list[int]]:
+) -> Rows:
     """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
     ids = torch.tensor([prompt], device=model.device)
     if seed is not None:
@@ -61,9 +62,7 @@ def lone_run(
     return out[:, first:].tolist()
 
 
-def assert_same_as_lone(
-    expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str
-) -> None:
+def assert_same_as_lone(expected: Rows, result: RequestResult, options: Options, what: str) -> None:
     """Asserts that the result has the lone run's tokens, and only padding after the end of each
     row."""
     raise_if_missing(result)
@@ -82,7 +81,7 @@ def assert_same_as_lone(
             assert sequence.token_ids[-1] in ends, what
 
 
-def tokens_of(results: Iterable[RequestResult]) -> list[list[list[int]]]:
+def tokens_of(results: Iterable[RequestResult]) -> list[Rows]:
     """New tokens of the results' sequences. Raises the first error of a request."""
     found = []
     for result in results:
@@ -123,7 +122,7 @@ def run_all(
     return results
 
 
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+def prompts(*lengths: int, seed: int = 0) -> Rows:
     """Prompts of words, without special tokens."""
     return [
         models.token_ids(1, length, seed=seed + 31 * i)[0].tolist()

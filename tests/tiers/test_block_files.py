@@ -204,6 +204,30 @@ def test_a_corrupt_file_goes_and_can_be_written_again(tmp_path: Path, caplog: An
     assert folder.read(WEIGHTS, NAME, LIKE) is not None
 
 
+def test_a_file_that_another_process_writes_anew_is_read(tmp_path: Path, monkeypatch: Any) -> None:
+    ours, theirs = (DiskFolder(str(tmp_path), 1 << 30) for _ in range(2))
+    theirs.write(WEIGHTS, NAME, layers())
+    with monkeypatch.context() as patch:
+        fail_operation(patch, tmp_path, "open", "EACCES")
+        assert ours.read(WEIGHTS, NAME, LIKE) is None
+    assert not ours.has(WEIGHTS, NAME) and not ours.has(None, NAME)
+    theirs.write(WEIGHTS, NAME, layers())
+    assert ours.has(WEIGHTS, NAME) and ours.has(None, NAME)
+    assert ours.read(WEIGHTS, NAME, LIKE) is not None
+
+
+def test_a_file_is_not_blamed_for_one_of_other_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    folder, others = DiskFolder(str(tmp_path), 1 << 30), "3" * 32
+    for weights in (WEIGHTS, others):
+        folder.write(weights, NAME, layers())
+    with monkeypatch.context() as patch:
+        fail_operation(patch, tmp_path, "open", "EACCES")
+        assert folder.read(WEIGHTS, NAME, LIKE) is None
+    assert not folder.has(WEIGHTS, NAME)
+    assert folder.has(others, NAME) and folder.has(None, NAME)
+    assert folder.read(others, NAME, LIKE) is not None
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
 def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: Any) -> None:
     folder = DiskFolder(str(tmp_path), 1 << 30)

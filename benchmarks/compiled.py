@@ -154,7 +154,7 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
 
 
 def section(data: Data) -> str:
-    """Of docs/benchmarks.md: one row for each chip and version of Triton."""
+    """Of docs/figures/kernels.md: one row for each chip and version of Triton."""
     kernels: dict[tuple[str, str], list[tuple[Data, str]]] = {}
     for run in data["runs"]:
         for one in run["rows"]:
@@ -172,7 +172,7 @@ def section(data: Data) -> str:
         rows.append(row)
     said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
         has run. Registers and instructions of each kernel:
-        [compiled.json](../benchmarks/results/compiled.json)."""
+        [compiled.json](../../benchmarks/results/compiled.json)."""
     all_rows = runner.pooled(data["runs"])
     return "\n\n".join([report.flow(said), report.markdown(rows), runner.targets(all_rows)])
 

@@ -1,11 +1,12 @@
 """A model with random weights gets new prompts in each turn. "ours" is
 `generate(cache_implementation="paged")`, "engine" is `PagedEngine`, `generate_batch` is
 transformers' continuous batching, at its defaults and tuned by a short search. All are compared
-with plain `generate` at its fastest batch size.
+with plain `generate` at its fastest batch size; W9's callers are threads, its plain one calls them
+one after another, and engines get its prompts at once.
 
-    python -m benchmarks.generate --device cpu [--model llama-100m] [--only W1,arrivals]
-                                  [--minutes 16] [--peers openvino vllm llamacpp] [--quick]
-                                  [--json PATH]
+    python -m benchmarks.generate --device cpu [--model llama-100m] [--dtype float32]
+                                  [--only W1,arrivals] [--minutes 16]
+                                  [--peers openvino vllm llamacpp] [--quick] [--json PATH]
 
 A target is met where the 95% interval of the ratio reaches it, or, with fewer than 5 turns, the
 median; W6 may be 3% slower. "Equal" is the share of positions with plain generate's token: after
@@ -22,6 +23,7 @@ by its new tokens. Waste is the share of allocated slots that hold no token at t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import math
@@ -39,27 +41,29 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
-from benchmarks.systems import Answer, Engine, Generate, SmallPool, System
-from benchmarks.workloads import WORKLOADS, Workload, contiguous_bytes, sharegpt_like
+from benchmarks.systems import Answer, Engine, Generate, InThreads, SmallPool, System
+from benchmarks.workloads import ALL, Workload, contiguous_bytes, sharegpt_like
 
 OURS = ("ours", "engine")
 SMALL_POOL, SLOWER = "engine, a third of its peak", 1.6
 """An engine with few blocks, and the most that its time may be of the time with all blocks."""
 PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}
 """The least that transformers' time should be of ours, on these workloads:"""
-PEERED = ("W1", "W2", "W3")
+PEERED = LONG = ("W1", "W2", "W3")
 KV_SHARE, WASTE = "K/V of plain's, %", "waste, %"
 LIMITS = {"W2": {KV_SHARE: 40.0}, "W4": {KV_SHARE: 18.0}, "waste": {WASTE: 4.0}}
 EXACT = " on a tiny model in float32"
 MARGIN = 1.005  # two latencies closer than this are printed alike
 MINUTES = 33.0
-SHARES = {"W1": 12, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "arrivals": 15, "waste": 3}
-"""Shares of a run's time, in the run's order; time that a part leaves goes to the later parts."""
+SHARES = {"W1": 20, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "W9": 4, "W10": 10}
+SHARES |= {"arrivals": 15, "waste": 3}
+"""Shares of a run's time, in the run's order, of W1 with the start of the peers; time that a part
+leaves goes to the later parts."""
 
 
-def model_of(shape: Shape, device: str, int8: bool) -> Any:
-    """A model with random weights, in bfloat16 or as 8-bit integers, one scale a row (torchao)."""
-    model = build(shape, device, torch.bfloat16)
+def model_of(shape: Shape, device: str, int8: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model with random weights, perhaps as 8-bit integers, one scale a row (torchao)."""
+    model = build(shape, device, dtype)
     if int8:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -71,8 +75,7 @@ def systems_for(
     workload: Workload,
     tuned_peer: GenerateBatch | None,
     quick: bool = False,
-    peers: Sequence[str] = (),
-    int8: bool = False,
+    peers: Sequence[Peer] = (),
     invariant: bool = False,
 ) -> dict[str, System]:
     """Systems by name; plain comes first, once per batch size. Without `tuned_peer` transformers'
@@ -82,12 +85,15 @@ def systems_for(
         f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes
     }
     engine = Engine()
-    found |= {"ours": Generate(cache="paged"), "engine": engine}
+    if workload.in_threads:
+        found = {"plain": Generate(1), "plain in threads": InThreads()}
+    found["ours"] = (InThreads if workload.in_threads else Generate)(cache="paged")
+    found["engine"] = engine
     if workload.name == "W2":
         found[SMALL_POOL] = SmallPool(of=engine)
     if invariant:
         found["engine, batch_invariant"] = Engine(hf_paged.PagedConfig(batch_invariant=True))
-    found |= {TITLES[name]: Peer(name, int8) for name in peers}
+    found |= {TITLES[peer.name]: peer for peer in peers}
     if tuned_peer is None:
         return found
     found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
@@ -168,29 +174,31 @@ def case_of(
         batch = workload.batch(0, shape.vocab)
         rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
         lengths = list(map(len, batch.prompts)), batch.new_tokens, rows, workload.prefix
-        floor = call_seconds(Cost.of(model, shape), limits, limits.flops["bfloat16"], *lengths)
+        flops = limits.flops[str(model.dtype).removeprefix("torch.")]
+        floor = call_seconds(Cost.of(model, shape), limits, flops, *lengths)
     over: dict[str, Any] = {"plain": dict.fromkeys(OURS, workload.target)}
     for peer, target in PEER_TARGETS.items():
         over |= {peer: dict.fromkeys(OURS, target)} if peer in systems else {}
     over |= {"engine": {SMALL_POOL: 1 / SLOWER}} if SMALL_POOL in systems else {}
     over |= {"ours": {}} if any(isinstance(system, Peer) for system in systems.values()) else {}
-    is_cpu = model.device.type == "cpu"
+    is_cpu, is_long = model.device.type == "cpu", workload.name in LONG
     return Case(
         workload.name,
         {name: arm(name, one, model, shape, workload, floor) for name, one in systems.items()},
         over,
         workload.repeats,
         limits=LIMITS.get(workload.name, {}),
-        once=[name for name, system in systems.items() if system.is_peer and is_cpu],
+        once=[name for name, system in systems.items() if system.is_peer and is_cpu and is_long],
         fewest=workload.fewest,
     )
 
 
 def freed(model: Any, systems: Mapping[str, System], case: Case) -> Iterator[Case]:
-    """The case; frees the systems' memory after it."""
+    """The case; frees the systems' memory after it. Peers stay for the next."""
     yield case
     for system in systems.values():
-        system.free()
+        if not isinstance(system, Peer):
+            system.free()
     hf_paged.free(model)
 
 
@@ -236,25 +244,27 @@ def sized(workload: Workload, args: argparse.Namespace) -> Workload:
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     shape, start = SHAPES[args.model], time.perf_counter()
     args.ceilings = limits = ceilings.measure(args.device, args.quick)
-    model = model_of(shape, args.device, args.int8)
+    model = model_of(shape, args.device, args.int8, getattr(torch, args.dtype))
     minutes = args.minutes or (MINUTES if args.device == "cpu" else math.inf)
     peer = None
     if not args.no_peers:
         peer, tried = tuned(model, shape, args.quick)
         print(f"generate_batch, tuned: {peer}; tried: {tried}")
-    kinds = {"int8": args.int8, "invariant": args.batch_invariant}
-    for name, workload in WORKLOADS.items():
-        if name not in args.only:
-            continue
-        workload = sized(workload, args)
-        later = [share for part, share in SHARES.items() if part in args.only and part >= name]
-        left = start + 60 * minutes - time.perf_counter()
-        until = time.perf_counter() + left * later[0] / sum(later)
-        systems = systems_for(workload, peer, args.quick, args.peers, **kinds)
-        case = case_of(model, shape, workload, systems, None if args.int8 else limits)
-        yield from freed(model, systems, case._replace(first=args.first, until=until))
-        if not args.first:
-            yield from exact(args.device, WORKLOADS[name])
+    later = {part: share for part, share in SHARES.items() if part in args.only}
+    with contextlib.ExitStack() as ending:
+        peers = [Peer(name, args.int8) for name in args.peers]
+        for each in peers:
+            ending.callback(each.free)
+        for name in [name for name in ALL if name in args.only]:
+            workload = sized(ALL[name], args)
+            left = start + 60 * minutes - time.perf_counter()
+            until = time.perf_counter() + left * later[name] / sum(later.values())
+            del later[name]
+            systems = systems_for(workload, peer, args.quick, peers, args.batch_invariant)
+            case = case_of(model, shape, workload, systems, None if args.int8 else limits)
+            yield from freed(model, systems, case._replace(first=args.first, until=until))
+            if not args.first:
+                yield from exact(args.device, ALL[name])
     if "arrivals" in args.only:
         yield from arrivals.cases(model, shape, peer, args.quick)
     if "waste" in args.only and not args.no_memory:
@@ -264,10 +274,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def again(args: argparse.Namespace) -> argparse.Namespace | None:
     """Plain and ours on the short workloads in another process: another memory layout, another
     build of the model."""
-    names = [name for name in args.only if name in WORKLOADS and WORKLOADS[name].processes > 1]
+    names = [name for name in args.only if name in ALL and ALL[name].processes > 1]
     if not names or args.quick:
         return None
-    turns = args.repeats or WORKLOADS[names[0]].repeats
+    turns = args.repeats or ALL[names[0]].repeats
     others = {"only": names, "no_peers": True, "peers": [], "first": turns}
     return argparse.Namespace(**{**vars(args), **others})
 
@@ -288,7 +298,7 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
     """Whole calls, requests that arrive, and what else was checked."""
     rows = runner.pooled(runs)
     yield runs[0].get("title", "")
-    whole = [row for row in rows if row["case"] in WORKLOADS]
+    whole = [row for row in rows if row["case"] in ALL]
     ran = [row for row in whole if "problem" not in row]
     yield runner.table(ran)
     ours = [row for row in ran if row["system"] in OURS]
@@ -310,11 +320,14 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
     exact = [row["equal"] for row in rows if row["case"].endswith(EXACT) and "equal" in row]
     if equal := [share == 1 for share in exact]:
         yield f"{sum(equal)} of {len(equal)} checks{EXACT} give plain's tokens exactly."
+    if "(random weights, float32)" in runs[0].get("title", ""):
+        equal = [row["equal"] == 1 for row in ours if row.get("equal") is not None]
+        yield f"In float32, {sum(equal)} of {len(equal)} calls of ours give plain's tokens exactly."
     yield runner.targets(rows)
 
 
 def title(args: argparse.Namespace) -> str:
-    bits = "8 bits" if args.int8 else "bfloat16"
+    bits = "8 bits" if args.int8 else args.dtype
     return f"`{args.model}` (random weights, {bits}). M{str(args.ceilings)[1:]}."
 
 
@@ -324,11 +337,14 @@ BENCHMARK = runner.Benchmark(
     again=again,
     show=show,
     title="Whole calls",
-    results=(("generate-cpu-llama-100m",),),
+    results=[
+        (f"generate-{kind}cpu-llama-100m",) for kind in ("", "float32-", "int8-", "invariant-")
+    ],
     said=title,
     options={
         "--device": runner.DEVICE,
         "--model": runner.MODEL,
+        "--dtype": runner.DTYPE,
         "--no-peers": flag("no other way of transformers' own"),
         "--peers": option(
             "engines for processors, each installed apart",

@@ -154,7 +154,7 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Rollouts",
-    results=(("grpo-cpu-llama-24m",), ("grpo-cpu-llama-24m-avx2",)),
+    results=(("grpo-cpu-llama-24m",),),
     turns=8,
     is_exact=True,
     fixed={"model": "llama-24m", "new_tokens": 48, "length": 64},

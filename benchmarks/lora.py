@@ -144,7 +144,7 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Adapters",
-    results=(("lora-cpu-1", "lora-cpu-2"),),
+    results=(("lora-cpu",),),
     options={
         "--model": runner.MODEL,
         "--rows": runner.option(type=int, default=32),

@@ -68,7 +68,7 @@ def _ram_gib() -> float:
         return 0.0
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
     """Output of a git command in this checkout; `None` without git or outside of a checkout."""
     root = Path(__file__).resolve().parent.parent
     try:
@@ -82,7 +82,7 @@ def _git(*arguments: str) -> str | None:
 
 def revision() -> str:
     """The commit, with `+` if the work tree differs from it."""
-    head = _git("rev-parse", "--short", "HEAD")
+    head = git("rev-parse", "--short", "HEAD")
     if head is None:
         return "unknown"
     return head if tree() == CLEAN else f"{head}+"
@@ -91,7 +91,7 @@ def revision() -> str:
 def tree() -> str:
     """`CLEAN`, or the files that differ from the commit, except results, which a run writes
     itself."""
-    changed = _git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     if changed is None:
         return "unknown"
     names = [line.split(maxsplit=1)[-1] for line in changed.splitlines()]

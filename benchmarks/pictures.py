@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report, runner
+from benchmarks.peers import TITLES
 from benchmarks.runner import Data
 from benchmarks.workloads import WORKLOADS
 
@@ -32,20 +33,25 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
 
 
 def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float]]:
-    """Values of rows by system and by workload, in words."""
+    """Values of rows by system, of an engine's settings the greatest, and by workload, in words."""
     found: dict[str, dict[str, float]] = {}
     for row, value in values:
-        mine = found.setdefault(NAMES.get(row["system"], row["system"]), {})
-        mine[WORKLOADS[row["case"]].title] = value
+        mine = found.setdefault(NAMES.get(row["system"], row["system"].partition(",")[0]), {})
+        group = WORKLOADS[row["case"]].title
+        mine[group] = max(value, mine.get(group, 0.0))
     return found
 
 
 def speed(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
-    """Speedup of each system over the fastest plain `generate`, by workload."""
+    """Speedup of each system over the fastest plain `generate`, by workload; beside other engines
+    of ours only `generate`."""
+    has_peers = any(row["system"] in TITLES.values() for row in rows)
+    shown = ["ours", *TITLES.values()] if has_peers else {row["system"] for row in rows}
     values = by_system(
         (row, ratio.value)
         for row, base, ratio, _ in runner.comparisons(rows)
         if base == "plain" and not row["system"].startswith("plain")
+        if row["case"] in WORKLOADS and row["system"] in shown
     )
     if not values:
         return None
@@ -64,6 +70,7 @@ def compared(rows: Sequence[Data]) -> dict[str, tuple[Data, Data, float]]:
         row["case"]: (base, row, ratio.value)
         for row, name, ratio, _ in runner.comparisons(rows)
         if (row["system"], name) == ("ours", "plain")
+        and row["case"] in WORKLOADS
         and (base := runner.base_of(rows, row["case"], name)) is not None
     }
 

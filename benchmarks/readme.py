@@ -1,10 +1,11 @@
 """Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files,
 between their marks.
 
-    python -m benchmarks.readme [--check | --pictures]
+    python -m benchmarks.readme [--check | --pictures | --fresh]
 
 With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
-is written by hand: `tests/test_truth.py` renders it again and compares.
+is written by hand: `tests/test_truth.py` renders it again and compares. With `--fresh` it fails if
+figures of `benchmarks.all` are older than what they measure, as `.ci/release` asks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,35 @@ from benchmarks import (
     grpo,
     linears,
     lora,
+    machine,
     parallel,
     pictures,
     report,
     runner,
     side_by_side,
     speculation,
-    threads,
     tiers,
+    trainer,
     virtual,
 )
+from benchmarks.all import NAME, STAGES
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import plots
 from benchmarks.peers import TITLES
 from benchmarks.report import flow, machine_of, picture_of, result
-from benchmarks.sections import architectures, attention, gpu_day
-from benchmarks.workloads import WORKLOADS
+from benchmarks.sections import architectures, attention, gpu_day, overview
+from benchmarks.sections.overview import WHOLE
+from benchmarks.workloads import ALL, WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPUTES = ("hf_paged/kernels", "hf_paged/attention", "hf_paged/batching")
+"""Folders whose changes make figures old."""
 ARCHITECTURES, PAPER = "architectures", "paper-cpu"
-WHOLE_CALLS = "generate-cpu-llama-100m"
-PEERS = ("peers-cpu-llama-100m", "peers-cpu-llama-100m-avx2-w1", "peers-cpu-llama-100m-avx2-w6")
-PEERS += ("int8-peers-cpu-llama-100m-avx2-w6",)
-INVARIANT = "generate-invariant-cpu-llama-100m-avx2-w6"
-BEFORE = (first_call, threads, linears, grpo, speculation, tiers)
-AFTER = (lora, parallel, virtual, side_by_side)
-"""Benchmarks whose sections are what their commands print, before and after those of attention."""
+
+
+def sections(*modules: Any) -> list[Callable[[], str]]:
+    """What the commands of these benchmarks print for the committed results."""
+    return [module.BENCHMARK.section for module in modules]
 
 
 def badges_section() -> str:
@@ -68,114 +72,61 @@ def badges_section() -> str:
     return "\n".join(pictures)
 
 
-def processor(facts: Mapping[str, Any]) -> str:
-    """The processor of a run as a reader knows it."""
-    return f"{facts['cores']} cores ({facts['cpu'].replace('(R)', '')})"
-
-
 def gain_section() -> str:
     """Section of README.md: two numbers, with the model and the hardware."""
-    data = result(WHOLE_CALLS)
-    plain, ours, speed = pictures.compared(data["rows"])["W2"]
+    data = result(WHOLE)
+    found = {one.name: one for one in overview.beside(data["rows"])}["W2"]
     return flow(
-        f"""For {WORKLOADS["W2"].title}, a paged call is **{speed:.1f} times as fast** as plain `generate`, and its keys
-        and values take **{kv_share(plain, ours):.0%} of the memory**: {model_of(data)},
-        {processor(data["facts"])}."""
+        f"""For {WORKLOADS["W2"].title}, a paged call is **{found.speed.value:.1f} times as fast** as plain `generate`, and
+        its keys and values take **{found.share:.0%} of the memory**: {overview.hardware(data)}."""
     )
-
-
-def kv_share(plain: runner.Data, ours: runner.Data) -> float:
-    """Ours of plain's peak bytes of K/V."""
-    return float(ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"])
-
-
-def model_of(data: Mapping[str, Any]) -> str:
-    """The model of a run and its weights, from the title."""
-    return str(data["title"].partition(". ")[0])
-
-
-def headline_section() -> str:
-    """Section of README.md: speed and memory in one table."""
-    data = result(WHOLE_CALLS)
-    rows = [
-        {
-            "one call of `generate`": WORKLOADS[name].title,
-            "plain's time / paged": f"{speed:.2f}",
-            "paged memory / plain's": f"{kv_share(plain, ours):.0%}",
-        }
-        for name, (plain, ours, speed) in pictures.compared(data["rows"]).items()
-    ]
-    said = flow(
-        f"""`{data["command"]}`, revision {data["facts"]["revision"]}: {model_of(data)},
-        {processor(data["facts"])}. Memory: peak bytes of keys and values."""
-    )
-    return f"{report.markdown(rows)}\n\n{said}"
 
 
 def engines_section() -> str:
     """Section of docs/guide/other-engines.md: median seconds of whole calls beside engines for
     CPUs."""
-    data, rows = result(PEERS[0]), []
+    data, rows = result(WHOLE), []
     names = {"plain": "plain `generate`", "ours": "hf_paged", **dict.fromkeys(TITLES.values())}
     ran = {row["system"].partition(", batch")[0] for row in data["rows"]}
     titles = {name: title or name for name, title in names.items() if name in ran}
-    for name in WORKLOADS:
-        line = {"call": WORKLOADS[name].title}
+    for name in [name for name in ALL if runner.base_of(data["rows"], name, "ours")]:
+        line = {"call": ALL[name].title}
         for system, title in titles.items():
             row = runner.base_of(data["rows"], name, system)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
-    said = flow(
-        f"""Seconds, less is better: {model_of(data)},
-        {processor(data["facts"])}, revision {data["facts"]["revision"]}."""
-    )
-    table = report.markdown(rows, {key: key for key in rows[0]})
-    return f"{table}\n\n{said}"
+    told = {row["system"]: row["figures"].get("settings") for row in data["rows"] if row["seconds"]}
+    settings = [f"{name} {said}" for name, said in told.items() if said]
+    how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
+    said = f"Seconds, less is better: {overview.hardware(data)}. Settings: {how}."
+    return f"{report.markdown(rows, {key: key for key in rows[0]})}\n\n{flow(said)}"
 
 
-def other_engines() -> list[str]:
-    """Of docs/benchmarks.md: other CPU engines."""
-    said = flow(
-        """**Other CPU engines** on the same weights (with `--int8` 8-bit weights, torchao's for plain and ours, their
-        own for the others) and the same prompts. Each runs in a separate process and environment, in the versions of
-        `benchmarks/peers/*.txt`, with as many threads. A run that names no settings had the engines' defaults: OpenVINO
-        without its prefix cache, vLLM without tcmalloc, the AVX2 build of llama.cpp, no beams. Above 1, "ours / it" says
-        that the engine is faster than ours. llama.cpp gets one turn, also in W6. Time until the last row's first token
-        (prompts, and the rows that decode beside them) is TTFT p99; W6's target is 1.5 times the roofline:"""
-    )
-    parts = [said]
-    for name in PEERS:
-        parts += generate.BENCHMARK.shown([result(name)])
-    parts.append(
-        "**The same bits in any batch** (`PagedConfig(batch_invariant=True)`), against the engine without it:"
-    )
-    return parts + generate.BENCHMARK.shown([result(INVARIANT)])
+def appendix(*parts: Callable[[], str]) -> Callable[[], str]:
+    """A page of docs/figures."""
+    return lambda: "\n\n".join(filter(None, (part() for part in parts)))
 
 
-def benchmarks_section() -> str:
-    """Section of docs/benchmarks.md."""
-    parts = [
-        flow(
-            """Every figure from here to the end of this section is rendered by `python -m benchmarks.readme` from the
-            JSON files in `benchmarks/results`; a test compares the two."""
-        ),
-        "\n".join(f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()),
-        generate.BENCHMARK.section(),
-        *picture_of(WHOLE_CALLS, "Speed of whole calls over plain generate, by workload"),
-        *picture_of(f"{WHOLE_CALLS}-memory", "Memory of keys and values beside plain generate's"),
-        *picture_of(f"{WHOLE_CALLS}-latency", "Latency by the rate of arrivals"),
-        *other_engines(),
-        *(module.BENCHMARK.section() for module in BEFORE),
-        attention.quantized(list(map(result, attention.QUANTIZED))),
-        *(module.BENCHMARK.section() for module in AFTER),
-        *paper.sections(result(PAPER)),
-        *picture_of(
-            f"{PAPER}-waste", "Memory by use: reservation against blocks, published and here"
-        ),
-        attention.attention(result(attention.ATTENTION)),
-        compiled.section(result("compiled")),
-    ]
-    return "\n\n".join(filter(None, parts))
+def paper_sections() -> str:
+    waste = picture_of(f"{PAPER}-waste", "Memory by use: reservation against blocks", "../..")
+    return "\n\n".join([*paper.sections(result(PAPER)), *waste])
+
+
+FIGURES_OF = generate, first_call, grpo, trainer, side_by_side, speculation, lora, tiers
+FIGURES: dict[str, Callable[[], str]] = {
+    "whole-calls": appendix(lambda: workloads_section(), *sections(generate, first_call)),
+    "training": appendix(*sections(grpo, trainer)),
+    "families": appendix(*sections(side_by_side)),
+    "features": appendix(*sections(speculation, lora, tiers, parallel, virtual)),
+    "kernels": appendix(
+        lambda: attention.attention(result(attention.ATTENTION)),
+        *sections(linears),
+        lambda: attention.quantized(list(map(result, attention.QUANTIZED))),
+        lambda: compiled.section(result("compiled")),
+    ),
+    "papers": paper_sections,
+}
+"""Pages of docs/figures: what the benchmarks print, by topic."""
 
 
 def architectures_section() -> str:
@@ -188,7 +139,7 @@ def architectures_section() -> str:
 def results_section() -> str:
     """Section of benchmarks/README.md."""
     names = {
-        WHOLE_CALLS: "whole calls, arrivals, waste",
+        WHOLE: "whole calls",
         attention.ATTENTION: "attention alone",
         PAPER: "the papers' tables, the last of which",
         ARCHITECTURES: "every architecture against plain `generate`",
@@ -204,7 +155,7 @@ def results_section() -> str:
 
 def workloads_section() -> str:
     """Section of benchmarks/README.md, from the code of the workloads."""
-    lines = [f"- {name}: {workload.title}" for name, workload in WORKLOADS.items()]
+    lines = [f"- {name}: {workload.title}" for name, workload in ALL.items()]
     shares = ", ".join(f"{share:g}" for share in arrivals.SHARES)
     lines.append(
         f"- arrivals: ShareGPT-like lengths (on a CPU an eighth of them), Poisson, at {shares} of"
@@ -224,9 +175,10 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {
         "badges": badges_section,
         "gain": gain_section,
-        "headline": headline_section,
+        "headline": overview.headline,
     },
-    ROOT / "docs" / "benchmarks.md": {"benchmarks": benchmarks_section},
+    ROOT / "docs" / "benchmarks.md": {"benchmarks": overview.overview},
+    **{ROOT / "docs" / "figures" / f"{name}.md": {"figures": FIGURES[name]} for name in FIGURES},
     ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
     ROOT / "benchmarks" / "gpu_day.md": {"outcomes": gpu_day_section},
     ROOT / "docs" / "guide" / "other-engines.md": {"engines": engines_section},
@@ -235,10 +187,25 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 PICTURES: dict[str, Callable[[Any, Path], Any]] = {
-    WHOLE_CALLS: lambda data, stem: pictures.draw_all(data, stem),
+    WHOLE: lambda data, stem: pictures.draw_all(data, stem),
     PAPER: lambda data, stem: plots.draw_all(data, stem),
 }
 """What draws the pictures of a result, beside its JSON file."""
+
+
+def stale() -> list[str]:
+    """Why the figures of `benchmarks.all` cannot be released."""
+    if not report.exists(NAME):
+        return ["there is no run of benchmarks.all"]
+    last = machine.git("log", "-1", "--format=%h", "--", *COMPUTES)
+    found = []
+    for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
+        revision = result(name)["facts"]["revision"]
+        if not last or machine.git("merge-base", "--is-ancestor", last, revision) is None:
+            found.append(
+                f"{name}.json is of revision {revision}, before {last or 'an unknown one'}"
+            )
+    return found
 
 
 def between(text: str, mark: str) -> tuple[int, int]:
@@ -260,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     options = {
         "--check": runner.flag("write nothing; fail if a file is not what it should be"),
+        "--fresh": runner.flag("fail if kernels or the engine changed after the figures"),
         "--pictures": runner.flag("draw the pictures in benchmarks/results instead"),
     }
     arguments = runner.parser_of(__doc__, options).parse_args(argv)
@@ -268,6 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, draw in PICTURES.items():
             draw(result(name), report.RESULTS / name)
         return 0
+    if arguments.fresh:
+        found = stale()
+        print(*found, sep="\n")
+        return int(bool(found))
     for path in SECTIONS:
         text, name = render(path), os.path.relpath(path)
         if text == path.read_text():

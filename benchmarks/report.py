@@ -88,13 +88,15 @@ def result(name: str) -> dict[str, Any]:
     return read(RESULTS / f"{name}.json")
 
 
-def picture_of(name: str, said: str) -> list[str]:
-    """Markdown of a result's picture, if the file exists."""
-    return (
-        [f"![{said}](../benchmarks/results/{name}.png)"]
-        if (RESULTS / f"{name}.png").exists()
-        else []
-    )
+def exists(name: str) -> bool:
+    """Whether there is such a result file."""
+    return (RESULTS / f"{name}.json").exists()
+
+
+def picture_of(name: str, said: str, up: str = "..") -> list[str]:
+    """Markdown of a result's picture, if the file exists; `up`: from the page to the checkout."""
+    is_there = (RESULTS / f"{name}.png").exists()
+    return [f"![{said}]({up}/benchmarks/results/{name}.png)"] if is_there else []
 
 
 def flow(text: str) -> str:

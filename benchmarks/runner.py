@@ -50,8 +50,8 @@ MODEL = option("shape (%(default)s)", choices=list(SHAPES), default="llama-100m"
 DTYPE = option(choices=["bfloat16", "float32"], default="bfloat16")
 DEVICE = option(choices=machine.devices(), default="cpu")
 THREADS = option("of PyTorch; as many as it takes without it", type=int)
+MINUTES = option("after which each case runs a single turn", type=float)
 QUICK = flag("small: only shows that it runs")
-RESULTS = option("directory for the files (benchmarks/results; none with --quick)", type=Path)
 """Options that several benchmarks have."""
 
 
@@ -155,8 +155,13 @@ def rows_of(
     """Rows of this process: one for each arm of each case. `keep` gets those so far after each
     case."""
     rows: list[Data] = []
+    minutes = (getattr(args, "minutes", None) or math.inf) / max(1, getattr(args, "processes", 1))
+    end = time.perf_counter() + 60 * minutes
     with quiet(), frozen():
         for case in cases(args):
+            if minutes < math.inf:
+                fewest = 1 if case.fewest is None else case.fewest
+                case = case._replace(until=min(case.until, end), fewest=fewest)
             turns = args.turns if case.turns is None else case.turns
             rows += rows_of_case(case, turns, getattr(args, "warm_ups", 1))
             keep(rows)
@@ -388,6 +393,8 @@ class Benchmark:
         if self.turns is not None:
             said = "of each contender, the order alternates (%(default)s)"
             options["--turns"] = option(said, type=int, default=self.turns)
+        if self.cases is not None:
+            options.setdefault("--minutes", MINUTES)
         if self.only:
             options["--only"] = option(self.only, default=",".join(self.known))
         options["--json"] = option("also write the results to this file", type=Path)
@@ -423,6 +430,9 @@ class Benchmark:
         said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
         parts = [f"**{self.title}**: {' '.join(said)}"]
         for names in self.results:
+            names = [name for name in names if report.exists(name)]
+            if not names:
+                continue
             files = [report.result(name) for name in names]
             for group in [[run] for run in files[0]["runs"]] if "runs" in files[0] else [files]:
                 parts += self.shown(group)
@@ -471,6 +481,8 @@ class Benchmark:
         keep(data)
         print(*self.shown([data]), sep="\n\n")
         differs = any(row.get("equal") not in (None, 1.0) for row in data["rows"])
+        if self.is_exact and differs:
+            print("tokens differ", file=sys.stderr)
         return int((self.is_exact and differs) or bool(self.is_wrong and self.is_wrong(data)))
 
 

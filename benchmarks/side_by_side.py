@@ -2,11 +2,13 @@
 `cache_implementation="paged"` and `PagedEngine` on the same prompts, in turns, in two processes,
 one after the other.
 
-    python -m benchmarks.side_by_side [--only REGEX] [--quick] [--json PATH]
+    python -m benchmarks.side_by_side [--only REGEX] [--turns 8] [--processes 2] [--quick]
+                                      [--json PATH]
 
-Two workloads: all rows get 16 new tokens, or between 8 and 256 by row ("stragglers"). Medians over
-turns, and 95% intervals of our time over plain's. A target is met where the interval
-reaches it.
+Workloads: all rows get 16 new tokens, or between 8 and 256 by row ("stragglers"); encoder-decoders
+get 4 beams, too. "tiny" has 4 layers, "100M" about 100 million parameters, "full" the sizes of the
+checkpoint that the name tells. In float32. Medians over turns, and 95% intervals of plain's time
+over ours. A target is met where the interval reaches it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from benchmarks.systems import StopsAt
 
 
 class By(NamedTuple):
-    """A value by size: of tiny models, and of models with about 100 million parameters."""
+    """A value by size: of tiny models, and of large ones."""
 
     tiny: Any
     large: Any
@@ -175,6 +177,52 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+SHAPES |= {
+    "T5-small": (
+        "T5ForConditionalGeneration",
+        dict(
+            decoder_start_token_id=0,
+            d_model=By(64, 512),
+            d_kv=By(16, 64),
+            d_ff=By(128, 2048),
+            num_layers=By(4, 6),
+            num_heads=By(4, 8),
+            vocab_size=By(512, 32128),
+        ),
+    ),
+    "BART-base": (
+        "BartForConditionalGeneration",
+        dict(
+            decoder_start_token_id=1,
+            forced_eos_token_id=None,
+            d_model=By(64, 768),
+            encoder_layers=By(4, 6),
+            decoder_layers=By(4, 6),
+            encoder_attention_heads=By(4, 12),
+            decoder_attention_heads=By(4, 12),
+            encoder_ffn_dim=By(128, 3072),
+            decoder_ffn_dim=By(128, 3072),
+            vocab_size=By(512, 50265),
+        ),
+    ),
+    "Whisper-tiny": (
+        "WhisperForConditionalGeneration",
+        SHAPES["Whisper"][1]
+        | dict(
+            d_model=By(64, 384),
+            encoder_layers=By(2, 4),
+            decoder_layers=4,
+            encoder_attention_heads=By(4, 6),
+            decoder_attention_heads=By(4, 6),
+            encoder_ffn_dim=By(128, 1536),
+            decoder_ffn_dim=By(128, 1536),
+            vocab_size=By(512, 51865),
+            max_source_positions=By(100, 1500),
+        ),
+    ),
+}
+FULL = ("T5-small", "BART-base", "Whisper-tiny")
+"""Shapes whose large size is that of the checkpoint."""
 COMMON = dict(
     pad_token_id=0,
     bos_token_id=1,
@@ -187,6 +235,7 @@ IMAGE_TOKENS = 4  # of the picture before each prompt, for models that take one
 WORKLOADS = {
     "16 new": [16] * ROWS,
     "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)],
+    "16 new, 4 beams": [16] * ROWS,
 }
 
 
@@ -234,15 +283,20 @@ def prompts(model: Any, turn: int = 0) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The prompts as one left-padded batch."""
+def batch(model: Any, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The prompts as one batch, padded at the side where the model's tokenizer does."""
     width = max(row["input_ids"].shape[1] for row in rows) if "input_ids" in rows[0] else 0
 
     def wide(name: str, value: torch.Tensor) -> torch.Tensor:
         is_text = name in ("input_ids", "attention_mask", "mm_token_type_ids")
-        return pad(value, (width - value.shape[1], 0)) if is_text else value
+        missing = width - value.shape[1] if is_text else 0
+        return pad(value, (0, missing) if model.config.is_encoder_decoder else (missing, 0))
 
     return {name: torch.cat([wide(name, row[name]) for row in rows]) for name in rows[0]}
+
+
+def size_of(name: str, is_tiny: bool) -> str:
+    return "tiny" if is_tiny else "full" if name in FULL else "100M"
 
 
 def case_of(
@@ -251,14 +305,16 @@ def case_of(
     """Plain `generate`, the paged one and the engine on one model and one workload."""
     model = build(name, is_tiny)
     rows = prompts(model)
-    inputs = batch(rows)  # both change in each turn, so that prefix caches miss
+    inputs = batch(model, rows)  # both change in each turn, so that prefix caches miss
     lengths = [max(2, round(args.scale * length)) for length in WORKLOADS[workload]]
-    width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 1
+    width = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     # ends no row, but makes `generate` pad finished rows
     never = model.config.get_text_config().vocab_size - 1
     options: dict[str, Any] = dict(
         max_new_tokens=max(lengths), do_sample=False, eos_token_id=never, suppress_tokens=[never]
     )
+    if workload.endswith("beams"):
+        options["num_beams"] = 4
     engine = hf_paged.PagedEngine(model)
 
     def generate(**paged: Any) -> list[list[int]]:
@@ -290,7 +346,7 @@ def case_of(
     def timed(turn: int, system: str) -> runner.Turn:
         nonlocal rows, inputs
         rows = prompts(model, turn + 1)
-        inputs = batch(rows)
+        inputs = batch(model, rows)
         start = time.perf_counter()
         tokens = systems[system]()
         seconds = time.perf_counter() - start
@@ -298,7 +354,7 @@ def case_of(
         return runner.Turn(seconds, tokens, {"route": route.road if route else ""})
 
     arms = {system: functools.partial(timed, system=system) for system in systems}
-    size = "tiny" if is_tiny else "100M"
+    size = size_of(name, is_tiny)
     target = 1.3 if len(set(lengths)) > 1 else 1 / 1.1 if is_tiny else 1.0
     over = {"plain": dict.fromkeys(("generate", "engine"), target)}
     yield runner.Case(f"{name}, {size}, {workload}", arms, over)
@@ -309,8 +365,11 @@ def case_of(
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     for is_tiny in args.sizes:
         for workload in WORKLOADS:
-            for name in SHAPES:
-                if re.search(args.only, f"{name} {'tiny' if is_tiny else '100M'} {workload}"):
+            for name, (cls, _) in SHAPES.items():
+                has_beams = cls.endswith("ForConditionalGeneration") and name != "Qwen2.5-VL"
+                if workload.endswith("beams") and not has_beams:
+                    continue
+                if re.search(args.only, f"{name} {size_of(name, is_tiny)} {workload}"):
                     yield from case_of(args, name, is_tiny, workload)
 
 
@@ -318,11 +377,12 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Beyond plain decoders",
-    results=(("side_by_side-cpu",),),
+    results=(("side_by_side-cpu",), ("side_by_side-encoders-cpu",)),
     only="regular expression on the model's name, size and workload",
-    fixed={"sizes": (True, False), "turns": 8, "processes": 2, "scale": 1.0},
+    options={"--processes": runner.option("one after the other", type=int, default=2)},
+    turns=8,
+    fixed={"sizes": (True, False), "scale": 1.0},
     quick={"sizes": (True,), "turns": 1, "processes": 0, "scale": 0.1},
-    keeps=True,
 )
 main = BENCHMARK.main
 

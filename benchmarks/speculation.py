@@ -242,7 +242,7 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Several tokens per step",
-    results=(("speculation-cpu-1", "speculation-cpu-2"), ("speculation-stages-cpu",)),
+    results=(("speculation-cpu",),),
     notes=notes,
     turns=15,
     only="parts, by commas (all)",

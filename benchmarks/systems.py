@@ -4,11 +4,14 @@ tokens."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,6 +139,25 @@ class Generate(System):
             contiguous_bytes(shape, workload, part, model.dtype.itemsize)
             for part in self._parts(batch)
         )
+
+
+@dataclass(frozen=True)
+class InThreads(Generate):
+    """A web app: each prompt's call in a thread of its own, all at once."""
+
+    batch_size: int = 1
+
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        with ThreadPoolExecutor(len(batch.prompts)) as pool:
+            call = functools.partial(self._part, model, shape, workload)
+            answers = list(pool.map(call, self._parts(batch)))
+        return Answer(*(list(itertools.chain.from_iterable(parts)) for parts in zip(*answers)))
+
+    def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
+        if self.cache == "paged":
+            return super().kv_bytes(model, shape, workload, batch)
+        itemsize = model.dtype.itemsize
+        return sum(contiguous_bytes(shape, workload, part, itemsize) for part in self._parts(batch))
 
 
 @dataclass

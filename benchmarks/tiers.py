@@ -146,7 +146,7 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Prefixes from disk",
-    results=(("tiers-cpu-1", "tiers-cpu-2", "tiers-w3-cpu-1", "tiers-w3-cpu-2"),),
+    results=(("tiers-cpu",), ("tiers-w3-cpu",)),
     said=lambda args: f"{args.model}, a prompt of {args.tokens} tokens",
     options={
         "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},

@@ -1,5 +1,5 @@
-"""Inputs of `benchmarks.generate`: the workloads W1 to W6, the trace of arrivals, and the prompts
-of each repeat."""
+"""Inputs of `benchmarks.generate`: the workloads W1 to W6, W9 and W10, the trace of arrivals, and
+the prompts of each repeat."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Workload:
         batch_sizes (`tuple[int, ...]`): Batch sizes of plain `generate`; the fastest counts.
         repeats, fewest (`int`): Most and fewest turns of each system, as the run's time allows.
         processes (`int`): Number of processes; each takes this number of turns.
+        in_threads (`bool`): Whether callers come one by one, each prompt from a thread of its own.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Workload:
     repeats: int = 5
     fewest: int = 2
     processes: int = 1
+    in_threads: bool = False
 
     @property
     def rows_per_prompt(self) -> int:
@@ -152,6 +154,31 @@ WORKLOADS = {
         ),
     )
 }
+MORE = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "W9",
+            "8 threads with a prompt of 64 to 128 tokens each, 32 new tokens",
+            num_prompts=8,
+            prompt_lengths=(64, 128),
+            new_tokens=(32, 32),
+            target=2.5,
+            fewest=3,
+            in_threads=True,
+        ),
+        Workload(
+            "W10",
+            "one prompt of 8000 tokens, 32 new tokens",
+            num_prompts=1,
+            prompt_lengths=(8000, 8000),
+            new_tokens=(32, 32),
+            target=1.3,
+        ),
+    )
+}
+"""What else is measured in whole calls. (W7 and W8 are `benchmarks.speculation`'s.)"""
+ALL = WORKLOADS | MORE
 
 
 def texts(words: random.Random, lengths: Iterable[int], vocab: int) -> list[list[int]]:

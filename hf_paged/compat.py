@@ -261,10 +261,12 @@ OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
 if not _current_names:
     logger.warning(
         Topic.VERSIONS(
-            "transformers %s passes caches under a name that hf_paged does not know, so no cache is"
-            " paged: install a version from 5.17 to 5.24, or a newer hf_paged"
+            "`prepare_inputs_for_generation` of transformers %s has none of the arguments by which"
+            " hf_paged knows a cache (%s), so no cache is paged: install a version from 5.17 to"
+            " 5.24, or a newer hf_paged; or import hf_paged before code that replaces this method"
         ),
         transformers.__version__,
+        ", ".join(CACHE_NAMES),
     )
 
 

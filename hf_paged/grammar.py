@@ -114,13 +114,14 @@ class GrammarProcessor(LogitsProcessor):
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """Sets the EOS tokens, which are allowed once the text is complete. Raises `ValueError` for
-        `None`."""
-        if tokens is None:
+        """Sets the EOS tokens, which are allowed once the text is complete. Negative ids stand for
+        no token. Raises `ValueError` if there is none."""
+        ids = [] if tokens is None else [token for token in tokens.flatten().tolist() if token >= 0]
+        if not ids:
             raise ValueError(
                 "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
             )
-        self._stop_tokens = tokens.flatten().tolist()
+        self._stop_tokens = ids
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         vocab_size = self._vocab_size

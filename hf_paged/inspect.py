@@ -245,7 +245,7 @@ def print_report(report: Report) -> None:
         )
     if any(group.kind == "cross" for group in groups):
         lines.append("The encoder's output is assumed to be as long as the sequence.")
-    lines.append(f"Road: {report.route.road}: {report.route.reason}")
+    lines.append(f"Route: {report.route.road}: {report.route.reason}")
     if report.route.in_place:
         for group in groups:
             backends = ", ".join(f"{step}: {backend}" for step, backend in group.kernels.items())

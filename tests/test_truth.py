@@ -18,6 +18,7 @@ from benchmarks import generate, machine, readme, report, runner
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from benchmarks.sections import overview
 from hf_paged import PagedConfig
 from tests.support.rooms import needs_all_rooms
 
@@ -28,6 +29,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *sorted((ROOT / "docs" / "figures").glob("*.md")),
 ]
 # the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
 CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.23", "5.24", "0", "400", "500", "5"}
@@ -55,10 +57,10 @@ def test_figures_between_the_marks_are_those_of_the_results(path):
 
 @pytest.mark.slow
 def test_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
-    path = ROOT / "docs" / "benchmarks.md"
-    start, _ = readme.between(path.read_text(), "benchmarks")
+    path = ROOT / "docs" / "figures" / "features.md"
+    start, _ = readme.between(path.read_text(), "figures")
     changed = path.read_text()[:start] + path.read_text()[start:].replace("not met", "met")
-    copy = tmp_path / "benchmarks.md"
+    copy = tmp_path / "features.md"
     copy.write_text(changed)
     assert changed != path.read_text()
     monkeypatch.setattr(readme, "SECTIONS", {copy: readme.SECTIONS[path]})
@@ -149,12 +151,11 @@ def test_the_readme_is_short():
 
 
 def test_whole_calls_are_one_run_of_one_clean_revision():
-    data = report.result(readme.WHOLE_CALLS)
+    data = report.result(readme.WHOLE)
     assert data["facts"].get("tree", machine.CLEAN) == machine.CLEAN
     assert re.fullmatch("[0-9a-f]{7,40}", data["facts"]["revision"])
-    assert re.fullmatch(
-        r"python -m benchmarks\.generate --device cpu( --minutes \d+)?", data["command"]
-    )
+    assert data["command"].startswith("python -m benchmarks.generate --device cpu ")
+    assert "--quick" not in data["command"]
     shown = "\n".join(generate.BENCHMARK.shown([data]))
     for row in data["rows"]:
         for value in row["figures"].values():
@@ -163,6 +164,67 @@ def test_whole_calls_are_one_run_of_one_clean_revision():
         if row["seconds"]:
             assert f"| {row['case']} | {row['system']} | {len(row['seconds'])}, " in shown
     assert runner.targets(data["rows"]) in shown
+
+
+def test_the_first_page_of_the_figures_fits_a_screen():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    start, end = readme.between(text, "benchmarks")
+    shown = text[start:end]
+    assert shown.count("![") <= 3 and len(shown) < 3500
+    assert len(re.findall(r"[.;](?=\s)", re.sub(r"!\[.*", "", shown))) <= 16
+
+
+def test_the_six_rows_say_where_they_are_lost():
+    def row(case: str, system: str, seconds: float, held: float = 1.0) -> dict[str, Any]:
+        times, figures = [seconds] * 5, {"K/V, MiB": held}
+        return {"case": case, "system": system, "seconds": times, "over": {}, "figures": figures}
+
+    rows = [row("W1", "plain", 4.0), row("W1", "ours", 2.0, 0.5), row("W1", "vLLM", 1.0)]
+    rows += [row("W1", "llama.cpp", 3.0), row("W6", "plain", 1.0), row("W6", "ours", 1.25, 1.5)]
+    first, second = overview.beside(rows)
+    assert (first.speed.value, first.share, first.engine) == (2.0, 0.5, "vLLM")
+    assert first.over_engine.value == 0.5 and second.over_engine is None
+    said = overview.losses([first, second])
+    assert "slower than plain `generate` in W6; more memory than plain `generate` in W6" in said
+    assert "slower than another engine in W1 (vLLM, 2.00 times its time)" in said
+    assert overview.losses([first._replace(over_engine=None)]) == "It loses nowhere."
+    (data, shown) = report.result(readme.WHOLE), overview.headline()
+    for one in overview.beside(data["rows"]):
+        assert one.speed.text(2) in shown and f"{one.share:.0%}" in shown
+
+
+def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, capsys):
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def commit(name: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name} {len(list(tmp_path.rglob('*')))}")
+        git("add", ".")
+        git("commit", "-q", "-m", name)
+        return git("rev-parse", "--short", "HEAD")
+
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    git("init", "-q")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
+    monkeypatch.setattr(report, "RESULTS", results)
+    first = commit("hf_paged/kernels/__init__.py")
+    assert readme.main(["--fresh"]) == 1
+    assert "there is no run of benchmarks.all" in capsys.readouterr().out
+    for name in ("all", "lora-cpu"):
+        (results / f"{name}.json").write_text(f'{{"facts": {{"revision": "{first}"}}}}')
+    commit("docs/index.md")
+    assert readme.main(["--fresh"]) == 0
+    last = commit("hf_paged/batching/__init__.py")
+    assert readme.main(["--fresh"]) == 1
+    said = capsys.readouterr().out
+    assert f"lora-cpu.json is of revision {first}, before {last}" in said and "all.json" in said
+    (results / "all.json").write_text(f'{{"facts": {{"revision": "{last}"}}}}')
+    (results / "lora-cpu.json").write_text(f'{{"facts": {{"revision": "{last}+"}}}}')
+    assert [line.split()[0] for line in readme.stale()] == ["lora-cpu.json"]
 
 
 def test_what_is_missed_or_worse_is_shown():

@@ -70,7 +70,7 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
 
 
 def sections(data: Mapping[str, Any]) -> Iterator[str]:
-    """Of docs/benchmarks.md: the rows that have a published figure, of the tables that were run."""
+    """Of docs/figures/papers.md: the rows with a published figure, of the tables that were run."""
     for tables, title in (
         (
             PAGED_ATTENTION,

@@ -3,6 +3,7 @@ process, at the settings that were best for it."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import machine
+from benchmarks import machine, report
 from benchmarks.models import Shape, build
 from benchmarks.systems import Answer, NotAvailable, System
 from benchmarks.workloads import Batch, Workload
@@ -51,16 +52,22 @@ TITLES = {name: engine.title for name, engine in ENGINES.items()}
 
 def environment(name: str) -> Path:
     """Path of the Python in a peer's environment: `HF_PAGED_PEER_NAME` names one of your own, such
-    as a newer release that the package index does not have. Else `.venv-peer-NAME`, which is
-    created with the exact versions of `benchmarks/peers/NAME.txt`, from the package index. Raises
-    `NotAvailable` if they cannot be installed."""
-    if own := os.environ.get(f"HF_PAGED_PEER_{name.upper()}"):
-        return Path(own)
+    as a newer release that the package index does not have; `HF_PAGED_PEERS` the folder where all
+    of them are, as `.venv-peer-NAME`. Else `.venv-peer-NAME` of the checkout, which is created with
+    the exact versions of `benchmarks/peers/NAME.txt`, from the package index. Raises `NotAvailable`
+    if they cannot be installed."""
     wanted = _HERE / f"{name}.txt"
     if not wanted.exists():
         wanted = _HERE / f"{ENGINES[name].worker}.txt"
-    folder = _ROOT / f".venv-peer-{wanted.stem}"
+    if own := os.environ.get(f"HF_PAGED_PEER_{wanted.stem.upper()}"):
+        return Path(own)
+    shared = os.environ.get("HF_PAGED_PEERS")
+    folder = Path(shared or _ROOT) / f".venv-peer-{wanted.stem}"
     python, stamp = folder / "bin" / "python", folder / "installed.txt"
+    if shared and python.exists():
+        return python
+    if shared:
+        raise NotAvailable(f"not installed in {folder}")
     if not stamp.exists() or stamp.read_text() != wanted.read_text():
         _run("its packages cannot be installed", sys.executable, "-m", "venv", "--clear", folder)
         install = (python, "-m", "pip", "install", "-q", "--no-deps", "-r", wanted)
@@ -134,6 +141,8 @@ class Peer(System):
     def __init__(self, name: str, int8: bool = False) -> None:
         self.name, self.int8, self.settings = name, int8, ""
         self.is_peer = name == "llamacpp"  # the slow peer: it gets fewer turns
+        self._of: dict[str, Any] = {}
+        self._problem = ""  # of its start: it is not tried again
         self._process: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -154,10 +163,20 @@ class Peer(System):
         num_beams = workload.options.get("num_beams", 1)
         if reason := self.reason(model.device.type, num_beams):
             raise NotAvailable(reason)
-        if self._process is None:
-            shares = bool(workload.prefix) or workload.rows_per_prompt > 1
-            of = {"int8": self.int8, "shares": shares, "num_beams": num_beams}
-            self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model, of)
+        of = {"int8": self.int8, "shape": shape.name}
+        if self.name == "llamacpp":
+            of |= slots_of(workload)
+        if self._problem:
+            raise NotAvailable(self._problem)
+        if self._process is None or self._of != of:
+            self.free()
+            try:
+                self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model, of)
+            except Exception as error:
+                is_known = isinstance(error, NotAvailable)
+                self._problem = str(error) if is_known else report.failed(error)
+                raise
+            self._of = of
         asked = {"prompts": batch.prompts, "new_tokens": list(batch.new_tokens)}
         asked |= {"rows_per_prompt": workload.rows_per_prompt, "sampled": workload.sampled}
         return Answer(self._ask(json.dumps(asked | {"num_beams": num_beams}))["rows"], [])
@@ -180,19 +199,22 @@ class Peer(System):
             env={**variables, "OMP_NUM_THREADS": threads},
             start_new_session=True,  # what it starts ends with it
         )
+        atexit.register(self.free)  # where the run is interrupted
         self.settings = str(self._ask(None).get("settings", ""))
 
     def _ask(self, line: str | None) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdin is not None and self._process.stdout is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         if line is not None:
             print(line, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"its process ended with {self._process.wait()}")
-        found: dict[str, Any] = json.loads(answer)
+        ended = "" if answer else f"its process ended with {self._process.wait()}"
+        found: dict[str, Any] = {"error": ended} if ended else json.loads(answer)
         if "error" in found:
+            self.free()  # the next workload starts it again
             raise RuntimeError(found["error"])
+        os.killpg(self._process.pid, signal.SIGSTOP)  # until its next turn
         return found
 
     def free(self) -> None:
@@ -202,6 +224,15 @@ class Peer(System):
         if self._folder is not None:
             self._folder.cleanup()
         self._process = self._folder = None
+        self._of = {}
+
+
+def slots_of(workload: Workload) -> dict[str, int]:
+    """llama.cpp's: few compute a shared prefix less often, and a long prompt needs a large one."""
+    if workload.name == "W10":  # of its warm-up, too, which is shorter
+        return {"slots": 1, "slot_tokens": 8192}
+    is_shared = bool(workload.prefix) or workload.rows_per_prompt > 1
+    return {"slots": 8 if is_shared else 32, "slot_tokens": 1024}
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

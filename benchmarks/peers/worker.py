@@ -20,11 +20,6 @@ from typing import Any
 Batch = dict[str, Any]  # prompts, new_tokens (of each prompt), rows_per_prompt, sampled, num_beams
 Run = Callable[[Batch], list[list[int]]]
 NO_TOKEN = 1  # stop token for engines that require one; they are told to ignore it
-SHARED_SLOTS, SLOTS, SLOT_TOKENS = (
-    8,
-    32,
-    1024,
-)  # of llama.cpp; few compute a shared prefix less often
 
 
 def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, str]:
@@ -67,26 +62,18 @@ def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
 
 
 def vllm(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, str]:
-    """vLLM's offline `LLM`, compiled by default. Its beams need a tokenizer; else it has none."""
+    """vLLM's offline `LLM`, compiled by default. Its beams need a tokenizer."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
     import vllm as package
     from vllm.sampling_params import BeamSearchParams
 
-    has_beams = settings["num_beams"] > 1
-    if has_beams:
-        write_tokenizer(directory)
-    llm = package.LLM(
-        str(directory),
-        skip_tokenizer_init=not has_beams,
-        dtype="bfloat16",
-        max_model_len=4096,
-        disable_log_stats=True,
-    )
+    write_tokenizer(directory)
+    llm = package.LLM(str(directory), dtype="bfloat16", max_model_len=8192, disable_log_stats=True)
 
     def run(batch: Batch) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-        if has_beams:
+        if batch["num_beams"] > 1:
             params = BeamSearchParams(
                 beam_width=batch["num_beams"], max_tokens=max(batch["new_tokens"]), ignore_eos=True
             )
@@ -127,13 +114,13 @@ def llamacpp(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
     """llama.cpp's server, built for this processor, on a Llama written as GGUF in bfloat16."""
     from gguf_of_llama import write_gguf
 
-    slots = SHARED_SLOTS if settings["shares"] else SLOTS
+    slots = settings["slots"]
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
     command = [Path(sys.prefix) / "bin" / "llama-server", "--model", write_gguf(directory)]
     command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-ui"]
-    command += ["--parallel", slots, "--ctx-size", slots * SLOT_TOKENS, "--no-warmup"]
+    command += ["--parallel", slots, "--ctx-size", slots * settings["slot_tokens"], "--no-warmup"]
     command += ["--cache-type-k", "f16", "--cache-type-v", "f16"]
     command += ["--threads", threads, "--threads-batch", threads]
     server = subprocess.Popen([*map(str, command)], stdout=2)

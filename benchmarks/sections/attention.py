@@ -30,7 +30,7 @@ def attention(data: Data) -> str:
     ]
     about, *shown = ATTENTION_ALONE.section(), *ATTENTION_ALONE.shown([{**data, "rows": rows}])
     more = f"""Other heads, block sizes and contenders, the portable path and float32:
-        [{ATTENTION}.json](../benchmarks/results/{ATTENTION}.json)."""
+        [{ATTENTION}.json](../../benchmarks/results/{ATTENTION}.json)."""
     return "\n\n".join([about, *shown, flow(more)])
 
 

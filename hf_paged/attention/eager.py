@@ -4,6 +4,7 @@ symbolically, until it multiplies by the values. The backends then compute the r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -39,10 +40,23 @@ def with_key_len(step: StepMetadata) -> StepMetadata:
 
 def defer(*names: str) -> Callable[[Function], Function]:
     """Returns a decorator of the function that replaces the torch functions of these names if an
-    argument is a `DeferredTensor`."""
+    argument is a `DeferredTensor`. Their forms that write in place (`add_`, `__iadd__`) write the
+    result to the scores that they are called on."""
 
     def register(function: Function) -> Function:
-        DeferredTensor.functions.update(dict.fromkeys(names, function))
+        @functools.wraps(function)
+        def write(torch_function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(x, Scores):
+                raise NotPackable(
+                    f"`{torch_function.__name__}` writes to packed keys or values, or packed scores"
+                    " to a plain tensor"
+                )
+            return x.write(function(torch_function, x, *args, **kwargs))
+
+        for name in names:
+            DeferredTensor.functions[name] = function
+            DeferredTensor.functions[f"{name}_"] = write
+            DeferredTensor.functions[f"__i{name}__"] = write
         return function
 
     return register
@@ -54,8 +68,9 @@ class Scores(DeferredTensor):
 
     query: Tensor  # (heads, T, dim)
     key: RowTensor
-    scale: float
-    bias: Tensor | None  # with three axes that broadcast to (heads, T, key_len)
+    # what operations in place change, which tensors that share memory in PyTorch therefore share:
+    # "scale": float; "bias": Tensor with three axes that broadcast to (heads, T, key_len), or None
+    terms: dict[str, Any]
     is_softmax: bool
 
     @staticmethod
@@ -65,21 +80,19 @@ class Scores(DeferredTensor):
         key: RowTensor,
         dtype: torch.dtype,
         ndim: int,
-        scale: float = 1.0,
-        bias: Tensor | None = None,
+        terms: dict[str, Any],
         is_softmax: bool = False,
     ) -> Scores:
         shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
         scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
         scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
-        scores.scale, scores.bias, scores.is_softmax = scale, bias, is_softmax
+        scores.terms, scores.is_softmax = terms, is_softmax
         scores.arguments = {
             "query": query,
             "key": key,
             "dtype": dtype,
             "ndim": ndim,
-            "scale": scale,
-            "bias": bias,
+            "terms": terms,
             "is_softmax": is_softmax,
         }
         return scores
@@ -87,11 +100,17 @@ class Scores(DeferredTensor):
     def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
             raise NotPackable("a tensor is added to attention weights")
-        if bias is None:
-            return self
-        if self.bias is not None:
-            bias = self.bias + bias
-        return self.replace(bias=bias)
+        terms = self.terms.copy()
+        if bias is not None and terms["bias"] is not None:
+            bias = terms["bias"] + bias
+        if bias is not None:
+            terms["bias"] = bias
+        return self.replace(terms=terms)
+
+    def write(self, result: Scores) -> Scores:
+        """Writes the result of an operation on these scores to them, in place."""
+        self.terms.update(result.terms)
+        return self
 
 
 def flat(arguments: tuple[Any, ...]) -> tuple[int, ...]:
@@ -123,6 +142,7 @@ def _convert(
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
+    copies = False
     if is_one_dtype and not kwargs:
         dtype = args[0]
     else:
@@ -134,10 +154,13 @@ def _convert(
                 " returns no tensor"
             )
         dtype = converted.dtype
+        copies = converted is not empty
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if dtype is x.kind:
+    if dtype is x.kind and not copies:
         return x
+    if isinstance(x, Scores):
+        return x.replace(dtype=dtype, terms=x.terms.copy())
     return x.replace(dtype=dtype)
 
 
@@ -210,7 +233,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     query = left
     if ndim != 3:
         query = left.view(sizes[1:])
-    return Scores(query, right, left.dtype, ndim)
+    return Scores(query, right, left.dtype, ndim, {"scale": 1.0, "bias": None})
 
 
 @defer("baddbmm")
@@ -226,7 +249,7 @@ def _baddbmm(
     scores = _matmul(torch.bmm, batch1, batch2)
     if not isinstance(scores, Scores):
         raise NotPackable("a tensor is added to attention's output")
-    scores = scores.replace(scale=float(alpha))
+    scores.terms["scale"] = float(alpha)
     if beta == 0:  # torch ignores `x`, which may be uninitialised
         return scores
     if beta != 1:
@@ -234,7 +257,7 @@ def _baddbmm(
     return scores.add_bias(_bias(scores.key.step, x))
 
 
-@defer("mul", "rmul", "imul", "div", "truediv", "itruediv")
+@defer("mul", "rmul", "div", "truediv")
 def _scale(function: Any, scores: Any, factor: Any) -> Any:
     is_division = "div" in function.__name__
     if not isinstance(scores, Scores):
@@ -253,13 +276,13 @@ def _scale(function: Any, scores: Any, factor: Any) -> Any:
     factor = float(factor)
     if is_division:
         factor = 1 / factor
-    bias = scores.bias
+    bias = scores.terms["bias"]
     if bias is not None:
         bias = bias * factor
-    return scores.replace(scale=scores.scale * factor, bias=bias)
+    return scores.replace(terms={"scale": scores.terms["scale"] * factor, "bias": bias})
 
 
-@defer("add", "radd", "iadd")
+@defer("add", "radd")
 def _add(function: Any, scores: Any, other: Any) -> Any:
     if not isinstance(scores, Scores):
         scores, other = other, scores
@@ -292,7 +315,7 @@ def _clamp_min(function: Any, scores: Any, minimum: Any) -> Any:
         raise NotPackable(
             f"`{function.__name__}` with {minimum} is called on packed keys, values or scores"
         )
-    return scores
+    return scores.replace(terms=scores.terms.copy())
 
 
 @defer("softmax")
@@ -314,7 +337,7 @@ def _softmax(
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
-    return scores.replace(is_softmax=True, dtype=dtype or scores.kind)
+    return scores.replace(is_softmax=True, dtype=dtype or scores.kind, terms=scores.terms.copy())
 
 
 @defer("scaled_dot_product_attention")
@@ -338,7 +361,8 @@ def _sdpa(
         bias = key.step.plan(_bias, attn_mask)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    weights = scores.add_bias(bias).replace(scale=scale, is_softmax=True)
+    scores.terms.update(scale=scale, bias=bias)
+    weights = scores.replace(is_softmax=True)
     return _attend(_dropout(F.dropout, weights, dropout_p), value)
 
 
@@ -397,8 +421,8 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
         )
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
-    bias = weights.bias
-    call = AttentionCall(query, pair(key, value), step, weights.scale)
+    bias = weights.terms["bias"]
+    call = AttentionCall(query, pair(key, value), step, weights.terms["scale"])
     if bias is None:
         output = backends.attend(call)
     elif bias.shape[1] == 1:

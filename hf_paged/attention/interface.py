@@ -162,8 +162,9 @@ def _packed(
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
         raise NotPackable(
-            f"{type(module).__name__} uses attention features other than softcap and sinks, for"
-            " instance dropout"
+            "packed steps compute transformers' own attention, with softcap and sinks but without"
+            f" gradients, and {type(module).__name__} asks for something else, such as dropout, a"
+            " position bias or another attention function"
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(

@@ -219,14 +219,14 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 the model's; the engine then needs its own `tokenizer`.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary (not checked for a prompt
-                with `inputs` or for an encoder), messages without a chat template, an id in use, an
-                unknown adapter, or an adapter that only PEFT's own `generate` computes (aLoRA,
-                Poly); for arguments of the wrong type or outside their limits; for options that
-                contradict each other, that only `generate` serves or that the engine's config
-                decides; if the autocast dtype or the layers' windows have changed and requests are
-                unfinished; for a schema, expression or grammar that cannot be compiled, or with a
-                model that has no EOS token.
+            ValueError: for an empty prompt, ids outside the vocabulary (except a config's ids for
+                images and other media, if `inputs` has media), messages without a chat template, an
+                id in use, an unknown adapter, or an adapter that only PEFT's own `generate`
+                computes (aLoRA, Poly); for arguments of the wrong type or outside their limits; for
+                options that contradict each other, that only `generate` serves or that the engine's
+                config decides; if the autocast dtype or the layers' windows have changed and
+                requests are unfinished; for a schema, expression or grammar that cannot be
+                compiled, or with a model that has no EOS token.
             TypeError: for unknown arguments, such as generation options outside
                 `generation_config`.
             ImportError: for a schema, expression or grammar, if xgrammar is not installed.

@@ -296,6 +296,7 @@ class StepLoop:
                 # under the lock, since copies must be made before other threads change tables
                 if self.ledger.past_positions:
                     self._end_past_positions()
+                start = time.perf_counter()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFitsError as error:  # ends this request; the others continue
@@ -320,10 +321,9 @@ class StepLoop:
             logits = None
             if plan.sequences:
                 logits = self._run(plan)
-        now = time.perf_counter()
         for request in plan.admitted:
             if request.admitted_at is None:
-                request.admitted_at = now
+                request.admitted_at = start
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:

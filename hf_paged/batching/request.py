@@ -176,7 +176,8 @@ class Request:
     status: Status = Status.WAITING
     # the scheduler's sort key: (arrival number plus weighted priority, arrival number)
     key: tuple[float, int] = (0, 0)
-    admitted_at: float | None = None  # end of its first forward, in seconds of `perf_counter`
+    # start of its first step, in seconds of `perf_counter`; `None` until that step's forward ended
+    admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # tokens of its shortest sequence at the start
     num_open_rows: int = field(init=False)  # unfinished sequences, also those not forked yet
     # while its rows are recomputed: number of tokens that the first row computes for all of them

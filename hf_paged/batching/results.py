@@ -17,7 +17,7 @@ from ..model.registry import Route
 class Timings:
     """Times of a request, in seconds since it was added; `None` for events that did not happen."""
 
-    queued: float | None = None  # until the first forward that ran the request had ended
+    queued: float | None = None  # until the first step that computed it began
     first_token: float | None = None  # until its first new token
     total: float | None = None  # until it finished
 

@@ -145,8 +145,9 @@ class RequestStream:
             missing = self.unfinished - reporting
             if missing:
                 raise RuntimeError(
-                    f"requests {sorted(missing)} ended without a result: another thread has reused"
-                    " their ids or freed them"
+                    f"requests {sorted(missing)} are gone without a result: another thread has"
+                    " freed the engine or used their ids for new requests, or this process was"
+                    " forked after they had been added"
                 )
             try:
                 engine.step(span)

@@ -11,6 +11,7 @@ import logging
 import marshal
 import operator
 import random
+import re
 import weakref
 from typing import Any
 
@@ -31,26 +32,31 @@ _VERSION = operator.attrgetter("_version")
 
 _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
-# models for which a warning has been logged
-_warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# by model, the reasons for which a warning has been logged, without numbers: those of free memory
+# for instance vary
+_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards read values that earlier forwards wrote, so that a prefix's keys and values
-    depend on the earlier forwards. If so, logs a warning, once per model."""
+    depend on the earlier forwards. If so, logs a warning, once per model and reason."""
     name = notes_of(model).carried
     if name is None:
         return False
-    _warn_once(model, f"its forward reads `{name}`, which earlier forwards wrote")
+    _warn_once(
+        model,
+        f"its forward reads `{name}`, which earlier forwards wrote, so that the same tokens"
+        " may get other keys and values",
+    )
     return True
 
 
 def _warn_once(model: nn.Module, reason: object) -> None:
-    if model not in _warned:
-        _warned.add(model)
-        message = Topic.PREFIX_CACHE(
-            "prefix caching is off for this %s, since changes to it cannot be detected: %s"
-        )
+    reasons = _warned.setdefault(model, set())
+    key = re.sub(r"[\d.,]+", "", str(reason))
+    if key not in reasons:
+        reasons.add(key)
+        message = Topic.PREFIX_CACHE("prefix caching is off for this %s: %s")
         logger.warning(message, type(model).__name__, reason)
 
 
@@ -70,8 +76,8 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once
-    per model, if the model carries state or the fingerprint raises an error. `state`: the model's,
-    if it has just been read."""
+    per model and reason, if the model carries state or the fingerprint raises an error. `state`:
+    the model's, if it has just been read."""
     try:
         if carries_state(model):
             return None
@@ -81,7 +87,7 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if is_interrupt(error):
             raise
-        _warn_once(model, error)
+        _warn_once(model, f"changes to it cannot be detected ({error})")
         return None
 
 

@@ -3,16 +3,18 @@ generators. The prefix cache serves no model whose forwards read values that ear
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..interrupts import restoring
+from ..interrupts import is_interrupt, restoring
 from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
@@ -148,7 +150,7 @@ class Snapshot:
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
         """Restores everything in the copy but `NOTES`, and adds the differences to `writes`."""
-        changed = [(x, copy) for x, copy in self._copies if not _parts_are_equal(x, copy)]
+        changed = [(x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)]
         refilled = [
             (value, elements)
             for value, elements in self._containers.values()
@@ -159,12 +161,12 @@ class Snapshot:
             generator.set_state(state)
         for value, elements in refilled:
             _refill(value, elements)
-        for x, copy in changed:
+        for x, saved in changed:
             with torch.inference_mode(x.is_inference()), torch.no_grad():
-                if x.shape == copy.shape:
-                    x.copy_(copy)
+                if x.shape == saved.shape:
+                    x.copy_(saved)
                 else:  # resized
-                    x.set_(copy)
+                    x.set_(saved)
         for _, table, before in self._tables:
             notes = {name: x for name, x in table.items() if name in NOTES}
             restore_attributes(table, {**before, **notes})
@@ -265,14 +267,38 @@ def copy_value(value: Any) -> Any:
 
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `function` to a value, or to the elements of a container."""
+    """Applies `function` to a value, or to the elements of a container, of which a copy of the same
+    class is returned (with the factory of a `defaultdict`, and the `maxlen` of a deque)."""
+    if not isinstance(value, CONTAINERS):
+        return function(value)
+    result: Any = value
+    try:
+        result = copy.copy(value)
+    except Exception as error:  # user code
+        if is_interrupt(error):
+            raise
+    if result is value or type(result) is not type(value):
+        result = _plain_copy(value)
+    # by methods of the base class, since user code may disallow its own
     if isinstance(value, dict):
-        values = map(function, value.values())
-        return dict(zip(value, values))
-    if isinstance(value, CONTAINERS):
-        kind = type(value)
-        return kind(map(function, value))
-    return function(value)
+        dict.update(result, zip(value, map(function, value.values())))
+    elif isinstance(value, list):
+        list.__setitem__(result, slice(None), map(function, value))
+    elif isinstance(value, set):
+        elements = list(map(function, value))
+        set.clear(result)
+        set.update(result, elements)
+    else:
+        elements = list(map(function, value))
+        deque.clear(result)
+        deque.extend(result, elements)
+    return result
+
+
+def _plain_copy(value: Any) -> Any:
+    """Copies a container of a user's class to one of the base class."""
+    (kind, *_) = (kind for kind in CONTAINERS if isinstance(value, kind))
+    return kind(value)
 
 
 def alter_value(value: Any) -> Any:

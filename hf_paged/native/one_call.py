@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..attention.switch import NAME
-from ..batching.decoding.prepare import num_embeddings
+from ..batching.decoding.vocabulary import num_embeddings
 from ..batching.prompt_forms import prompt_ids
 from ..config import PagedConfig
 from ..interrupts import guarded

@@ -228,6 +228,12 @@ def _is_regular(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode)
 
 
+def _version(path: Path) -> tuple[int, ...]:
+    """Returns numbers that differ if the file at the path is written anew. Raises `OSError`."""
+    status = os.stat(path, follow_symlinks=False)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -274,22 +280,25 @@ class DiskFolder:
         self.is_off = False
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
-        self._unreadable: set[str] = set()  # names of files that can be neither read nor deleted
+        # files that can be neither read nor deleted, with their `_version` as they were read
+        self._unreadable: dict[Path, tuple[int, ...] | None] = {}
         # by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights: str | None, name: str) -> bool:
         """Whether a file not known to be unreadable exists for `weights` (`None`: for any)."""
-        if self.is_off or name in self._unreadable:
+        if self.is_off:
             return False
         try:
             if weights is not None:
-                return _is_regular(self._file(weights, name))
+                path = self._file(weights, name)
+                return _is_regular(path) and not self._is_unreadable(path)
             # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
             folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
-            return any(os.path.isfile(folder / f"{name}{SUFFIX}") for folder in folders)
+            paths = (folder / f"{name}{SUFFIX}" for folder in folders)
+            return any(os.path.isfile(path) and not self._is_unreadable(path) for path in paths)
         except (FileNotFoundError, NotADirectoryError, MemoryError):
             return False
         except OSError as error:
@@ -309,7 +318,9 @@ class DiskFolder:
         if self.is_off:
             return None
         path = self._file(weights, name)
+        version: tuple[int, ...] | None = None
         try:
+            version = _version(path)
             if not _is_regular(path):
                 raise CorruptFileError("it is not a regular file")
             with contextlib.closing(BlockFile(path)) as file:
@@ -320,7 +331,7 @@ class DiskFolder:
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
-            self._unreadable.add(name)
+            self._unreadable[path] = version
             if isinstance(error, OSError) and error.errno not in _ONE_FILE_ERRNOS:
                 self._turn_off(error)
             elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):
@@ -330,11 +341,11 @@ class DiskFolder:
                 )
             return None
         except CorruptFileError as error:
-            self._unreadable.add(name)
+            self._unreadable[path] = version
             self._warn("corrupt", f"{path} is dropped, so its tokens are computed: {error}")
             with contextlib.suppress(OSError):
                 path.unlink()
-                self._unreadable.discard(name)
+                self._unreadable.pop(path, None)
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
@@ -366,7 +377,7 @@ class DiskFolder:
                     f"`disk_bytes` ({self.max_bytes:,}) is used, and no file can be deleted"
                 )
             write_private(path, content)
-            self._unreadable.discard(name)
+            self._unreadable.pop(path, None)
             self.num_bytes += len(content)
             self._num_bytes_written += len(content)
         except Exception as error:  # no such folder, no permission, no space, no memory
@@ -381,6 +392,15 @@ class DiskFolder:
                 f" seconds{full_note}: {_describe(error)}. Before the next attempt, free space"
                 " there, let this process write there, or set another `disk_path`",
             )
+
+    def _is_unreadable(self, path: Path) -> bool:
+        """Whether reading this file failed, and nobody has written it anew since."""
+        if path not in self._unreadable:
+            return False
+        try:
+            return _version(path) == self._unreadable[path]
+        except OSError:
+            return True
 
     def _file(self, weights: str, name: str) -> Path:
         return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"

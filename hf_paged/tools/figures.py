@@ -15,9 +15,9 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
     if stats.plain_bytes:
         share = f"{stats.call_bytes / stats.plain_bytes:.0%}"
         figures["last call: keys and values at the peak"] = (
-            f"{format_bytes(stats.call_bytes)} ({share} of plain's)"
+            f"{format_bytes(stats.call_bytes)} ({share} of plain `generate`)"
         )
-        figures["last call: plain's cache at its end"] = format_bytes(stats.plain_bytes)
+        figures["last call: cache of plain `generate`"] = format_bytes(stats.plain_bytes)
     pool_figures = {
         "bytes held by the pool": format_bytes(stats.held_bytes),
         "blocks cached for later prompts": f"{stats.cached_blocks:,}",
@@ -29,7 +29,7 @@ def common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[st
     """Returns the figures that a memory and an engine share. `limit` follows the block counts."""
     figures = {
         "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
-        "of them shared": f"{stats.shared_blocks:,}",
+        "blocks that several sequences share": f"{stats.shared_blocks:,}",
         "bytes used, at the peak": (
             f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}"
         ),

@@ -85,23 +85,24 @@ def fit_blocks(
     device: torch.device,
 ) -> PagedConfig:
     """Returns `config` with the smallest block size at which, in half precision, one head's keys in
-    a block fill whole pages or, if pages are large, the keys and values of all heads do. Returns
-    `config` itself if its size is larger, even if that fills no pages, or if it has another
-    storage. Raises `ValueError` if pages cannot be mapped, or are too large for any block size."""
+    a block fill whole pages or, if pages are large, all heads of a layer's tensor do. Returns
+    `config` itself if its size is larger, which fills pages, too, since sizes and pages are powers
+    of two; or if it has another storage. Raises `ValueError` if pages cannot be mapped, or are too
+    large for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
-    num_heads, head_dim = _kv_shape(model_config)
+    num_heads, head_dim = _block_shape(model_config)
     head_bytes = 2 * head_dim  # of a token
     num_tokens = page_bytes // math.gcd(page_bytes, head_bytes)
     if num_tokens > MAX_BLOCK_SIZE:
-        token_bytes = 2 * num_heads * head_bytes
+        token_bytes = num_heads * head_bytes
         num_tokens = page_bytes // math.gcd(page_bytes, token_bytes)
     if num_tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
             f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, and no block of at most"
-            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} KV heads of {head_dim},"
-            " fills whole pages: lower `page_bytes`"
+            f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} x {head_dim} numbers"
+            " each, fills whole pages: lower `page_bytes`"
         )
     size = config.block_size  # "auto" is replaced by the smallest size that fills pages
     if not isinstance(size, str) and size >= num_tokens:
@@ -109,18 +110,18 @@ def fit_blocks(
     return dataclasses.replace(config, block_size=num_tokens)
 
 
-def _kv_shape(config: Any) -> tuple[int, int]:
-    """Returns the number of KV heads and the head dim; where layers differ, the greatest common
-    divisor of each."""
+def _block_shape(config: Any) -> tuple[int, int]:
+    """Returns the number of heads in a layer's block tensor, and their dim; where layers differ,
+    the greatest common divisor of each. A tensor has keys and values, unless their dims differ."""
     text_config = None
     if config is not None:
         text_config = config.get_text_config(decoder=True)
     layer_configs = compat.layer_configs(text_config)
-    head_counts, head_dims = zip(*map(_kv_shape_of_layer, layer_configs))
+    head_counts, head_dims = zip(*map(_block_shape_of_layer, layer_configs))
     return math.gcd(*head_counts), math.gcd(*head_dims)
 
 
-def _kv_shape_of_layer(config: Any) -> tuple[int, int]:
+def _block_shape_of_layer(config: Any) -> tuple[int, int]:
     num_heads = getattr(config, "num_attention_heads", None) or 1
     latent_dim = getattr(config, "kv_lora_rank", None)
     if isinstance(latent_dim, int):
@@ -132,8 +133,11 @@ def _kv_shape_of_layer(config: Any) -> tuple[int, int]:
         head_dim = (hidden_size or 64 * num_heads) // num_heads
     if not isinstance(head_dim, int):
         head_dim = 64
-    num_kv_heads = getattr(config, "num_key_value_heads", None)
-    return num_kv_heads or num_heads, head_dim
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    value_dim = getattr(config, "v_head_dim", None)
+    if isinstance(value_dim, int) and value_dim != head_dim:
+        return num_kv_heads, math.gcd(head_dim, value_dim)
+    return 2 * num_kv_heads, head_dim
 
 
 class LayerRows:

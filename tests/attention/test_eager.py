@@ -11,13 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import BloomForCausalLM
+from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from hf_paged import kernels
+from hf_paged import kernels, last_route
 from hf_paged.attention import eager
 from hf_paged.attention.eager import with_key_len
 from hf_paged.cache.handles import RowTensor
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
 from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built, Case
+from tests.support import models
+from tests.support.architecture_configs import tiny_model
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -79,7 +83,35 @@ def gptj(x: Mine) -> Tensor:
     return torch.matmul(torch.nn.Softmax(dim=-1)(scores).type_as(x.value), x.value)
 
 
-WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj]
+def in_place(x: Mine) -> Tensor:
+    """Statements whose results are not used, on the scores or on a view of them."""
+    scores = x.query @ x.key.transpose(-1, -2)
+    view = scores.view(scores.shape[1:])
+    view.mul_(0.4).add_(x.alibi)
+    scores.div_(1.5)
+    scores.masked_fill_(~x.sees, LOWEST).clamp_min_(LOWEST)
+    return F.softmax(view.view(scores.shape), -1) @ x.value
+
+
+def copies_in_place(x: Mine) -> Tensor:
+    """Copies of the scores change, which the scores do not."""
+    scores = x.query @ x.key.transpose(-1, -2)
+    for copy in (
+        scores + x.mask,
+        scores.masked_fill(~x.sees, LOWEST),
+        scores.clamp_min(LOWEST),
+        scores.to(torch.float64),
+        scores.to(scores.dtype, copy=True),
+    ):
+        copy += x.alibi[None].to(copy.dtype)
+        copy *= 3
+    masked = scores + x.mask
+    weights = F.softmax(masked, dim=-1)
+    masked.mul_(2)
+    return weights @ x.value
+
+
+WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj, in_place, copies_in_place]
 
 
 def packed(case: Case) -> tuple[Built, Mine]:
@@ -165,6 +197,12 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "written elsewhere": lambda x: torch.softmax(
         x.query @ x.key.transpose(-1, -2), -1, out=torch.empty(0)
     ),
+    "keys in place": lambda x: x.key.transpose_(-1, -2),
+    "weights in place": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).mul_(2),
+    "scores into a mask": lambda x: x.mask.clone().add_(x.query @ x.key.transpose(-1, -2)),
+    "scores into a buffer": lambda x: torch.empty(4, 8, 8).baddbmm_(
+        x.query[0], x.key.reshape(x.key.shape[1:]).transpose(1, 2)
+    ),
     "copied": lambda x: x.query.to(x.key, copy=True),
 }
 
@@ -223,3 +261,41 @@ def test_steps_that_show_no_rows() -> None:
         with_key_len(StepMetadata.rectangle(tables, (), 8, query_len=2, lengths=lengths))
     decodes = StepMetadata.rectangle(tables, (), 8, lengths=lengths)
     assert with_key_len(decodes).key_len == 8  # what the tables have room for
+
+
+class InPlaceAttention(BloomAttention):
+    """Bloom's attention with statements that write to the scores."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        scores = query @ key.transpose(-1, -2)
+        scores.mul_(self.inv_norm_factor)
+        scores.add_(alibi.view(query.shape[0], self.num_heads, 1, -1))
+        if attention_mask is not None:
+            scores.add_(attention_mask)
+        output = self._merge_heads((F.softmax(scores, dim=-1) @ value).flatten(0, 1))
+        return residual + self.dense(output), None
+
+
+@pytest.mark.parametrize("paged", [models.PAGED, models.UNRECORDED], ids=["recorded", "forwards"])
+def test_a_model_that_writes_to_its_scores_gets_plain_tokens(paged: dict[str, Any]) -> None:
+    model = tiny_model(BloomForCausalLM)
+    for module in model.modules():
+        if type(module) is BloomAttention:
+            module.__class__ = InPlaceAttention
+    inputs = models.padded_prompt("llama")
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(**inputs, **options, **paged)
+    route = last_route(model)
+    assert route is not None and route.reason.startswith("packed forwards"), route
+    assert torch.equal(tokens, model.generate(**inputs, **options))

@@ -107,7 +107,7 @@ def test_a_device_without_kernels_slows_the_call(monkeypatch: pytest.MonkeyPatch
         backends.unsupported_reasons.reset(token)
     (reason,) = reasons
     assert reason.startswith(
-        "decode steps gather keys and values on meta: the Triton kernels do not run there"
+        "decode steps gather keys and values on meta: the Triton kernels do not run on this device"
     )
 
 

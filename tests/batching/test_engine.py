@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import sys
+import time
 import types
 from typing import Any
 
@@ -261,6 +262,23 @@ def test_logprobs_and_scores_of_beams() -> None:
         torch.testing.assert_close(
             got[:, 1], transitions[row, : len(sequence.token_ids)], atol=1e-4, rtol=1e-4
         )
+
+
+def test_a_request_is_queued_until_its_first_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[float] = []
+    with engine_of() as engine:
+        engine.add_request(prompts(9)[0], GREEDY, request_id="a")
+        added = engine._core.requests["a"]._added_at
+        runner = engine._core.loop.executor.runner
+        run = runner.run
+
+        def timed(*args: Any) -> Any:
+            begun.append(time.perf_counter())
+            return run(*args)
+
+        monkeypatch.setattr(runner, "run", timed)
+        timings = run_all(engine)["a"].timings
+    assert 0 <= timings.queued <= begun[0] - added < timings.first_token
 
 
 def test_fields_of_a_result() -> None:

@@ -54,7 +54,7 @@ def test_a_worker_answers_in_its_own_process(
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
     model, batch = build(shape, "cpu", torch.bfloat16), workload.batch(0, shape.vocab)
-    system = systems_for(workload, None, True, ["vllm"])["vLLM"]
+    system = systems_for(workload, None, True, [peers.Peer("vllm")])["vLLM"]
     expected = [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
     assert (
         system(model, shape, workload, batch).rows
@@ -88,7 +88,9 @@ def test_a_peer_makes_its_own_8_bit_weights(
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=True), workload.batch(0, shape.vocab)
     assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
-    systems = systems_for(workload, None, True, ["openvino", "vllm"], int8=True)
+    systems = systems_for(
+        workload, None, True, [peers.Peer(name, int8=True) for name in ("openvino", "vllm")]
+    )
     rows = systems["OpenVINO GenAI"](model, shape, workload, batch).rows
     assert rows == [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
     systems["OpenVINO GenAI"].free()

@@ -183,13 +183,23 @@ def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             engine.add_request([5, 6], GREEDY, **asked)
         assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
-        with pytest.raises(ValueError, match="set `eos_token_id`"):
-            engine.add_request([5, 6], {"max_new_tokens": 4}, regex="a")
+        for none in ({}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [-1]}):
+            with pytest.raises(ValueError, match="set `eos_token_id`"):
+                engine.add_request([5, 6], {"max_new_tokens": 4, **none}, regex="a")
     with (
         hf_paged.PagedEngine(get("llama")) as engine,
         pytest.raises(ValueError, match="`tokenizer=`"),
     ):
         engine.add_request([5, 6], GREEDY, regex="a")
+
+
+def test_a_negative_eos_token_is_none() -> None:
+    """Beside another one, which alone ends the text."""
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        options = {**GREEDY, "eos_token_id": [-1, EOS]}
+        (result,) = engine.generate([[5, 6]], options, regex="abc")
+        assert result.error is None, result.error
+    assert result.text == "abc" and result.finish_reason == "eos"
 
 
 @pytest.mark.slow

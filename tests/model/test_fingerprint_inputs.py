@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_paged
 from hf_paged import PagedEngine
+from hf_paged.model import state
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -93,13 +94,29 @@ def test_what_cannot_be_read_is_not_kept_and_said_once(
         record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
     ]
     assert told == [
-        "prefix caching is off for this LlamaForCausalLM, since changes to it cannot be detected: a"
-        " tensor of type Sealed, which has no `__tensor_flatten__`"
+        "prefix caching is off for this LlamaForCausalLM: changes to it cannot be detected (a"
+        " tensor of type Sealed, which has no `__tensor_flatten__`)"
         " [troubleshooting.md#prefix-cache]"
     ]
     del model.model.layers[0].scales
     with PagedEngine(model, {"block_size": 8}) as engine:
         assert [paged(engine)[1] for _ in range(2)] == [0, HITS]
+
+
+def test_each_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers in it, such as those of free memory, make no other reason."""
+    model = models.build("llama")
+    with caplog.at_level(logging.WARNING, "hf_paged"):
+        for _ in range(2):
+            for reason in ("a hook", "out of memory: 3.5 MiB free", "out of memory: 17 MiB free"):
+                state._warn_once(model, ValueError(reason))
+        state._warn_once(models.build("llama"), "a hook")
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split("LlamaForCausalLM: ")[1].split(" [")[0] for message in told] == [
+        "a hook",
+        "out of memory: 3.5 MiB free",
+        "a hook",
+    ]
 
 
 class Wrapped(torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -300,3 +300,42 @@ def test_a_table_that_the_first_forward_makes_is_part_of_the_model() -> None:
     before = fingerprint(model)
     module.table += 1
     assert fingerprint(model) != before
+
+
+class Counted(dict[str, Any]):
+    """A container that must be made with an argument."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Uncopied(list[int]):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a user's container without copies")
+
+
+class Single(dict[str, int]):
+    def __copy__(self) -> Any:
+        return self
+
+
+def test_copies_of_containers_keep_their_class() -> None:
+    missing = defaultdict(list, {"a": torch.zeros(1)})
+    counted = Counted("mine")
+    counted["a"] = 1
+    recent = deque([1, 2], maxlen=2)
+    originals = [missing, OrderedDict(b=2, a=1), Counter("aab"), counted, recent, {1, 2}, [1]]
+    for original in originals:
+        for copied in (writes.copy_value(original), writes.alter_value(original)):
+            assert type(copied) is type(original) and len(copied) == len(original)
+        assert writes.values_are_equal(original, writes.copy_value(original))
+        assert not writes.values_are_equal(original, writes.alter_value(original))
+    altered = writes.alter_value(missing)
+    assert altered["new"] == [] and altered["a"].item() == 1 and missing["a"].item() == 0
+    assert writes.copy_value(counted).name == "mine"
+    assert writes.copy_value(recent).maxlen == 2
+    assert writes.alter_value(OrderedDict(b=2, a=1)) == OrderedDict(b=3, a=2)
+    assert writes.alter_value(Uncopied([1])) == [2]
+    single = Single(a=1)
+    assert writes.alter_value(single) == {"a": 2} and single == {"a": 1}

@@ -192,6 +192,32 @@ def test_a_file_of_other_content_is_dropped_and_can_be_written_again(
     assert_same(folder.read(WEIGHTS, NAME, LIKE), layers())
 
 
+def test_a_file_that_another_process_writes_anew_is_read(
+    folder: DiskFolder, tmp_path: Path, monkeypatch: Any
+) -> None:
+    ours = opened(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_operation(patch, tmp_path, "open", "EACCES")
+        assert ours.read(WEIGHTS, NAME, LIKE) is None
+    assert not ours.has(WEIGHTS, NAME) and not ours.has(None, NAME)
+    folder.write(WEIGHTS, NAME, layers())
+    assert ours.has(WEIGHTS, NAME) and ours.has(None, NAME)
+    assert ours.read(WEIGHTS, NAME, LIKE) is not None
+
+
+def test_a_file_is_not_blamed_for_one_of_other_weights(
+    folder: DiskFolder, tmp_path: Path, monkeypatch: Any
+) -> None:
+    others = "3" * 32
+    folder.write(others, NAME, layers())
+    with monkeypatch.context() as patch:
+        fail_operation(patch, tmp_path, "open", "EACCES")
+        assert folder.read(WEIGHTS, NAME, LIKE) is None
+    assert not folder.has(WEIGHTS, NAME)
+    assert folder.has(others, NAME) and folder.has(None, NAME)
+    assert folder.read(others, NAME, LIKE) is not None
+
+
 def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
     """What another process writes counts."""
     folders = [opened(tmp_path, 10 * NUM_BYTES) for _ in range(2)]

@@ -115,9 +115,9 @@ def test_of_memory_stats() -> None:
     shown = figures(stats._repr_html_())
     share = stats.call_bytes / stats.plain_bytes
     assert share < 0.9 and shown["last call: keys and values at the peak"].endswith(
-        f"({share:.0%} of plain's)"
+        f"({share:.0%} of plain `generate`)"
     )
-    assert shown["last call: plain's cache at its end"] == format_bytes(stats.plain_bytes)
+    assert shown["last call: cache of plain `generate`"] == format_bytes(stats.plain_bytes)
     text = str(stats)
     assert (
         all(label in text and value in text for label, value in shown.items())

@@ -272,7 +272,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([saved_test_model(tmp_path, name), "--length", "100", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    for part in (models.CONFIGS[name][0], "a token", "100 tokens", "Road", "Kernels", "decode: "):
+    for part in (models.CONFIGS[name][0], "a token", "100 tokens", "Route", "Kernels", "decode: "):
         assert part in printed
     assert ("cross attention" in printed) == (name == "t5")
     assert max(map(len, printed.splitlines())) <= 80

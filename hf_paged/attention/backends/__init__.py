@@ -54,11 +54,11 @@ def select(call: AttentionCall) -> ModuleType:
             return backend
     elif is_cpu:
         reason = (
-            "the C++ kernel is unavailable: HF_PAGED_CPP=0 is set, or the log says why it could not"
-            " be built or loaded"
+            "the C++ kernel is unavailable: HF_PAGED_CPP=0 is set, or it could not be built or"
+            " loaded, or its results differ from PyTorch's. The log says which"
         )
     else:
-        reason = "the Triton kernels do not run there, and the log says why"
+        reason = "the Triton kernels do not run on this device. The log says why"
     if backend is triton:
         log_once(
             Topic.GATHERED(

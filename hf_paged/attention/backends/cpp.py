@@ -68,10 +68,12 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
             if not torch.allclose(output, expected, rtol=tolerance, atol=tolerance):
                 logger.warning(
                     Topic.CPP_KERNELS(
-                        "hf_paged runs without its C++ attention kernel, on the slower portable"
-                        " path: as built by this compiler for this CPU, its results differ from"
-                        " PyTorch's. Set CXX to another compiler"
-                    )
+                        "hf_paged runs without its C++ attention kernel%s, on the slower portable"
+                        " path: on this CPU, the kernel's results differ from PyTorch's. If it was"
+                        " compiled here and is not part of the installed wheel, set CXX to another"
+                        " compiler"
+                    ),
+                    "" if codes is None else f" for blocks of {codes}",
                 )
                 return False
     return True
@@ -111,7 +113,10 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
     codes = call.blocks.quantized_dtype
     if codes is not None and not _agrees_in_thread(codes):
-        return f"the C++ kernel's results for blocks of {codes} differ from PyTorch's"
+        return (
+            f"the C++ kernel is not used for blocks of {codes}: its results differ from PyTorch's,"
+            " or could not be compared with them. The log says which"
+        )
     try:
         _kernel(call)
     except TypeError as error:

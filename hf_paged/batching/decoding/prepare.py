@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -44,6 +43,7 @@ from .base import LoopInputs
 from .beam import BeamDecoding
 from .sample import SampleDecoding
 from .stop_strings import StopStrings
+from .vocabulary import check_vocabulary
 
 Keywords = dict[str, Any]
 
@@ -134,10 +134,12 @@ def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
             raise
     finally:
         capturing.reset(token)
-    if len(capture.calls) != 1:
+    num_loops = len(capture.calls)
+    if num_loops != 1:
         raise ServedByGenerateError(
-            f"`generate` of {type(model).__name__} runs more than one decoding loop, and an"
-            ' engine\'s request has one: call `model.generate(..., cache_implementation="paged")`'
+            f"`generate` of {type(model).__name__} runs {num_loops or 'none'} of transformers'"
+            " decoding loops for this prompt, and an engine's request needs exactly one: call"
+            ' `model.generate(..., cache_implementation="paged")`'
         )
     return capture.calls[0]
 
@@ -163,8 +165,8 @@ def request_decoding(
     """Prepares the decoding of one prompt with the model's own methods; the decoding sends only new
     tokens to the streamer. Also returns the captured loop call for a model with an encoder or a
     prompt with inputs besides token ids, and otherwise `None`. Raises `ValueError` for an empty
-    prompt, for ids outside the vocabulary (if the loop call is not captured), and for options that
-    only `generate` serves or that `generate` rejects."""
+    prompt, for ids outside the vocabulary (`check_vocabulary`), and for options that only
+    `generate` serves or that `generate` rejects."""
     generator = None
     if options.seed is not None:
         # the range of `torch.manual_seed`
@@ -199,6 +201,7 @@ def request_decoding(
                 f"`stop_strings` is {shown(stop_strings)}, which needs a tokenizer: make the engine"
                 " with `tokenizer=`"
             )
+    check_vocabulary(model, input_ids, options.inputs)
     has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
     prepare = _prepared_request if has_only_ids else _captured_request
     call = prepare(model, input_ids, keywords, options, tokenizer)
@@ -225,15 +228,6 @@ def _prepared_request(
 ) -> LoopCall:
     """Prepares the loop call of a prompt of token ids as `generate` does, without calling
     `generate`."""
-    last_id = num_embeddings(model) - 1
-    lowest = min(input_ids)
-    highest = max(input_ids)
-    if lowest < 0 or highest > last_id:
-        invalid = lowest if lowest < 0 else highest
-        raise ValueError(
-            f"token id {invalid} is outside the vocabulary: ids from 0 to {last_id} have an"
-            " embedding"
-        )
     ids = _ids_tensor(model, input_ids)
     assistant_options: Keywords = {}
     if options.assistant_model is not None:
@@ -459,12 +453,3 @@ def _prepared_config(
     )
     compat.validate_generated_length(model, config, length, has_default_max)
     return config
-
-
-def num_embeddings(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
-    if it is unknown."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
-        return sys.maxsize

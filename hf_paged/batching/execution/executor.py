@@ -31,7 +31,7 @@ from ...switches import NOTHING
 from ...threads import step_lock
 from ...topics import Topic
 from ..decoding.base import Fetch, LogitRows
-from ..decoding.prepare import num_embeddings
+from ..decoding.vocabulary import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler

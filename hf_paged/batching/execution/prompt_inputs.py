@@ -28,7 +28,7 @@ COMMON_INPUTS = {
     "position_ids",
 }
 # words in the config's names for tokens that stand for media, or that mark their start or end
-_MEDIA_WORDS = (
+MEDIA_WORDS = (
     "image",
     "video",
     "audio",
@@ -170,7 +170,7 @@ class PromptInputs:
         attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
             is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
-            if is_token and any(word in name for word in _MEDIA_WORDS):
+            if is_token and any(word in name for word in MEDIA_WORDS):
                 content |= ids == value
         content &= padding_mask(self.paddings, self.length, ids.device)
         # without placeholders, inputs other than token types may belong to any token

@@ -149,18 +149,13 @@ class RequestQueue:
         is_alone: bool,
     ) -> bool:
         """Calls `Preemption.admit`, through `Adapters.admit` if the request's adapter takes memory
-        of the pool; returns whether the request fits. If it raises `OutOfBlocksError`, the request
-        holds no blocks, and will be recomputed."""
+        of the pool; returns whether the request fits."""
         admit = functools.partial(
             self.preemption.admit, request, max_chunk_tokens, num_reserved_blocks, is_alone
         )
-        try:
-            if not request.adapter_bytes:
-                return admit()
-            return self.adapters().admit(request, admit)
-        except OutOfBlocksError:
-            self.preemption.reset(request)
-            raise
+        if not request.adapter_bytes:
+            return admit()
+        return self.adapters().admit(request, admit)
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Returns the error of a step that schedules nothing because `request` needs more blocks

@@ -146,6 +146,7 @@ class Scheduler:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
+            self.timeline.record_waiting(first)  # its swapped blocks may have been freed
             latest_first = reversed(self.queue.running)
             may_run = self.queue.may_run
             idle_requests = (
@@ -417,6 +418,7 @@ class Scheduler:
             self._preempt(request, keep_kv=False)
         for request in self.queue.waiting:
             self.preemption.reset(request)
+            self.timeline.record_waiting(request)
         return self._scheduled.preempted
 
     def _requeue(self, request: Request, keep_kv: bool = False) -> None:

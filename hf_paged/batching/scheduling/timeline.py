@@ -61,18 +61,23 @@ class Timeline:
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
         self._prefilling: set[Request] = set()  # requests in prefill in the last step
+        self._num_swapped_tokens: dict[Request, int] = {}  # computed ones of requests swapped out
         self._num_requests = 0
         self._verifications: deque[Verification] = deque(maxlen=MAX_VERIFICATIONS)
         self._step_start = 0.0
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new or has just been preempted."""
+        """Records that a request waits, since it is new, has just been preempted, or has lost the
+        blocks that were swapped out."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
         was_in_batch = previous is not None and previous.activity is not Activity.WAITING
         activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
-        self._change(request, Activity.SWAPPED if request.is_swapped else activity)
+        if request.is_swapped:
+            activity = Activity.SWAPPED
+            self._num_swapped_tokens[request] = _num_computed_tokens(request)
+        self._change(request, activity)
 
     def record_step(self, plan: StepPlan) -> None:
         """Records the plan of a step that has just been scheduled."""
@@ -84,6 +89,7 @@ class Timeline:
                 if request.status is not Status.RUNNING:  # preempted in the same step
                     continue
                 previous = self._open[request].activity
+                num_swapped = self._num_swapped_tokens.pop(request, 0)
                 # whether the request lacks no tokens after this step
                 will_be_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
@@ -92,8 +98,10 @@ class Timeline:
                     self._change(request, Activity.DECODE)
                     self._prefilling.discard(request)
                 else:  # also in a step without a chunk of it, between two of its chunks
-                    was_preempted = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
-                    activity = Activity.RECOMPUTE if was_preempted else Activity.PREFILL
+                    recomputes = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
+                    # whether it was not swapped in, but has to compute tokens again
+                    recomputes |= _num_computed_tokens(request) < num_swapped
+                    activity = Activity.RECOMPUTE if recomputes else Activity.PREFILL
                     self._change(request, activity)
                     self._prefilling.add(request)
         self._step_start = self._now()
@@ -114,6 +122,7 @@ class Timeline:
     def record_end(self, request: Request) -> None:
         """Records that a request has ended."""
         self._prefilling.discard(request)
+        self._num_swapped_tokens.pop(request, None)
         if request in self._open:
             self._close(request, is_last=True)
 
@@ -156,3 +165,7 @@ class Timeline:
         )
         self._closed.append(interval)
         return interval
+
+
+def _num_computed_tokens(request: Request) -> int:
+    return sum(sequence.num_computed_tokens for sequence in request.open_sequences)

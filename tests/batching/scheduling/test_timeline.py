@@ -13,6 +13,7 @@ import torch
 
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.timeline import Activity, Timeline
 from hf_paged.plan import StepPlan
 from tests.support import models
@@ -91,7 +92,57 @@ def test_ids_that_are_used_again_are_other_requests() -> None:
     assert {interval.number for interval in timeline.intervals()} == {0, 1}
 
 
-def what_it_did(request: Request, before: dict[str, Any], counts: dict[Sequence, int]) -> Activity:
+@pytest.mark.parametrize("kept", [3, 2, 0])
+def test_a_swapped_request_recomputes_what_it_lost(kept: int) -> None:
+    """In the middle of its prefill, after which it still has `kept` tokens."""
+    timeline, request = Timeline(), make_request()
+    [sequence] = request.sequences
+    timeline.record_waiting(request)
+    request.status = Status.RUNNING
+    step(timeline, [(sequence, 3)], admitted=[request])
+    sequence.swapped = Any
+    timeline.record_waiting(request)
+    step(timeline)
+    sequence.swapped, sequence.num_computed_tokens = None, kept
+    step(timeline, [(sequence, 8 - kept)], admitted=[request])
+    step(timeline)
+    last = Activity.PREFILL if kept == 3 else Activity.RECOMPUTE
+    expected = [Activity.PREFILL, Activity.SWAPPED, last, Activity.DECODE]
+    assert [activity for activity, *_ in activities(timeline, "r")] == expected
+    timeline.record_end(request)
+    assert not timeline._num_swapped_tokens
+
+
+@pytest.mark.parametrize("cause", ["admission", "weights"])
+def test_a_request_whose_swapped_blocks_are_dropped(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"block_size": 8, "num_blocks": 12, "preemption": "swap", "prefix_caching": False}
+    with PagedEngine(models.get("llama"), config) as engine:
+        for prompt in prompts(40, 24):
+            engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25})
+        while Activity.SWAPPED not in {each.activity for each in engine.timeline.intervals()}:
+            engine.step()
+        if cause == "weights":
+            with engine.weights_update("recompute"):
+                pass
+            now = {each.activity for each in engine.timeline._open.values()}
+            assert now == {Activity.PREEMPTED}
+        else:
+            monkeypatch.setattr(Preemption, "_swap_in", lambda *args: False)
+        while engine.has_unfinished:
+            engine.step()
+        intervals = engine.timeline.intervals()
+    numbers = {each.number for each in intervals if each.activity is Activity.SWAPPED}
+    for number in numbers:
+        told = [each.activity for each in intervals if each.number == number]
+        told = told[told.index(Activity.SWAPPED) :]
+        assert Activity.RECOMPUTE in told and Activity.PREFILL not in told
+
+
+def what_it_did(
+    request: Request, before: dict[str, Any], counts: dict[Sequence, int], has_lost: bool
+) -> Activity:
     """The expected timeline entry of a request after a scheduled step, from the request itself."""
     if request.status is Status.WAITING:
         if request.is_swapped:
@@ -104,9 +155,14 @@ def what_it_did(request: Request, before: dict[str, Any], counts: dict[Sequence,
         return (
             Activity.RECOMPUTE
             if before[request.request_id] in (Activity.PREEMPTED, Activity.RECOMPUTE)
+            or (before[request.request_id] is Activity.SWAPPED and has_lost)
             else Activity.PREFILL
         )
     return Activity.DECODE
+
+
+def num_computed(request: Request) -> int:
+    return sum(sequence.num_computed_tokens for sequence in request.open_sequences)
 
 
 @pytest.mark.slow_cases("gemma3-*")
@@ -134,13 +190,16 @@ def test_against_every_step_under_preemption(
 
     def watched() -> Any:
         open_now = [request for request in requests if not request.is_finished]
+        computed = {request: num_computed(request) for request in open_now}
         batch = schedule()
         counts = dict(zip(batch.sequences, batch.counts))
         before = {
             name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()
         }
         for request in open_now:
-            expected[request.request_id].append(what_it_did(request, before, counts))
+            has_lost = num_computed(request) < computed[request]
+            did = what_it_did(request, before, counts, has_lost)
+            expected[request.request_id].append(did)
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", watched)

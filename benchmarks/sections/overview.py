@@ -1,0 +1,169 @@
+"""README's table and the first page of the figures: what a person reads before the tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from benchmarks import all as whole_run
+from benchmarks import paired, report, runner
+from benchmarks.peers import TITLES
+from benchmarks.report import Row, flow
+from benchmarks.runner import Data
+from benchmarks.workloads import ALL, WORKLOADS
+
+FILES = {stage.name: stage.file for stage in whole_run.STAGES}
+WHOLE = FILES["whole"]
+TITLE_OF = {name: f"{name} ({workload.title})" for name, workload in ALL.items()}
+
+
+class Beside(NamedTuple):
+    """
+    One workload: ours beside plain `generate` and the fastest other engine.
+
+    Args:
+        speed, over_engine: Plain's time, and that engine's, over ours; `None`: it did not run.
+        share (`float`): Our peak bytes of K/V over plain's.
+        engine (`str`): Its name.
+    """
+
+    name: str
+    speed: paired.Estimate
+    share: float
+    engine: str = ""
+    over_engine: paired.Estimate | None = None
+
+
+def beside(rows: list[Data]) -> Iterator[Beside]:
+    """What there is of W1 to W10, in order."""
+    for name in ALL:
+        plain, ours = (runner.base_of(rows, name, system) for system in ("plain", "ours"))
+        if plain is None or ours is None:
+            continue
+        share = ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"]
+        found = Beside(name, runner.ratio_of(plain, ours), share)
+        others = [runner.base_of(rows, name, title) for title in TITLES.values()]
+        if ran := [row for row in others if row is not None]:
+            best = min(ran, key=lambda row: statistics.median(row["seconds"]))
+            ratio = runner.ratio_of(best, ours)
+            found = found._replace(engine=best["system"], over_engine=ratio)
+        yield found
+
+
+def processor(facts: Row) -> str:
+    """The processor of a run as a reader knows it."""
+    return f"{facts['cores']} cores ({facts['cpu'].replace('(R)', '')})"
+
+
+def hardware(data: Mapping[str, Any]) -> str:
+    """The model, the hardware, the day and the revision of a run."""
+    facts, model = data["facts"], data["title"].partition(". ")[0]
+    return f"{model}, {processor(facts)}, {facts['date'].split()[0]}, revision {facts['revision']}"
+
+
+def headline() -> str:
+    """The six rows of README, and those that are lost."""
+    data = report.result(WHOLE)
+    found = [one for one in beside(data["rows"]) if one.name in WORKLOADS]
+    rows = [
+        {
+            "one call of `generate`": TITLE_OF[one.name],
+            "plain's time / paged": one.speed.text(2),
+            "paged memory / plain's": f"{one.share:.0%}",
+            "fastest other engine": one.engine or "none has it",
+            "its time / paged": one.over_engine.text(2) if one.over_engine else "",
+        }
+        for one in found
+    ]
+    said = f"""Above 1, the paged call is faster. {losses(found)} Medians over turns with their 95% intervals, or their
+        range below {paired.FEWEST} turns. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
+        values."""
+    return f"{report.markdown(rows)}\n\n{flow(said)}"
+
+
+def losses(found: Iterable[Beside]) -> str:
+    """Where we are behind."""
+    slower, larger, behind = [], [], []
+    for one in found:
+        slower += [one.name] if one.speed.value < 1 else []
+        larger += [one.name] if one.share > 1 else []
+        if one.over_engine is not None and one.over_engine.value < 1:
+            behind.append(
+                f"{one.name} ({one.engine}, {1 / one.over_engine.value:.2f} times its time)"
+            )
+    parts = [f"slower than plain `generate` in {', '.join(slower)}"] if slower else []
+    parts += [f"more memory than plain `generate` in {', '.join(larger)}"] if larger else []
+    parts += [f"slower than another engine in {', '.join(behind)}"] if behind else []
+    return f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
+
+
+def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
+    """By case, the base's time over the system's, of a stage; empty if it has not run."""
+    if not report.exists(FILES[name]):
+        return {}
+    data = report.result(FILES[name])
+    runs = data.get("runs", [data])
+    return {
+        row["case"]: ratio
+        for row, other, ratio, _ in runner.comparisons([row for run in runs for row in run["rows"]])
+        if other == base and row["system"].startswith(system)
+    }
+
+
+def span(found: Iterable[paired.Estimate]) -> str:
+    """Least and greatest ratio."""
+    values = [one.value for one in found]
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+TIMES = "{} times as long"
+SENTENCES = (
+    ("rollouts", "plain", "paged", f"Rollouts of TRL's GRPO take {TIMES} with plain `generate`."),
+    ("trainer", "plain", "paged", f"Evaluations between optimizer steps take {TIMES}."),
+    ("encoders", "plain", "generate", f"T5, BART and Whisper take {TIMES}, in {{}} cases."),
+    (
+        "hybrids",
+        "plain",
+        "generate",
+        f"Other architectures, hybrids among them: {TIMES}, in {{}} cases.",
+    ),
+    ("speculation", "off", "n-grams", f"Edits of a text take {TIMES} without drafts by n-grams."),
+    (
+        "adapters",
+        "one adapter a forward",
+        "together",
+        f"Rows over adapters take {TIMES} in a forward each.",
+    ),
+    ("tiers", "computed", "disk", f"The first token takes {TIMES} if its prompt is not on disk."),
+)
+"""By stage: the system that is the base, ours, and what its time over ours is called."""
+
+
+def overview() -> str:
+    """The first page: at most ten sentences, and the pictures."""
+    data = report.result(WHOLE)
+    found = list(beside(data["rows"]))
+    first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in found)} times as long as a
+        paged call, whose keys and values take {min(one.share for one in found):.0%} to
+        {max(one.share for one in found):.0%} of its memory."""
+    said = [flow(first), losses(found)]
+    for stage, base, system, sentence in SENTENCES:
+        if mine := ratios(stage, base, system):
+            said.append(sentence.format(span(mine.values()), len(mine)))
+    pictures = [
+        *report.picture_of(WHOLE, "Plain generate's time over each system's, by workload"),
+        *report.picture_of(f"{WHOLE}-memory", "Memory of keys and values beside plain generate's"),
+    ]
+    return "\n\n".join([" ".join(said), *pictures, missing()])
+
+
+def missing() -> str:
+    """Stages of the last run that failed."""
+    if not report.exists(whole_run.NAME):
+        return "These figures are of several runs, before `python -m benchmarks.all`."
+    run = report.result(whole_run.NAME)
+    failed = [f"{one['name']} ({one['reason']})" for one in run["stages"] if one["reason"]]
+    said = f"`{run['command']}`, {len(run['stages'])} stages"
+    return f"{said}; not complete: {'; '.join(failed)}." if failed else f"{said}, all complete."

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import sys
+import time
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -157,6 +158,23 @@ def test_scores_of_beams() -> None:
         plain = engine.model.generate(torch.tensor(prompts(11)), **options)
     scores = torch.tensor([sequence.score for sequence in result.sequences])
     torch.testing.assert_close(scores, plain.sequences_scores)
+
+
+def test_a_request_is_queued_until_its_first_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    with engine_of() as engine:
+        name = engine.add_request(prompts(9)[0], GREEDY)
+        added = engine._core.requests[name]._added_at
+        runner = engine._core.loop.executor.runner
+        run = runner.run
+
+        def timed(*args: Any) -> Any:
+            begun.append(time.perf_counter())
+            return run(*args)
+
+        monkeypatch.setattr(runner, "run", timed)
+        timings = run_all(engine)[name].timings
+    assert 0 <= timings.queued <= begun[0] - added < timings.first_token
 
 
 def test_fields_of_a_result() -> None:

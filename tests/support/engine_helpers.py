@@ -4,18 +4,21 @@ the end."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from hf_paged import PagedEngine, RequestResult
+from hf_paged import PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
 from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
+
+HALF = "\N{REPLACEMENT CHARACTER}"
 
 # Options of one request. Each is also an argument of plain `generate`.
 _GREEDY = {"do_sample": False}
@@ -79,6 +82,118 @@ def assert_same_as_lone(expected: Rows, result: RequestResult, options: Options,
         assert count == len(row) or sequence.finish_reason != "length", shown
         if sequence.finish_reason == "eos":
             assert sequence.token_ids[-1] in ends, what
+
+
+def engine_of(name: str = "llama", tokenizer: Any = None, **config: Any) -> PagedEngine:
+    """An engine of the session's model."""
+    config = {"block_size": 8, **config}
+    return PagedEngine(models.get(name), PagedConfig(**config), tokenizer=tokenizer)
+
+
+def assert_lone(
+    engine: PagedEngine,
+    prompts: Iterable[list[int]],
+    results: Iterable[RequestResult | None],
+    options: dict[str, Any] = MODES["greedy"],
+) -> None:
+    """Asserts that each prompt's result is plain `generate`'s."""
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result is not None
+        expected = lone_run(engine.model, prompt, options)
+        assert_same_as_lone(expected, result, options, f"{len(prompt)} tokens")
+
+
+class Asked:
+    """Requests of an engine, by name, each of which must get plain `generate`'s tokens. Those of
+    `prompts` are named by their numbers, which are their seeds."""
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        prompts: Iterable[list[int]] = (),
+        options: dict[str, Any] = MODES["greedy"],
+    ) -> None:
+        self.engine = engine
+        self.asked: dict[str, tuple[list[int], dict[str, Any], int | None]] = {}
+        for number, prompt in enumerate(prompts):
+            self.add(str(number), prompt, options, number)
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        options: dict[str, Any] = MODES["greedy"],
+        seed: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.engine.add_request(prompt, options, request_id=name, seed=seed, **arguments)
+        self.asked[name] = prompt, options, seed
+
+    def check(
+        self,
+        results: dict[str, RequestResult] | None = None,
+        only: Collection[str] | None = None,
+    ) -> dict[str, RequestResult]:
+        """Compares the results, those of running to the end if none are given."""
+        if results is None:
+            results = run_all(self.engine)
+            assert_drained(self.engine)
+        for name, (prompt, options, seed) in self.asked.items():
+            if only is None or name in only:
+                expected = lone_run(self.engine.model, prompt, options, seed)
+                assert_same_as_lone(expected, results[name], options, name)
+        return results
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.values: list[list[Any]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Spelled:
+    """A tokenizer whose tokens are words of their numbers, or halves of characters; `before` sees
+    what is decoded, and may raise."""
+
+    def __init__(
+        self,
+        halves: Container[int] = (),
+        before: Callable[[list[int]], object] = lambda token_ids: None,
+    ) -> None:
+        self.halves, self.before = halves, before
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        self.before(token_ids)
+        words = (HALF if token in self.halves else f" {token}" for token in token_ids)
+        return "".join(words)
+
+
+def told_by(outputs: Iterable[RequestOutput]) -> dict[str, dict[int, list[int]]]:
+    """The tokens that outputs tell of each request's rows."""
+    told: dict[str, dict[int, list[int]]] = {}
+    for output in outputs:
+        rows = told.setdefault(output.request_id, {})
+        for row, token in output.new_tokens.items():
+            rows.setdefault(row, []).append(token)
+    return told
+
+
+def results_of(outputs: Iterable[RequestOutput]) -> dict[str, RequestResult]:
+    return {output.request_id: output.result for output in outputs if output.result is not None}
+
+
+def steps(engine: PagedEngine) -> list[RequestOutput]:
+    """The outputs of all steps until every request has ended."""
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    return outputs
 
 
 def tokens_of(results: Iterable[RequestResult]) -> list[Rows]:

@@ -123,6 +123,26 @@ def run_all(
     return results
 
 
+def add_all(
+    engine: PagedEngine, texts: Iterable[Any], modes: Iterable[dict[str, Any]], **given: Any
+) -> None:
+    """Adds a request for each prompt, with the options in its place; its number is its seed."""
+    for number, (text, options) in enumerate(zip(texts, modes)):
+        engine.add_request(text, options, request_id=str(number), seed=number, **given)
+
+
+def assert_all_same_as_lone(
+    model: Any,
+    texts: Iterable[list[int]],
+    modes: Iterable[dict[str, Any]],
+    results: dict[str, RequestResult],
+) -> None:
+    """Asserts that the results of requests of `add_all` have the lone runs' tokens."""
+    for number, (text, options) in enumerate(zip(texts, modes)):
+        expected = lone_run(model, text, options, number)
+        assert_same_as_lone(expected, results[str(number)], options, f"request {number}")
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Prompts of words, without special tokens."""
     return [

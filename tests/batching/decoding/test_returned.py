@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from hf_paged import PagedEngine
 from tests.support import models
+from tests.support.engine_helpers import run_all
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 BEAMS = {**GREEDY, "num_beams": 2}
-PAGED = {"cache_implementation": "paged"}
 IDS = torch.tensor([[5, 6, 7]])
 
 
@@ -54,34 +55,34 @@ def test_a_processor_that_returns_no_scores_is_named(
     with PagedEngine(model) as engine:
         engine.add_request([5, 6, 7], options, logits_processor=processors, request_id="wrong")
         engine.add_request([5, 6, 7], options, request_id="right")
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {output.request_id: output.result for output in engine.step()}
+        results = run_all(engine)
     assert isinstance(results["wrong"].error, TypeError) and results["right"].error is None
     assert str(results["wrong"].error).startswith(message)
     with pytest.raises(TypeError, match=rf"{message} return the scores, a tensor of shape \("):
-        model.generate(IDS, logits_processor=LogitsProcessorList(processors), **options, **PAGED)
+        model.generate(
+            IDS, logits_processor=LogitsProcessorList(processors), **options, **models.PAGED
+        )
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
-    [(None, "None"), ("stop", "a str"), (torch.ones(7), r"a tensor of shape \(7")],
+    ("value", "options", "told"),
+    [
+        (None, GREEDY, r"None.*: it must .* shape \(1,\)"),
+        ("stop", GREEDY, r"a str.*: it must .* shape \(1,\)"),
+        (torch.ones(7), GREEDY, r"a tensor of shape \(7.*: it must .* shape \(1,\)"),
+        (None, BEAMS, "no such tensor"),
+    ],
 )
-def test_a_criterion_that_returns_no_bools_is_named(value: Any, told: str) -> None:
-    model = models.get("llama")
-    message = rf"^the stopping criterion Returns returned {told}.*: it must .* shape \(1,\)"
+def test_a_criterion_that_returns_no_bools_is_named(
+    value: Any, options: dict[str, Any], told: str
+) -> None:
+    model, message = models.get("llama"), f"the stopping criterion Returns returned {told}"
     with PagedEngine(model) as engine:
-        (result,) = engine.generate([[5, 6, 7]], GREEDY, stopping_criteria=[Returns(value)])
-        assert engine.generate([[5, 6, 7]], GREEDY)[0].error is None
+        (result,) = engine.generate([[5, 6, 7]], options, stopping_criteria=[Returns(value)])
+        assert engine.generate([[5, 6, 7]], options)[0].error is None
+    assert isinstance(result.error, TypeError) and re.match(message, str(result.error))
     with pytest.raises(TypeError, match=message):
-        raise result.error or AssertionError
-    with pytest.raises(TypeError, match=message):
-        model.generate(IDS, stopping_criteria=[Returns(value)], **GREEDY, **PAGED)
-
-
-def test_a_criterion_of_beams_is_named() -> None:
-    with pytest.raises(TypeError, match="the stopping criterion Returns returned no such tensor"):
-        models.get("llama").generate(IDS, stopping_criteria=[Returns(None)], **BEAMS, **PAGED)
+        model.generate(IDS, stopping_criteria=[Returns(value)], **options, **models.PAGED)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])

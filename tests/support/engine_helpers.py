@@ -4,13 +4,13 @@ the end."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 
-from hf_paged import PagedEngine, RequestResult
+from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
 
@@ -136,11 +136,30 @@ def assert_all_same_as_lone(
     texts: Iterable[list[int]],
     modes: Iterable[dict[str, Any]],
     results: dict[str, RequestResult],
+    before_lone: Callable[[], object] = lambda: None,
 ) -> None:
     """Asserts that the results of requests of `add_all` have the lone runs' tokens."""
     for number, (text, options) in enumerate(zip(texts, modes)):
+        before_lone()
         expected = lone_run(model, text, options, number)
         assert_same_as_lone(expected, results[str(number)], options, f"request {number}")
+
+
+def assert_served_as_lone(
+    model: Any,
+    texts: Sequence[list[int]],
+    modes: Sequence[dict[str, Any]],
+    before_lone: Callable[[], object] = lambda: None,
+    **config: Any,
+) -> EngineStats:
+    """Asserts that an engine gives all of them the lone runs' tokens; returns its stats."""
+    with PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE, **config)) as engine:
+        add_all(engine, texts, modes)
+        results = run_all(engine)
+        assert_drained(engine)
+        stats = engine.stats()
+    assert_all_same_as_lone(model, texts, modes, results, before_lone)
+    return stats
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine
-from tests.batching.test_rectangles import forwards
+from tests.batching.test_rectangles import shapes_of
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, generate_both
-from tests.support.engine_helpers import add_all, assert_all_same_as_lone, run_all
+from tests.support.engine_helpers import assert_served_as_lone, lone_run
+from tests.test_parity_matrix import PROCESSORS
 
 SOME_EOS, MANY_EOS = list(range(4, 128, 17)), list(range(4, 128, 4))
 
@@ -44,9 +45,7 @@ def test_options_at_random(seed: int) -> None:
     assert torch.equal(plain, ours)
     del options["pad_token_id"]
     texts = [row[row != models.PAD].tolist() for row in inputs["input_ids"]]
-    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        add_all(engine, texts, [options] * len(texts))
-        assert_all_same_as_lone(engine.model, texts, [options] * len(texts), run_all(engine))
+    assert_served_as_lone(models.get("llama"), texts, [options] * len(texts))
 
 
 def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
@@ -55,24 +54,14 @@ def test_a_settled_prompt_leaves_and_its_result_stays() -> None:
     sequences, num_computed = [], []
     for keep_all in (True, False):  # as a dict output needs them
         given = {**options, "early_stopping": True, "return_dict_in_generate": keep_all}
-        model.generate(**inputs, **given, **models.UNRECORDED)  # with the checks
-        with forwards(model) as shapes:
-            model.generate(**inputs, **given, **models.UNRECORDED)  # the forward is checked
-            shapes.clear()
-            output: Any = model.generate(**inputs, **given, **models.UNRECORDED)
+        output, shapes = shapes_of(model, inputs, given)
         sequences.append(output.sequences if keep_all else output)
         num_computed.append(sum(rows * width for rows, width in shapes))
     assert torch.equal(*sequences) and num_computed[1] < num_computed[0]
 
 
 PROCESSED: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.4},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
-    "encoder_no_repeat": {"encoder_no_repeat_ngram_size": 2},
-    "bad_words": {"bad_words_ids": [[9], [30, 31]], "suppress_tokens": [5, 6]},
-    "min_new_tokens": {"min_new_tokens": 6},
-    "forced_eos": {"forced_eos_token_id": 21},
-    "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
+    **{name: own for name, own in PROCESSORS.items() if "do_sample" not in own},
     "warpers": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "prefix_allowed": {
         "prefix_allowed_tokens_fn": lambda prompt, ids: list(range(4 + prompt, 128, 3))
@@ -123,7 +112,6 @@ def test_a_models_own_method_sees_all_prompts_and_a_seed_decides_its_draws(
     (prompt,) = models.token_ids(1, 11).tolist()
     before = torch.get_rng_state()
     with PagedEngine(model) as engine:
-        add_all(engine, [prompt], [options])
-        results = run_all(engine)
+        (result,) = engine.generate([prompt], options, seed=5)
     assert torch.equal(torch.get_rng_state(), before)
-    assert_all_same_as_lone(model, [prompt], [options], results)
+    assert [result.token_ids] == lone_run(model, prompt, options, 5)

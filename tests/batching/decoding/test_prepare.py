@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import pytest
 from transformers import GenerationConfig
 
 from hf_paged import compat
@@ -20,25 +19,6 @@ def made(model: Any, **options: Any) -> dict[str, Any]:
     # `True == 1 == 1.0`, and transformers' checks ask for types
     assert repr(sorted(vars(config).items())) == repr(sorted(vars(own).items()))
     return vars(config)
-
-
-def test_equal_options_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.build("llama")
-    prepare_config, calls = compat.prepare_generation_config, []
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(keywords)
-        return prepare_config(*arguments, **keywords)
-
-    monkeypatch.setattr(compat, "prepare_generation_config", counted)
-    keywords = {"generation_config": None, "max_new_tokens": 5}
-    first = prepare._generation_config(model, keywords)
-    first.max_new_tokens = 7
-    assert prepare._generation_config(model, dict(keywords)).max_new_tokens == 5
-    assert len(calls) == 1
-    prepare._generation_config(model, {**keywords, "max_new_tokens": 6})
-    prepare._generation_config(models.build("llama"), keywords)
-    assert len(calls) == 3
 
 
 def test_options_are_those_that_transformers_would_make_now() -> None:

@@ -23,7 +23,12 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
 from tests.support.architecture_media import media_inputs, media_rows
-from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.checks import (
+    assert_paged_is_plain,
+    assert_pool_empty,
+    generate_both,
+    in_threads,
+)
 from tests.support.engine_helpers import run_all
 
 LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
@@ -313,13 +318,19 @@ def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
 
 
 @pytest.mark.slow
-def test_streamers() -> None:
+def test_streamers_and_threads() -> None:
     model, inputs = model_of(QWEN), pictures(QWEN)
     streamers = [Recorder(), Recorder()]
     tokens = model.generate(**inputs, **GREEDY, **models.PAGED, streamer=streamers)
     assert torch.equal(tokens, model.generate(**inputs, **GREEDY))
     for streamer, row in zip(streamers, tokens.tolist()):
         assert streamer.values[1:] == [[token] for token in row[-8:]]
+    calls = [inputs, other_pictures(inputs)] * 2
+    options = {**GREEDY, "max_new_tokens": 30}
+    expected = [model.generate(**call, **options) for call in calls]
+    jobs = [functools.partial(model.generate, **call, **options, **models.PAGED) for call in calls]
+    assert all(map(torch.equal, expected, in_threads(*jobs)))
+    assert_pool_empty(model)
 
 
 def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
@@ -452,6 +463,10 @@ def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
         hits.clear()
         given["position_ids"] = torch.cat([positions, behind], 1)
         assert same(model, given, max_new_tokens=60).road == "engine" and hits == [expected]
+    del given["position_ids"]
+    hits.clear()
+    same(model, given, max_new_tokens=60)
+    assert not any(hits)
 
 
 @pytest.mark.slow

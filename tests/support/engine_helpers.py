@@ -4,6 +4,7 @@ the end."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_paged import PagedConfig, PagedEngine, RequestOutput, RequestResult
+from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
 from tests.support.models import Options, Rows
@@ -94,7 +95,7 @@ def assert_lone(
     engine: PagedEngine,
     prompts: Iterable[list[int]],
     results: Iterable[RequestResult | None],
-    options: dict[str, Any] = MODES["greedy"],
+    options: Options = MODES["greedy"],
 ) -> None:
     """Asserts that each prompt's result is plain `generate`'s."""
     for prompt, result in zip(prompts, results, strict=True):
@@ -105,24 +106,27 @@ def assert_lone(
 
 class Asked:
     """Requests of an engine, by name, each of which must get plain `generate`'s tokens. Those of
-    `prompts` are named by their numbers, which are their seeds."""
+    `prompts` are named by their numbers, which are their seeds; `options` are those of all, or one
+    after another."""
 
     def __init__(
         self,
         engine: PagedEngine,
         prompts: Iterable[list[int]] = (),
-        options: dict[str, Any] = MODES["greedy"],
+        options: Options | Iterable[Options] = MODES["greedy"],
+        **arguments: Any,
     ) -> None:
         self.engine = engine
-        self.asked: dict[str, tuple[list[int], dict[str, Any], int | None]] = {}
-        for number, prompt in enumerate(prompts):
-            self.add(str(number), prompt, options, number)
+        self.asked: dict[str, tuple[list[int], Options, int | None]] = {}
+        modes = itertools.repeat(options) if isinstance(options, dict) else options
+        for number, (prompt, own) in enumerate(zip(prompts, modes)):
+            self.add(str(number), prompt, own, number, **arguments)
 
     def add(
         self,
         name: str,
         prompt: list[int],
-        options: dict[str, Any] = MODES["greedy"],
+        options: Options = MODES["greedy"],
         seed: int | None = None,
         **arguments: Any,
     ) -> None:
@@ -133,6 +137,7 @@ class Asked:
         self,
         results: dict[str, RequestResult] | None = None,
         only: Collection[str] | None = None,
+        before_lone: Callable[[], object] = lambda: None,
     ) -> dict[str, RequestResult]:
         """Compares the results, those of running to the end if none are given."""
         if results is None:
@@ -140,6 +145,7 @@ class Asked:
             assert_drained(self.engine)
         for name, (prompt, options, seed) in self.asked.items():
             if only is None or name in only:
+                before_lone()
                 expected = lone_run(self.engine.model, prompt, options, seed)
                 assert_same_as_lone(expected, results[name], options, name)
         return results
@@ -235,6 +241,23 @@ def run_all(
                 results[output.request_id] = output.result
         engine.check_integrity()
     return results
+
+
+def assert_served_as_lone(
+    model: Any,
+    prompts: Iterable[list[int]],
+    options: Options | Iterable[Options] = MODES["greedy"],
+    before_lone: Callable[[], object] = lambda: None,
+    **config: Any,
+) -> EngineStats:
+    """Asserts that an engine gives all of them the lone runs' tokens; returns its stats."""
+    with PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE, **config)) as engine:
+        asked = Asked(engine, prompts, options)
+        results = run_all(engine)
+        assert_drained(engine)
+        stats = engine.stats()
+    asked.check(results, before_lone=before_lone)
+    return stats
 
 
 def prompts(*lengths: int, seed: int = 0) -> Rows:

@@ -50,7 +50,7 @@ MODEL = option("shape (%(default)s)", choices=list(SHAPES), default="llama-100m"
 DTYPE = option(choices=["bfloat16", "float32"], default="bfloat16")
 DEVICE = option(choices=machine.devices(), default="cpu")
 THREADS = option("of PyTorch; as many as it takes without it", type=int)
-MINUTES = option("after which each case runs a single turn", type=float)
+MINUTES = option("to plan with; then each case runs a single turn", type=float)
 QUICK = flag("small: only shows that it runs")
 """Options that several benchmarks have."""
 
@@ -145,6 +145,12 @@ def guarded(work: Arm) -> Arm:
         return problem
 
     return arm
+
+
+def row_of(case: str, system: str, problem: str = "", **figures: Any) -> Data:
+    """A row without times; `problem`: why the system does not run."""
+    row: Data = {"case": case, "system": system, "seconds": [], "over": {}, "figures": figures}
+    return row | ({"problem": problem} if problem else {})
 
 
 def rows_of(
@@ -393,8 +399,7 @@ class Benchmark:
         if self.turns is not None:
             said = "of each contender, the order alternates (%(default)s)"
             options["--turns"] = option(said, type=int, default=self.turns)
-        if self.cases is not None:
-            options.setdefault("--minutes", MINUTES)
+        options.setdefault("--minutes", MINUTES)
         if self.only:
             options["--only"] = option(self.only, default=",".join(self.known))
         options["--json"] = option("also write the results to this file", type=Path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,10 @@ import torch
 
 from benchmarks import ceilings, generate, runner
 from benchmarks.continuous import PAGE_SIZE, GenerateBatch
-from benchmarks.gpu_day.record import Record
+from benchmarks.gpu_day import jobs
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import Answer, Engine, Generate, System, quiet
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.systems import Answer, Engine, Generate, System
+from benchmarks.workloads import WORKLOADS
 from hf_paged.tape import graphs
 
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
@@ -52,7 +53,7 @@ ROUNDS = (
 )
 """Workloads of a model, and the systems that take turns, with plain in each: what is compared most
 comes first."""
-FAKE_ROUNDS = (
+QUICK_ROUNDS = (
     (TINY, ("W6", "W1", "W3"), OURS),
     (TINY, ("W3",), CHUNKS),
     (TINY, ("W1",), BATCH),
@@ -60,47 +61,39 @@ FAKE_ROUNDS = (
 )
 
 
-def run(record: Record) -> None:
-    """A row for each system of each workload."""
-    limits = ceilings.measure(record.torch_device, record.is_fake)
-    record.note_machine(ceilings=str(limits))
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    """The workloads of each model, while there is time."""
+    limits = ceilings.measure(args.device, args.quick)
     models: dict[str, Any] = {}
-    for model, names, systems in FAKE_ROUNDS if record.is_fake else ROUNDS:
-        for name in names:
-            about = {"model": model, "workload": name}
-            if record.left < 4:
-                record.add(**about, systems=", ".join(systems), note="no time left")
-                continue
-            with record.guard(**about), quiet():
-                if model not in models:
-                    models[model] = build(SHAPES[model], record.torch_device, torch.bfloat16)
-                workload = scaled(WORKLOADS[name], record.is_fake)
-                case = generate.case_of(models[model], SHAPES[model], workload, systems, limits)
-                turns, until = 1 if record.is_fake else TURNS, time.perf_counter() + record.left - 2
-                case = case._replace(turns=turns, fewest=1, until=until)
-                rows = [
-                    row
-                    for one in generate.freed(models[model], systems, case)
-                    for row in runner.rows_of_case(one, turns)
-                ]
-                for row in rows:
-                    record.add(**about, **of_interest(row, rows))
+    until = time.perf_counter() + 60 * args.minutes
+    for name, workloads, systems in QUICK_ROUNDS if args.quick else ROUNDS:
+        for workload in [WORKLOADS[one] for one in workloads]:
+            if time.perf_counter() > until:
+                return
+            if name not in models:
+                models[name] = build(SHAPES[name], args.device, torch.bfloat16)
+            if args.quick:
+                workload = dataclasses.replace(workload.scaled(0.125, 0.06), target=None)
+            case = generate.case_of(models[name], SHAPES[name], workload, systems, limits)
+            title = f"{name}, {workload.name}, {list(systems)[-1]}"
+            case = case._replace(name=title, turns=None, fewest=1, once=())
+            yield from generate.freed(models[name], systems, case)
 
 
-def scaled(workload: Workload, is_fake: bool) -> Workload:
-    """The workload, or one that a processor serves in a second."""
-    if not is_fake:
-        return workload
-    return dataclasses.replace(workload.scaled(0.125, 0.06), target=None)
+def has_failed(data: runner.Data) -> bool:
+    """Only plain `generate` and ours must run."""
+    needed = ("plain", *generate.OURS)
+    return any("problem" in row and row["system"] in needed for row in data["rows"])
 
 
-def of_interest(row: runner.Data, rows: list[runner.Data]) -> dict[str, Any]:
-    """The row of the record. Only ours must run."""
-    found = {"system": row["system"]}
-    if "problem" in row:
-        must_run = row["system"] in ("plain", *generate.OURS)
-        return found | {"problem" if must_run else "note": row["problem"]}
-    for one, base, ratio, _ in runner.comparisons(rows):
-        found |= {"plain_over": ratio.value} if (one, base) == (row, "plain") else {}
-    equal = {"equal_share": row["equal"]} if "equal" in row else {}
-    return found | {"s": statistics.median(row["seconds"])} | equal | row["figures"]
+main = runner.Benchmark(
+    __doc__,
+    cases,
+    options=jobs.OPTIONS,
+    fixed={"turns": TURNS},
+    quick={"turns": 1},
+    is_wrong=has_failed,
+).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,21 +3,23 @@ waits for the host, beside plain `generate` and a compiled static cache."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from transformers import StoppingCriteriaList
 
 import hf_paged
-from benchmarks.gpu_day.record import Record
+from benchmarks import runner
+from benchmarks.gpu_day import jobs
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import StopsAt, quiet
-from benchmarks.workloads import equal_share, left_padded, texts
+from benchmarks.systems import StopsAt
+from benchmarks.workloads import left_padded, texts
 from hf_paged.kernels.hashing import hash_tensors
 
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -53,42 +55,16 @@ CASES = (
     Case("qwen3-0.6b", 1, 16, 64, ("static",)),  # compiling comes last: it takes longest
     Case("llama-3.1-8b", 1, 16, 64, ("static",)),
 )
-FAKE_CASES = (Case("llama-tiny", 1, 16, 12, BOTH), Case("llama-tiny", 4, 32, 12, BOTH))
-
-
-def run(record: Record) -> None:
-    """A row for each system of each case."""
-    record.note_machine()
-    models: dict[str, Any] = {}
-    for case in FAKE_CASES if record.is_fake else CASES:
-        tokens: dict[str, list[list[int]]] = {}
-        for system in case.systems:
-            about = {"model": case.model, "case": f"{case.rows}x{case.tokens}", "system": system}
-            if record.left < 3:
-                record.add(**about, note="no time left")
-                continue
-            with record.guard(**about), quiet():
-                if case.model not in models:
-                    models[case.model] = build(
-                        SHAPES[case.model], record.torch_device, torch.bfloat16
-                    )
-                    record.add(**about, **fingerprint(models[case.model]))
-                row, tokens[system] = timed(models[case.model], case, system, record)
-                if "paged" in tokens and system != "paged":
-                    row["equal_share"] = equal_share(tokens["paged"], tokens[system])
-                record.add(**about, **row)
-                hf_paged.free(models[case.model])
+QUICK_CASES = (Case("llama-tiny", 1, 16, 12, BOTH), Case("llama-tiny", 4, 32, 12, BOTH))
 
 
 def fingerprint(model: Any) -> dict[str, Any]:
     """Milliseconds in which all weights are hashed, as before cached prefixes are used."""
-    weights, seconds = list(model.parameters()), []
-    for _ in range(3):
-        start = time.perf_counter()
-        hash_tensors(weights)  # the result is on the host
-        seconds.append(time.perf_counter() - start)
-    gigabytes = sum(weight.numel() * weight.element_size() for weight in weights) / 1e9
-    return {"fingerprint_ms": 1000 * min(seconds), "weights_gb": gigabytes}
+    weights = list(model.parameters())
+    # the result is on the host
+    seconds = [runner.seconds_of(lambda: hash_tensors(weights)) for _ in range(3)]
+    gigabytes = sum(weight.nbytes for weight in weights) / 1e9
+    return {"fingerprint, ms": 1000 * min(seconds), "weights, GB": gigabytes}
 
 
 def step_seconds(
@@ -109,35 +85,48 @@ def step_seconds(
     return [after - before for before, after in itertools.pairwise(clock.times)], tokens
 
 
-def timed(
-    model: Any, case: Case, system: str, record: Record
-) -> tuple[dict[str, Any], list[list[int]]]:
-    """The figures of a system, and its tokens. The first call compiles, and records what is
-    replayed."""
+def arm(model: Any, case: Case, system: str) -> runner.Arm:
+    """Turns of a system. The warm-up compiles, and records what is replayed."""
     prompts = texts(random.Random(0), [case.tokens] * case.rows, SHAPES[case.model].vocab)
-    inputs = left_padded(prompts, record.torch_device)
-    options = SYSTEMS[system]
-    start = time.perf_counter()
-    step_seconds(
-        model, inputs, case.new_tokens if system == "static" or case.rows == 1 else 6, **options
-    )
-    first = time.perf_counter() - start
-    seconds, output = step_seconds(model, inputs, case.new_tokens, **options)
-    if case.rows == 1:
-        seconds += step_seconds(model, inputs, case.new_tokens, **options)[0]
-    row: dict[str, Any] = {
-        "ms": 1000 * statistics.median(seconds),
-        "ms_min": 1000 * min(seconds),
-        "first_s": first,
-    }
-    route = hf_paged.last_route(model) if system == "paged" else None
-    if route is not None:
-        row |= {"replayed": route.num_captured_steps, "slowed_by": " / ".join(route.slowed_by)}
-        row["held_gb"] = hf_paged.memory_stats(model).held_bytes / 1e9
-    if case.rows == 1 and not record.is_fake and system != "static":
-        with record.guard(model=case.model, system=system, what="profile"):
-            row |= profiled(model, inputs, row["ms"], options)
-    return row, output[:, case.tokens :].tolist()
+    inputs, options, is_one = left_padded(prompts, model.device), SYSTEMS[system], case.rows == 1
+    first = 0.0
+
+    def work(turn: int) -> runner.Turn:
+        nonlocal first
+        if turn < 0:
+            steps = case.new_tokens if is_one or system == "static" else 6
+            first = runner.seconds_of(lambda: step_seconds(model, inputs, steps, **options))
+            return runner.Turn(0.0)
+        seconds, output = step_seconds(model, inputs, case.new_tokens, **options)
+        if is_one:
+            seconds += step_seconds(model, inputs, case.new_tokens, **options)[0]
+        middle = statistics.median(seconds)
+        figures: dict[str, Any] = {"least, ms": 1000 * min(seconds), "first call, s": first}
+        if system == "paged":
+            route = hf_paged.last_route(model)
+            figures |= {"replayed": route.num_captured_steps, **fingerprint(model)}
+            figures |= {"slowed by": " / ".join(route.slowed_by)}
+            figures |= {"held, GB": hf_paged.memory_stats(model).held_bytes / 1e9}
+        if is_one and model.device.type == "cuda" and system != "static":
+            figures |= profiled(model, inputs, 1000 * middle, options)
+        return runner.Turn(middle, output[:, case.tokens :].tolist(), figures)
+
+    return runner.guarded(work)
+
+
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    """A step of each system, while there is time."""
+    models: dict[str, Any] = {}
+    until = time.perf_counter() + 60 * args.minutes
+    for case in QUICK_CASES if args.quick else CASES:
+        if time.perf_counter() > until:
+            break
+        if case.model not in models:
+            models[case.model] = build(SHAPES[case.model], args.device, torch.bfloat16)
+        arms = {system: arm(models[case.model], case, system) for system in case.systems}
+        name = f"{case.model}, {case.rows} x {case.tokens}"
+        yield runner.Case(name, arms, {"plain": {}} if "plain" in arms else {}, turns=1)
+        hf_paged.free(models[case.model])
 
 
 def profiled(
@@ -174,3 +163,9 @@ def counts(events: Iterable[Any]) -> tuple[float, float, float]:
         elif any(name in event.name for name in LAUNCHES):
             launches += 1
     return launches, kernels, busy
+
+
+main = runner.Benchmark(__doc__, cases, options=jobs.OPTIONS, is_wrong=jobs.has_failed).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -107,7 +107,7 @@ def test_results_of_two_processes_are_one_table():
     )
 
 
-@pytest.mark.parametrize("module", [*readme.BEFORE, *readme.AFTER])
+@pytest.mark.parametrize("module", readme.FIGURES_OF)
 def test_committed_results_have_the_rows_of_the_runner(module):
     for name in itertools.chain(*module.BENCHMARK.results):
         data = report.result(name)

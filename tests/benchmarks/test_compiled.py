@@ -23,21 +23,13 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.slow
 @pytest.mark.full
 def test_quick(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.compiled",
-        "--quick",
-        "--jobs",
-        "1",
-        "--json",
-        str(tmp_path / "compiled.json"),
-    ]
+    path = tmp_path / "compiled.json"
+    command = f"{sys.executable} -m benchmarks.compiled --quick --jobs 1 --json {path}".split()
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
     )
-    (data,) = json.loads((tmp_path / "compiled.json").read_text())["runs"]
+    (data,) = json.loads(path.read_text())["runs"]
     assert data["facts"]["revision"]
     rows = {row["system"]: row for row in data["rows"]}
     assert rows.keys() == {"attention_kernel", "merge_kernel", "_store_kernel"}

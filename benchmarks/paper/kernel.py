@@ -11,7 +11,7 @@ from benchmarks import attention, attention_data, paired, runner
 from benchmarks.attention_data import Case, Setting
 from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
+from benchmarks.paper.rows import NONE, PAPER, READ, TOLD, Published, Row, Size, ranged
 from hf_paged.config import MIN_BLOCK_SIZE
 
 ROWS = 8
@@ -72,28 +72,26 @@ def overhead(size: Size) -> list[Row]:
             is_main = block == 16 and not name.endswith("order")
             if not is_main and (base == "sdpa" or (name.endswith("order") and block != 16)):
                 continue
-            published, source = _PUBLISHED[base] if is_main else ("", "")
             what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            why = _WHY[base] if is_main else ""
             over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
-            details = {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
             ours = f"{ranged(over, '.3g')}, {len(over)} turns"
             title = f"{name}, {size.context} tokens a row, over {what}"
-            rows.append(Row(title, published, ours, "%", source, why, details))
+            published = PUBLISHED[base] if is_main else NONE
+            rows.append(Row(title, ours, "%", *published, over))
     return rows
 
 
-_PUBLISHED = {
-    "sdpa": ("20 to 26", f"{PAPER}, section 7.1 ({READ})"),
-    "one block a row": ("under 3", TOLD),
-}
-_WHY = {
-    "sdpa": (
+PUBLISHED = {
+    "sdpa": Published(
+        "20 to 26",
+        f"{PAPER}, section 7.1 ({READ})",
         "another kernel on other hardware: below 0, ours is the faster one; what blocks cost is the"
-        " row above"
+        " row above",
     ),
-    "one block a row": (
+    "one block a row": Published(
+        "under 3",
+        TOLD,
         "the kernel looks a block up once for all of its tokens, which lie side by side for each"
-        " head"
+        " head",
     ),
 }

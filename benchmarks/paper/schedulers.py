@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
-from benchmarks.paper.rows import PAPER, READ, Row, Size
+from benchmarks.paper.rows import NONE, PAPER, READ, Published, Row, Size
 from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved, serve_static
 from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
 
@@ -82,18 +82,18 @@ def schedulers(size: Size) -> list[Row]:
     rates = {system: sustained(found[system], bound) for system in SYSTEMS}
     for system, rate in rates.items():
         name = f"requests a second within the latency bound, {shown(system)}; {A100.name}"
-        rows.append(Row(name, "", rate, "requests/s", ""))
+        rows.append(Row(name, rate, "requests/s"))
     for system in SYSTEMS[:-1]:
         ratio = rates["ours"] / rates[system] if rates[system] else math.inf
-        published = source = why = ""
+        published = NONE
         if system in PUBLISHED_RATIOS:
             low, high = PUBLISHED_RATIOS[system]
-            published = f"{low:g} to {high:g}"
             source = f"{PAPER}, section 6.2, over three models ({READ})"
             why = "" if low <= ratio <= high else _WHY
+            published = Published(f"{low:g} to {high:g}", source, why)
         ours = ratio if ratio < math.inf else "the other is never within it"
         name = f"ours over {shown(system)}, requests a second; {A100.name}"
-        rows.append(Row(name, published, ours, "times", source, why))
+        rows.append(Row(name, ours, "times", *published))
     return rows
 
 

@@ -20,17 +20,9 @@ from transformers.cache_utils import DynamicLayer
 import hf_paged
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
+from benchmarks.paper.rows import NONE, READ, TOLD_S1, VATTENTION, Published, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import (
-    Times,
-    backend,
-    details_of,
-    measured,
-    said,
-    small_shape,
-    times_of,
-)
+from benchmarks.paper.turns import backend, measured, small_shape, timed_row, times_of
 from benchmarks.systems import checked
 from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
@@ -137,34 +129,28 @@ def prefill(size: Size) -> list[Row]:
     engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the K/V
     of grouped heads, as transformers does with a mask.
     """
-    shortest, *_, longest = contexts(size)
+    shortest, *_, longest = map(str, contexts(size))
     unchanged = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
+    at_most = "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)"
+    source = f"{VATTENTION}, abstract ({READ}); 16K: S1"
     published = {
-        (BLOCKS, shortest): ("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
-        (BLOCKS, longest): (
-            "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)",
-            f"{VATTENTION}, abstract ({READ}); 16K: S1",
-            _WHY_PREFILL,
-        ),
-        (RESERVED, longest): ("1", unchanged, _WHY_RESERVED),
+        (BLOCKS, shortest): Published("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
+        (BLOCKS, longest): Published(at_most, source, _WHY_PREFILL),
+        (RESERVED, longest): Published("1", unchanged, _WHY_RESERVED),
     }
     rows = []
     for context, found in measured(prefill_cases, size).items():
-        times = times_of(found)
-        title = f"prompt of {context} tokens: throughput"
-        case, tokens = {"context": int(context)}, int(context)
-        bases = BLOCKS, GATHERED, RESERVED
-        rows += compared(title, times, bases, case, tokens, published, size, ".0f")
+        title, bases = f"prompt of {context} tokens: throughput", (BLOCKS, GATHERED, RESERVED)
+        rows += compared(title, found, bases, context, published, size, ".0f")
     return rows
 
 
 def compared(
     title: str,
-    times: Times,
+    found: Mapping[str, runner.Data],
     bases: Sequence[str],
-    case: dict[str, int],
-    tokens: int,
-    published: Mapping[tuple[str, int], tuple[str, str, str]],
+    case: str,
+    published: Mapping[tuple[str, str], Published],
     size: Size,
     digits: str,
 ) -> list[Row]:
@@ -172,19 +158,16 @@ def compared(
     Throughput of `VIRTUAL` in one case, over that of each base.
 
     Args:
-        case (`dict[str, int]`): Name and value of what differs between the cases.
-        tokens (`int`): Of a measurement.
-        published (`Mapping`): Figure, source and reason, by base and value of the case.
+        case (`str`): Number of tokens of a measurement.
+        published (`Mapping`): By base and case.
     """
-    speed = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
-    rows, (value,) = [], case.values()
+    times, rows = times_of(found), []
+    speed = {name: int(case) / statistics.median(seconds) for name, seconds in times.items()}
     for base in bases:
-        ratios = paired.ratios(times[base], times[VIRTUAL])
-        figure, source, why = published.get((base, value), ("", "", ""))
-        rates = f"{speed[VIRTUAL]:{digits}} over {speed[base]:{digits}} tokens/s"
-        details = {**case, "base": base, "tokens_per_second": speed, **details_of(ratios)}
-        name, ours = f"{title} of {VIRTUAL}, over {base}", f"{said(ratios, size)}; {rates}"
-        rows.append(Row(name, figure, ours, "times", source, why, details))
+        rates = f"; {speed[VIRTUAL]:{digits}} over {speed[base]:{digits}} tokens/s"
+        ratios, name = paired.ratios(times[base], times[VIRTUAL]), f"{title} of {VIRTUAL}"
+        told = published.get((base, case), NONE)
+        rows.append(timed_row(f"{name}, over {base}", ratios, size, told, rates))
     return rows
 
 
@@ -265,32 +248,26 @@ def decode(size: Size) -> list[Row]:
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
     abstract = f"{VATTENTION}, abstract"
+    kernel, other = "(vLLM's kernel, Yi-6B)", "about 1 (FlashAttention's paged kernel)"
+    source = f"{abstract} ({READ}); batch: S1"
     published = {
-        (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1, _WHY_DECODE),
-        (BLOCKS, 8): (
-            "1.97 (vLLM's kernel, Yi-6B)",
-            f"{abstract} ({READ}); batch: S1",
-            _WHY_DECODE,
-        ),
-        (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1, _WHY_DECODE),
-        (RESERVED, 8): ("1", f"{abstract}: kernels unchanged ({READ})", ""),
+        (BLOCKS, "1"): Published(f"1.3 {kernel}", TOLD_S1, _WHY_DECODE),
+        (BLOCKS, "8"): Published(f"1.97 {kernel}", source, _WHY_DECODE),
+        (LARGE, "8"): Published(other, TOLD_S1, _WHY_DECODE),
+        (RESERVED, "8"): Published("1", f"{abstract}: kernels unchanged ({READ})"),
     }
-    rows, found = [], measured(decode_cases, size)
-    for batch, contenders in found.items():
-        times = times_of(contenders)
-        title = f"{batch} rows of {context} tokens: decode throughput"
-        case, bases = {"rows": int(batch)}, (BLOCKS, LARGE, RESERVED, DYNAMIC)
-        rows += compared(title, times, bases, case, int(batch), published, size, ".1f")
-    needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
+    rows = []
+    for batch, found in measured(decode_cases, size).items():
+        title, bases = f"{batch} rows of {context} tokens", (BLOCKS, LARGE, RESERVED, DYNAMIC)
+        rows += compared(f"{title}: decode throughput", found, bases, batch, published, size, ".1f")
+    seconds = statistics.median(found[VIRTUAL]["seconds"])
+    needed = int(batch) / seconds * shape.kv_bytes(1, 4) / 1e6
     why = (
         f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and"
         " run on a GPU"
     )
     name = f"bytes that {batch} rows grow by while they decode"
-    rows.append(
-        Row(name, "some hundred", needed / 1e6, "MB/s", TOLD_S1, why, {"bytes_per_second": needed})
-    )
-    return rows
+    return [*rows, Row(name, needed, "MB/s", "some hundred", TOLD_S1, why)]
 
 
 _WHY_DECODE = (
@@ -336,19 +313,17 @@ def allocation(size: Size) -> list[Row]:
     mapped. So there are two figures: mapping alone, and with the first write to each page of 4 KiB;
     the second is comparable with a GPU's.
     """
-    total = size.context * 1024 * 256
-    rows = []
+    total, rows = size.context * 1024 * 256, []
     for page, found in measured(allocation_cases, size).items():
-        count, name = total // int(page), named(int(page))
+        count = total // int(page)
         for what, seconds in times_of(found).items():
             rates = ranged([total / one / 1e9 for one in seconds], ".3g")
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
-            is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
-            published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
-            why = _WHY_ZEROS if source else ""
-            title = f"groups of {name}, {what}"
-            details = {"page_bytes": int(page), "bytes": total, "seconds": seconds}
-            rows.append(Row(title, published, rates + most, "GB/s", source, why, details))
+            is_told = int(page) == PAGE_BYTES[1] and what != "mapped"
+            published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
+            title = f"groups of {named(int(page))}, {what}"
+            told = published if is_told else NONE
+            rows.append(Row(title, rates + most, "GB/s", *told, seconds))
     return rows
 
 
@@ -407,19 +382,16 @@ def page_sizes(size: Size) -> list[Row]:
             tokens, needed, held, whole = wasted_bytes(page, heads, dim, lengths)
             most = (tokens - 1) * 2 * heads * dim * 2 * layers
             shares = [100 * (1 - needed / taken) for taken in (held, whole)]
-            published, source = "", ""
+            published = NONE
             if page in WASTED:
-                published = f"{WASTED[page]} MB at most"
-                is_told = page == 1 << 21
-                source = TOLD_S1 if is_told else f"{VATTENTION}, section 7.4, three models ({READ})"
+                source = f"{VATTENTION}, section 7.4, three models ({READ})"
+                source = TOLD_S1 if page == 1 << 21 else source
+                published = Published(f"{WASTED[page]} MB at most", source, _WHY_GROUPS)
             group = f"groups of {named(page)}, heads of {name}"
             title = f"{group}: most that a request's blocks waste, and shares"
             parts = f"{shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks"
             ours, unit = f"{most / MIB:.3g} MiB at most; {parts}", f"with {tokens} tokens a block"
-            details = {"page_bytes": page, "model": name, "tokens": tokens, "most_bytes": most}
-            details |= {"percent_of_pages": shares[0], "percent_of_blocks": shares[1]}
-            why = _WHY_GROUPS if source else ""
-            rows.append(Row(title, published, ours, unit, source, why, details))
+            rows.append(Row(title, ours, unit, *published))
     return rows
 
 
@@ -428,9 +400,10 @@ _WHY_GROUPS = (
 )
 
 
+ON_DEMAND = "virtual, mapped on demand"
 MECHANISMS: dict[str, Any] = {
     "blocks, nothing to map": "blocks",
-    "virtual, mapped on demand": VirtualStorage(),
+    ON_DEMAND: VirtualStorage(),
     "virtual, a block ahead": VirtualStorage(blocks_ahead=1),
 }
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
@@ -505,17 +478,14 @@ def spikes(size: Size) -> list[Row]:
     """
     rows = []
     for name, row in measured(spike_cases, size)["spikes"].items():
-        published, source, why = "", "", ""
-        if name == "virtual, mapped on demand":
-            published, source, why = "10 and more", TOLD_S1, _WHY_SPIKES
+        published = Published("10 and more", TOLD_S1, _WHY_SPIKES)
         figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
-        title = f"steps that map, beyond the others: {name}"
-        step = f"median step {1e3 * figures['median']:.2f} ms"
+        step = f"; median step {1e3 * figures['median']:.2f} ms"
         most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
         maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
-        ours = f"{said(more, size)}; {step}, {most}; {maps}"
-        details = {"mechanism": name, "more_ms": more}
-        rows.append(Row(title, published, ours, "ms", source, why, details))
+        title, told = f"steps that map, beyond the others: {name}", name == ON_DEMAND
+        ours = f"{step}, {most}; {maps}"
+        rows.append(timed_row(title, more, size, published if told else NONE, ours, "ms"))
     return rows
 
 

@@ -40,7 +40,15 @@ STAGES = tuple(
             title="attention alone",
             is_timed=True,
         ),
-        Stage("d", 1.3, "gpu_day.steps", "", "", title="steps of random models", is_timed=True),
+        Stage(
+            "d",
+            1.3,
+            "gpu_day.calls --part steps",
+            "",
+            "",
+            title="steps of random models",
+            is_timed=True,
+        ),
         Stage("e", 1.7, "gpu_day.calls", "", "", title="whole calls", is_timed=True),
         Stage("f", 0, "gpu_day.suite", "", "", title="pytest -m gpu"),
     )

@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import machine, report, runner
-from benchmarks.gpu_day import steps, suite
+from benchmarks.gpu_day import calls, suite
 from benchmarks.gpu_day.__main__ import STAGES, main
 from benchmarks.sections import gpu_day
 from benchmarks.workers import Lost, in_workers
@@ -66,13 +66,14 @@ def test_outcomes_stand_beside_predictions(tmp_path: Path) -> None:
         return {**runner.row_of(case, system), "seconds": [seconds] * 3, **more}
 
     chunks, unlike = f"{gpu_day.QWEN}, W3, ours, chunks not recorded", "ours, chunks not recorded"
+    token = {"figures": {"TPOT p50, ms": 1.234}}
     speed = {"figures": {"GB/s": 3801.0, "of bandwidth, %": 88.4}}
     counts = {"passed": 3, "skipped": 1, "failed": 0}
     rows = {
         "a": [runner.row_of("x", "tests", **counts), runner.row_of("y", "a process", "died")],
         "b": [runner.row_of("Llama", "greedy") | {"equal": share} for share in (1.0, 0.0)],
         "c": [row(gpu_day.DECODE, "ours", 1.0, **speed)],
-        "d": [row(f"{gpu_day.QWEN}, 1 x 16", "paged", 0.001234)],
+        "d": [row(f"{gpu_day.QWEN}, 1 x 16, ours", "ours", 1.0, **token)],
         "e": [row(chunks, "ours", 0.3), row(chunks, unlike, 0.4)],
     }
     facts = {**machine.facts(), "gpu": "a card", "driver": "580"}
@@ -122,7 +123,7 @@ def test_kernels_and_launches_of_a_profile_are_counted() -> None:
     host, device = DeviceType.CPU, DeviceType.CUDA
     names = ("cudaGraphLaunch", "cuLaunchKernelEx", "aten::mm", "cudaMemcpyAsync")
     events = [event(name, host) for name in names] + [event("attention_kernel", device)] * 3
-    assert steps.counts(events) == (2, 3, 0.015)
+    assert calls.counts(events) == (2, 3, 0.015)
 
 
 @pytest.mark.slow
@@ -158,5 +159,5 @@ def test_a_run_on_the_stand_in_of_a_device(tmp_path: Path) -> None:
     found = {name: report.read(tmp_path / f"gpu_day-{name}.json")["rows"] for name in "0abcdef"}
     assert sum(row["figures"]["passed"] for row in found["a"]) > 0
     assert all(row["equal"] == 1 for row in found["b"] if "equal" in row)
-    assert {row["system"] for row in found["d"]} == {"paged", "plain"}
+    assert {row["system"] for row in found["d"]} == {"plain", "ours", "fingerprint"}
     assert {row["case"].split(", ")[1] for row in found["e"]} == {"W1", "W3", "W6"}

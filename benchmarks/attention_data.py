@@ -226,3 +226,44 @@ def make(setting: Setting, quick: bool = False, layers: int = 0, is_shuffled: bo
     sizes = batch, case.query_len, shape.heads, shape.head_dim
     query = torch.randn(sizes, generator=draw, device=device).to(dtype)
     return Data(setting, query.transpose(1, 2), pools, padded, step)
+
+
+def random_calls(
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    load: tuple[int, int, int],
+    device: str | torch.device,
+    block_size: int = 16,
+    layers: int = 1,
+) -> list[AttentionCall]:
+    """
+    A call of each layer over random K/V in blocks in random order.
+
+    Args:
+        heads (`tuple`): Query heads, K/V heads, key dim, value dim. With one K/V head the values
+            are the first elements of the keys, as with latents.
+        load (`tuple`): Rows, queries and tokens of each row.
+    """
+    num_heads, kv_heads, key_dim, value_dim = heads
+    rows, query_len, seq_len = load
+    per_row = -(-seq_len // block_size)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device)
+
+    def blocks() -> KVBlocks:
+        count = rows * per_row
+        if kv_heads == 1:
+            keys = random(count, 1, block_size, key_dim)
+            values = keys[..., :value_dim]
+        elif key_dim == value_dim:
+            keys, values = random(count, 2 * kv_heads, block_size, key_dim).chunk(2, dim=1)
+        else:
+            both = random(count, kv_heads, block_size, key_dim + value_dim)
+            keys, values = both.split([key_dim, value_dim], dim=3)
+        return KVBlocks((keys, values), keys, values)
+
+    tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
+    step = StepMetadata.rectangle(tables, (seq_len,) * rows, block_size, query_len=query_len)
+    query = random(rows * query_len, num_heads, key_dim)
+    return [AttentionCall(query, blocks(), step, key_dim**-0.5) for _ in range(layers)]

@@ -24,7 +24,7 @@ from benchmarks import report, runner
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.runner import Data, option
-from benchmarks.tune import Problem
+from benchmarks.tune import call_of, launch
 
 HALF, FULL = torch.bfloat16, torch.float32
 META = torch.device("meta")
@@ -43,14 +43,11 @@ FIGURES = {
 """Titles of the resources of `Compiled`."""
 
 
-def _decode(
-    dim: int, rows: int, seq_len: int, dtype: torch.dtype = HALF, query_len: int = 1
-) -> None:
-    Problem.make(dim, dtype, rows, query_len, seq_len, META).decode(None)
+def _attend(kind: str, dim: int, *load: int, dtype: torch.dtype = HALF) -> None:
+    launch(kind, call_of(dim, dtype, load, META))  # type: ignore[arg-type]
 
 
-def _prefill(dim: int, rows: int, queries: int, seq_len: int, dtype: torch.dtype = HALF) -> None:
-    Problem.make(dim, dtype, rows, queries, seq_len, META).prefill(None)
+_decode, _prefill = (functools.partial(_attend, kind) for kind in ("decode", "prefill"))
 
 
 def _store(heads: int, dim: int) -> None:
@@ -63,18 +60,18 @@ def _store(heads: int, dim: int) -> None:
 
 CASES: dict[str, Callable[[], Any]] = {
     **{
-        f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 8192)
+        f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 1, 8192)
         for dim in (64, 80, 128, 192, 256, 512, 576)
     },
-    "decode d128 8 queries": functools.partial(_decode, 128, 32, 2048, query_len=8),
-    "decode d128 float32": functools.partial(_decode, 128, 64, 8192, FULL),
+    "decode d128 8 queries": functools.partial(_decode, 128, 32, 8, 2048),
+    "decode d128 float32": functools.partial(_decode, 128, 64, 1, 8192, dtype=FULL),
     **{
         f"prefill d{dim} 8x512 of 4096": functools.partial(_prefill, dim, 8, 512, 4096)
         for dim in (64, 128, 256, 512, 576)
     },
     "prefill d128 8x16 of 8192": functools.partial(_prefill, 128, 8, 16, 8192),
     "prefill d128 1x64 of 8192": functools.partial(_prefill, 128, 1, 64, 8192),
-    "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, FULL),
+    "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, dtype=FULL),
     "store d128": functools.partial(_store, 8, 128),
 }
 """Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split

@@ -17,16 +17,15 @@ NAMES = {
     "engine, a third of its peak": "PagedEngine in a third of its memory",
     "generate_batch": "transformers' generate_batch",
     "generate_batch, tuned": "transformers' generate_batch, tuned",
-    "plain, static batches": "plain generate, batch after batch",
 }
 
 
 def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Draws what a result of `benchmarks.generate` holds to `<stem>.png`, `<stem>-memory.png`,
-    `<stem>-latency.png`."""
+    """Draws what a result of `benchmarks.generate` holds to `<stem>.png` and
+    `<stem>-memory.png`."""
     foot = report.caption(data["facts"], data["title"].partition(". ")[0].replace("`", ""))
     drawn = []
-    for name, draw in {"": speed, "-memory": memory, "-latency": latency}.items():
+    for name, draw in {"": speed, "-memory": memory}.items():
         path = stem.with_name(f"{stem.name}{name}.png")
         drawn.append(report.plot(lambda draw=draw, path=path: draw(data["rows"], foot, path)))
     return [path for path in drawn if path is not None]
@@ -88,28 +87,4 @@ def memory(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
     report.grouped_bars(axis, values, label=lambda value: f"{value:.3g}")
     report.title(axis, "Most memory that keys and values take in a call, MiB: less is better")
     report.legend_below(figure, axis, 2)
-    return report.save(figure, path)
-
-
-def latency(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
-    """Normalized latency and time to first token over the rate of arrivals."""
-    arrived = [row for row in rows if "normalized, ms/token" in row["figures"]]
-    if not arrived:
-        return None
-    figure, axes = report.figure(380, foot, ncols=2)
-    titles = {
-        "normalized, ms/token": "From arrival to end, ms per new token (mean)",
-        "TTFT p50, ms": "From arrival to the first token, ms (median)",
-    }
-    rates = sorted({row["figures"]["arrive/s"] for row in arrived})
-    for axis, (key, said) in zip(axes, titles.items()):
-        for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in arrived)):
-            mine = [row["figures"] for row in arrived if row["system"] == name]
-            points = [(figures["arrive/s"], figures[key]) for figures in mine]
-            axis.plot(*zip(*points), marker=marker, label=NAMES.get(name, name))
-        axis.set(xlabel="requests that arrive per second", yscale="log")
-        report.title(axis, said)
-        axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
-        report.log_ticks(axis.yaxis)
-    report.legend_below(figure, axes[0], 3)
     return report.save(figure, path)

@@ -18,11 +18,9 @@ WIDTH_PIXELS = 800
 PIXELS_PER_INCH = 100
 FOOT_PIXELS = 22
 GREY = "#555555"  # of what is said in small print
-# Okabe and Ito's colours, distinct for colour-blind readers; hatches and markers repeat the
-# distinction
+# Okabe and Ito's colours, distinct for colour-blind readers; hatches repeat the distinction
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def command_line() -> str:
@@ -196,16 +194,6 @@ def plot(draw: Callable[[], Path | None]) -> Path | None:
     if path is not None:
         print(f"wrote {path}", file=sys.stderr)
     return path
-
-
-def log_ticks(axis: Any) -> None:
-    """Sets plain-number ticks at 1, 2 and 5 times the powers of ten on a logarithmic `XAxis` or
-    `YAxis`."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def grouped_bars(

@@ -60,8 +60,6 @@ def test_pictures_are_800_pixels_wide_and_small(tmp_path):
     figure, axes = report.figure(300, ncols=2)
     report.grouped_bars(axes[0], {"plain": {"W1": 1.0, "W2": 1.0}, "ours": {"W2": 2.4}})
     axes[1].plot([1, 10, 100], [1, 10, 100])
-    axes[1].set_yscale("log")
-    report.log_ticks(axes[1].yaxis)
     path = report.save(figure, tmp_path / "picture.png")
     assert image.open(path).size == (800, 300)
     assert path.stat().st_size < 100_000

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,8 +118,7 @@ def row(found: Compiled, version: str) -> Data:
     if is_target and not CHIPS[found.chip].is_amd:
         limits = {FIGURES["loop"]: TARGET}
     case = f"{found.case}, {found.chip}, Triton {version}"
-    more = {"seconds": [], "over": {}, "figures": figures, "limits": limits}
-    return {"case": case, "system": found.kernel, **more}
+    return runner.row_of(case, found.kernel, **figures) | {"limits": limits}
 
 
 def compile_all(args: argparse.Namespace, keep: Any) -> Data:
@@ -137,23 +136,18 @@ def compile_all(args: argparse.Namespace, keep: Any) -> Data:
     return {"rows": [row(one, triton.__version__) for ones in found for one in ones]}
 
 
-def show(runs: Sequence[Data]) -> Iterator[str]:
-    """All kernels, and the verdict."""
-    rows = runner.pooled(runs)
-    for one in rows:
-        one["figures"].pop("instructions", None)
-    yield runner.table(rows)
-    problems = [f"{one['case']}, {one['system']}: {one['figures']['problems']}" for one in rows]
-    yield "; ".join(one for one in problems if not one.endswith(": ")) or (
-        f"none of {len(rows)} kernels spills registers, each fits its chip"
-    )
-    yield runner.targets(rows)
-
-
 def section(data: Data) -> str:
-    """Of docs/figures/kernels.md: one row for each chip and version of Triton."""
+    """Of docs/figures/kernels.md."""
+    said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
+        has run. Registers and instructions of each kernel:
+        [compiled.json](../../benchmarks/results/compiled.json)."""
+    return "\n\n".join([report.flow(said), *show(data["runs"])])
+
+
+def show(runs: Sequence[Data]) -> list[str]:
+    """One row for each chip and version of Triton."""
     kernels: dict[tuple[str, str], list[tuple[Data, str]]] = {}
-    for run in data["runs"]:
+    for run in runs:
         for one in run["rows"]:
             *_, chip, version = one["case"].split(", ")
             kernels.setdefault((chip, version), []).append((one, run["facts"]["revision"]))
@@ -167,11 +161,7 @@ def section(data: Data) -> str:
         row["kernels that spill"] = sum(one["spills, bytes"] > 0 for one in figures)
         row["revision"] = ", ".join(sorted({revision for _, revision in kernels[chip, version]}))
         rows.append(row)
-    said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
-        has run. Registers and instructions of each kernel:
-        [compiled.json](../../benchmarks/results/compiled.json)."""
-    all_rows = runner.pooled(data["runs"])
-    return "\n\n".join([report.flow(said), report.markdown(rows), runner.targets(all_rows)])
+    return [report.markdown(rows), runner.targets(runner.pooled(runs))]
 
 
 BENCHMARK = runner.Benchmark(

@@ -14,7 +14,6 @@ compiling of one. `last_route(model).setup_seconds` lists the parts.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import tempfile
@@ -69,7 +68,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         return found
 
     settings = args.model, args.dtype, args.new_tokens
-    arms = {system: functools.partial(anew, system=system) for system in ("plain", "paged")}
+    arms = runner.each(anew, ("plain", "paged"))
     yield runner.Case("first call", arms, {"plain": {}})
     yield runner.Case("compiling", {"paged": lambda turn: compiling(*settings)}, turns=1)
 

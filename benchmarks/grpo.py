@@ -117,9 +117,7 @@ def train(
         )
         trainer.remove_callback(PrinterCallback)
         model.seconds = []
-        start = time.perf_counter()
-        trainer.train()
-        whole = time.perf_counter() - start
+        whole = runner.seconds_of(trainer.train)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return sum(model.seconds), whole, [rollouts, losses]
 
@@ -132,7 +130,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     hf_paged.install(continuous_batching=True)
     transformers.logging.set_verbosity_error()
 
-    def rollouts(turn: int, system: str, prompts: int) -> runner.Turn:
+    def rollouts(turn: int, system: str, *, prompts: int) -> runner.Turn:
         model.load_state_dict(weights)
         seconds, whole, found = train(model, shape, system, prompts, args.new_tokens, args.length)
         route = hf_paged.last_route(model)
@@ -140,10 +138,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         return runner.Turn(seconds, found, figures)
 
     for prompts in PROMPTS:
-        arms = {
-            system: functools.partial(rollouts, system=system, prompts=prompts)
-            for system in SYSTEMS
-        }
+        arms = runner.each(functools.partial(rollouts, prompts=prompts), list(SYSTEMS))
         size = f"{STEPS} steps of {prompts} x {GENERATIONS} x {args.new_tokens} tokens"
         over = {"plain": {"paged": 2.2}, "paged": {"generate_batch": 1 / 1.2}}
         yield runner.Case(f"{args.model}, float32, rollouts: {size}", arms, over)

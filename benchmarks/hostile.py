@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
 import http.client
 import itertools
 import json
@@ -274,8 +273,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
                 )
                 return runner.Turn(seconds, figures={"events": events, "answers": told})
 
-            arms = {ALONE: functools.partial(gap, names=[])}
-            arms[BESIDE] = functools.partial(gap, names=args.only)
+            arms = runner.each(gap, {ALONE: [], BESIDE: args.only})
             yield runner.Case("longest gap", arms)
 
 

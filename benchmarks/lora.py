@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import random
 import tempfile
-import time
 import unittest.mock
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,9 +68,9 @@ def arm(
 
         apart = patch(LoopAdapters, "_mixable", lambda *_: {})
         with patch(model_runner, "run", counted), contextlib.nullcontext() if mixes else apart:
-            start = time.perf_counter()
-            results = engine.generate(texts[turn], options, adapter=adapters)
-            seconds = time.perf_counter() - start
+            seconds, results = runner.clocked(
+                lambda: engine.generate(texts[turn], options, adapter=adapters)
+            )
         tokens = [result.token_ids for result in checked(results)]
         loads = engine.stats().num_adapter_loads - before
         figures = {"forwards": next(forwards), "adapters loaded": loads}

@@ -23,7 +23,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,9 +124,7 @@ def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, 
         for number in (-2, turn):
             words = random.Random(f"parallel {number}")
             prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
-            start = time.perf_counter()
-            results = engine.generate(prompts, options)
-            seconds = time.perf_counter() - start
+            seconds, results = runner.clocked(functools.partial(engine.generate, prompts, options))
         tokens = [result.token_ids for result in results]
         return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 
@@ -167,12 +164,10 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             figures = {"K/V of each process, MiB": found["kv_bytes"] / 2**20}
             return runner.Turn(found["seconds"], found["tokens"], figures)
 
-        arms = {
-            f"{world} process{'es' * (world > 1)}": functools.partial(run, world=world)
-            for world in (1, args.ranks)
-        }
+        worlds = {f"{world} process{'es' * (world > 1)}": world for world in (1, args.ranks)}
         size = f"{args.prompts} prompts, {args.new_tokens} new tokens each"
-        yield runner.Case(f"{args.model}, float32, {size}", arms, {"1 process": {}})
+        case = f"{args.model}, float32, {size}"
+        yield runner.Case(case, runner.each(run, worlds), {"1 process": {}})
 
 
 def computed(_: Any) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import json
 import math
@@ -541,31 +540,27 @@ def take_turns(
     return found
 
 
+def clocked(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds that a call takes, and what it returns."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
 def seconds_of(work: Callable[[], Any]) -> float:
     """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return clocked(work)[0]
 
 
-def timed(works: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[int], float]]:
+def each(work: Callable[[int, Any], Any], settings: Iterable[Any]) -> dict[str, Arm]:
+    """Arms that call `work` with the turn and a setting: a value of a mapping, else a name."""
+    named = settings if isinstance(settings, Mapping) else {str(one): one for one in settings}
+    return {name: lambda turn, one=one: work(turn, one) for name, one in named.items()}  # type: ignore[misc]
+
+
+def timed(works: Mapping[str, Callable[[], Any]]) -> dict[str, Arm]:
     """Arms that return the seconds of a call."""
-
-    def arm(work: Callable[[], Any]) -> Callable[[int], float]:
-        return lambda turn: seconds_of(work)
-
-    return {name: arm(work) for name, work in works.items()}
-
-
-def compared(works: Mapping[str, Callable[[int], Any]]) -> dict[str, Callable[[int], Turn]]:
-    """Arms that return the seconds of a call and, as its tokens, what it returns."""
-
-    def arm(work: Callable[[int], Any], turn: int) -> Turn:
-        start = time.perf_counter()
-        tokens = work(turn)
-        return Turn(time.perf_counter() - start, tokens)
-
-    return {name: functools.partial(arm, work) for name, work in works.items()}
+    return each(lambda turn, work: seconds_of(work), works)
 
 
 def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:

@@ -14,9 +14,7 @@ over ours. A target is met where the interval reaches it.
 from __future__ import annotations
 
 import argparse
-import functools
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -322,17 +320,14 @@ def case_of(
         nonlocal rows, inputs
         rows = prompts(model, turn + 1)
         inputs = batch(model, rows)
-        start = time.perf_counter()
-        tokens = systems[system]()
-        seconds = time.perf_counter() - start
+        seconds, tokens = runner.clocked(systems[system])
         route = hf_paged.last_route(model)
         return runner.Turn(seconds, tokens, {"route": route.road if route else ""})
 
-    arms = {system: functools.partial(timed, system=system) for system in systems}
     size = size_of(name, is_tiny)
     target = 1.3 if len(set(lengths)) > 1 else 1 / 1.1 if is_tiny else 1.0
     over = {"plain": dict.fromkeys(("generate", "engine"), target)}
-    yield runner.Case(f"{name}, {size}, {workload}", arms, over)
+    yield runner.Case(f"{name}, {size}, {workload}", runner.each(timed, list(systems)), over)
     engine.free()
     hf_paged.check_integrity(model)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import random
 import re
@@ -163,9 +162,8 @@ def case(
             figures["accepted a row and step"] = statistics.mean(accepted_a_step(answer))
         return runner.Turn(seconds, answer.rows, figures)
 
-    arms = {name: functools.partial(work, name=name) for name in systems}
     targets = {name: least for name in systems if least and (name == NGRAMS or name == TENTH)}
-    yield runner.Case(workload.title, arms, {OFF: targets})
+    yield runner.Case(workload.title, runner.each(work, list(systems)), {OFF: targets})
     for system in systems.values():
         system.free()
     hf_paged.check_integrity(model)

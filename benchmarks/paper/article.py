@@ -55,7 +55,7 @@ def block_cases(size: Size) -> Iterator[runner.Case]:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
         return serve(model, shape, pairs, config)[0]
 
-    yield runner.Case("engine", {str(one): functools.partial(work, block=one) for one in SWEEP})
+    yield runner.Case("engine", runner.each(work, SWEEP))
     yield runner.Case("kernel", kernel.arms(size))
 
 
@@ -115,7 +115,7 @@ def preempted_cases(size: Size) -> Iterator[runner.Case]:
     model = build(shape, "cpu", torch.float32)
     slots = 384 if size.turns > 1 else 128
 
-    def work(turn: int, method: str, block: int) -> runner.Turn:
+    def work(turn: int, method: str, *, block: int) -> runner.Turn:
         config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
         seconds, stats = serve(model, shape, pairs, config)
         counts = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swaps"
@@ -124,8 +124,7 @@ def preempted_cases(size: Size) -> Iterator[runner.Case]:
         return runner.Turn(seconds, figures={"preemptions": stats.num_preemptions})
 
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
-        arms = {method: functools.partial(work, method=method, block=block) for method in METHODS}
-        yield runner.Case(str(block), arms)
+        yield runner.Case(str(block), runner.each(functools.partial(work, block=block), METHODS))
 
 
 def preempted(size: Size) -> list[Row]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from benchmarks import attention, attention_data, paired, runner
@@ -40,15 +37,14 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     return found
 
 
-def arms(size: Size) -> dict[str, Callable[[int], float]]:
+def arms(size: Size) -> dict[str, runner.Arm]:
     """Seconds per layer by contender."""
 
     @torch.no_grad()
     def work(turn: int, function: Attention) -> float:
         return runner.seconds_of(lambda: [function(layer) for layer in range(LAYERS)]) / LAYERS
 
-    functions = contenders(SHAPES[size.shape], size.context)
-    return {name: functools.partial(work, function=one) for name, one in functions.items()}
+    return runner.each(work, contenders(SHAPES[size.shape], size.context))
 
 
 def overhead(size: Size) -> list[Row]:

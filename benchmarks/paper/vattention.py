@@ -99,7 +99,7 @@ def prefill_cases(size: Size) -> Iterator[runner.Case]:
     options = {"max_new_tokens": 1, "do_sample": False}
 
     @torch.no_grad()
-    def first_token(turn: int, name: str, prompt: list[int]) -> list[int]:
+    def first_token(name: str, prompt: list[int]) -> list[int]:
         if name == RESERVED:
             return [contiguous_first_token(model, shape, torch.tensor([prompt]))]
         with backend(systems[name][1]):
@@ -108,11 +108,11 @@ def prefill_cases(size: Size) -> Iterator[runner.Case]:
 
     for context in contexts(size):
         (prompt,) = texts(random.Random(context), [context], shape.vocab)
-        works = {
-            name: functools.partial(first_token, name=name, prompt=prompt)
-            for name in (RESERVED, *systems)
-        }
-        yield runner.Case(str(context), runner.compared(works))
+
+        def work(turn: int, name: str, prompt: list[int] = prompt) -> runner.Turn:
+            return runner.Turn(*runner.clocked(lambda: first_token(name, prompt)))
+
+        yield runner.Case(str(context), runner.each(work, (RESERVED, *systems)))
     for engine in engines.values():
         engine.free()
 
@@ -229,7 +229,7 @@ def decode_cases(size: Size) -> Iterator[runner.Case]:
                     out[name] = model(token, **options).logits
                 return (time.perf_counter() - start) / steps
 
-        yield runner.Case(str(rows), {name: functools.partial(work, name=name) for name in systems})
+        yield runner.Case(str(rows), runner.each(work, list(systems)))
         for name, found in logits.items():
             near = dict(atol=1e-3, rtol=1e-3, msg=f"{name} differs")
             torch.testing.assert_close(found, logits[DYNAMIC], **near)
@@ -276,7 +276,7 @@ _WHY_DECODE = (
 )
 
 
-def map_seconds(turn: int, page: int, total: int, writes: bool) -> float:
+def map_seconds(turn: int, writes: bool, *, page: int, total: int) -> float:
     """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
     with `writes` to write once to each Linux page in them, which allocates the page."""
     from hf_paged.virtual import pages
@@ -297,11 +297,7 @@ MAPPED = {"mapped": False, "mapped and written to once": True}
 def allocation_cases(size: Size) -> Iterator[runner.Case]:
     for page in PAGE_BYTES:
         sizes = {"page": page, "total": size.context * 1024 * 256}
-        arms = {
-            what: functools.partial(map_seconds, **sizes, writes=writes)
-            for what, writes in MAPPED.items()
-        }
-        yield runner.Case(str(page), arms)
+        yield runner.Case(str(page), runner.each(functools.partial(map_seconds, **sizes), MAPPED))
 
 
 def allocation(size: Size) -> list[Row]:
@@ -461,7 +457,7 @@ def spike_cases(size: Size) -> Iterator[runner.Case]:
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
         return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    yield runner.Case("spikes", {name: functools.partial(work, name=name) for name in MECHANISMS})
+    yield runner.Case("spikes", runner.each(work, list(MECHANISMS)))
 
 
 def spikes(size: Size) -> list[Row]:

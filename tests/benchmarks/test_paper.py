@@ -241,9 +241,3 @@ def test_a_run_keeps_other_tables_and_is_drawn(tmp_path: Path, monkeypatch: pyte
     assert [run["rows"][0]["case"] for run in content["runs"]] == ["waste", "example"]
     assert plots.draw_all(content, path.with_suffix("")) == tmp_path / "paper-waste.png"
     assert (tmp_path / "paper-waste.png").stat().st_size > 1000
-
-
-def test_unknown_names_list_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--only", "wast"])
-    assert "'wast' (choose from" in capsys.readouterr().err

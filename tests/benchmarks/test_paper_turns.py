@@ -66,7 +66,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
 
     own = MemoryFile.map
     with vattention.mmaps() as sizes:
-        vattention.map_seconds(0, 1 << 16, 1 << 20, writes=True)
+        vattention.map_seconds(0, True, page=1 << 16, total=1 << 20)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 

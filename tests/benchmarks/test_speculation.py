@@ -12,12 +12,6 @@ from benchmarks import speculation, trained
 from benchmarks.systems import Answer
 
 
-def test_an_unknown_part_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        speculation.main(["--only", "W7,W9"])
-    assert "'W9' (choose from W7, W8, random, assistants)" in capsys.readouterr().err
-
-
 def test_the_target_and_its_tenth_are_as_large_as_the_issue_asks() -> None:
     with torch.device("meta"):
         target, *others = (

@@ -178,12 +178,6 @@ def test_stages_fit_the_hour_and_the_docs_read_their_files() -> None:
         assert "--quick" in arguments and not {"--peers", "--turns", "--repeats"} & set(arguments)
 
 
-def test_bad_stages_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        whole_run.main(["--only", "whole,nonsense"])
-    assert "'nonsense' (choose from whole, float32" in capsys.readouterr().err
-
-
 def job(number: int) -> int:
     if number == 1:
         os._exit(3)

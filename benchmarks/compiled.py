@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for chips that this machine lacks: resources, length of the main
 loops, blocks per multiprocessor.
 
-    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick]
+    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only decode-d128] [--quick]
                                   [--json PATH]
 
 Attention of decodes and prompts for heads of 64 to 576, quantized blocks, shared prefixes, stores,
@@ -13,23 +13,18 @@ block per token. The file keeps the rows of other cases, chips and versions of T
 from __future__ import annotations
 
 import argparse
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks import report, runner
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.runner import Data, option
-from benchmarks.tune import call_of, launch
 
-HALF, FULL = torch.bfloat16, torch.float32
-META = torch.device("meta")
-QUICK_CHIP, QUICK = "sm_90", ("decode d128 64x8192", "store d128")
-TARGET_CASE, TARGET = "decode d128 64x8192", 490
+QUICK_CHIP, QUICK = "sm_90", ("decode-d128-bf16", "merge-d128-bf16", "store-h8-d128-bf16")
+TARGET_CASE, TARGET = "decode-d128-bf16", 490
 """Most instructions of the decode kernel's loop per tile of 64 tokens, on NVIDIA chips."""
 FIGURES = {
     "tile": "tile, tokens",
@@ -43,44 +38,20 @@ FIGURES = {
 """Titles of the resources of `Compiled`."""
 
 
-def _attend(kind: str, dim: int, *load: int, dtype: torch.dtype = HALF) -> None:
-    launch(kind, call_of(dim, dtype, load, META))  # type: ignore[arg-type]
-
-
-_decode, _prefill = (functools.partial(_attend, kind) for kind in ("decode", "prefill"))
-
-
-def _store(heads: int, dim: int) -> None:
-    from hf_paged.kernels.triton.store import store
-
-    keys, values = torch.empty(1000, 2 * heads, 16, dim, dtype=HALF, device=META).chunk(2, dim=1)
-    states = torch.empty(1, 64, heads, dim, dtype=HALF, device=META).transpose(1, 2)
-    store(states, states, keys, values, torch.empty(1, 64, dtype=torch.int64, device=META))
-
-
-CASES: dict[str, Callable[[], Any]] = {
-    **{
-        f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 1, 8192)
-        for dim in (64, 80, 128, 192, 256, 512, 576)
-    },
-    "decode d128 8 queries": functools.partial(_decode, 128, 32, 8, 2048),
-    "decode d128 float32": functools.partial(_decode, 128, 64, 1, 8192, dtype=FULL),
-    **{
-        f"prefill d{dim} 8x512 of 4096": functools.partial(_prefill, dim, 8, 512, 4096)
-        for dim in (64, 128, 256, 512, 576)
-    },
-    "prefill d128 8x16 of 8192": functools.partial(_prefill, 128, 8, 16, 8192),
-    "prefill d128 1x64 of 8192": functools.partial(_prefill, 128, 1, 64, 8192),
-    "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, dtype=FULL),
-    "store d128": functools.partial(_store, 8, 128),
-}
-"""Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split
-rows."""
-
-TESTED = (
+CASES = (
+    *(f"decode-d{dim}-bf16" for dim in (64, 80, 128, 192, 256, 512)),
+    "decode-d576_512-bf16-latent",
+    "decode-d128-bf16-g8-q8",
+    "decode-d128-fp32",
+    *(f"prefill-d{dim}-bf16" for dim in (64, 128, 512, "576_512")),
+    "prefill-d256-bf16-all",
+    "prefill-d128-bf16-chunk8",
+    "prefill-d128-bf16-split",
     "prefill-d128-bf16-bias",
     "prefill-d112-fp32",
     "prefix-d64-bf16-n16",
+    "merge-d128-bf16",
+    "store-h8-d128-bf16",
     "int8-decode-128",
     "int8-prefill-128",
     "fp8_e4m3-store-128",
@@ -89,21 +60,15 @@ TESTED = (
     "hash",
     "copy-words",
 )
-"""Cases of `tests.support.kernels` that are compiled here, too, for all chips: of the other
-kernels."""
-
-
-def calls() -> dict[str, Callable[[], Any]]:
-    """`CASES` and `TESTED` by name."""
-    from tests.support.kernels.aot import cases
-
-    by_name = {case.name: case.call for case in cases()}
-    return CASES | {name: by_name[name] for name in TESTED}
+"""Cases of `tests.support.kernels`, which are compiled here for all chips."""
 
 
 def _measure(job: tuple[str, str]) -> list[Compiled]:
-    case, chip = job
-    return measure(case, CASES[case] if case in CASES else calls()[case], CHIPS[chip])
+    from tests.support.kernels.aot import cases
+
+    name, chip = job
+    (call,) = (case.call for case in cases() if case.name == name)
+    return measure(name, call, CHIPS[chip])
 
 
 def row(found: Compiled, version: str) -> Data:
@@ -129,7 +94,7 @@ def compile_all(args: argparse.Namespace, keep: Any) -> Data:
     jobs = [
         (case, chip)
         for chip in args.chips
-        for case in args.cases or calls()
+        for case in args.cases
         if any(name in case for name in args.only)
     ]
     found = tqdm(in_processes(_measure, jobs, args.jobs), total=len(jobs), disable=None)
@@ -173,7 +138,7 @@ BENCHMARK = runner.Benchmark(
         "--only": option("cases that contain one of these", nargs="+", default=[""]),
         "--jobs": option("processes that compile at the same time", type=int, default=2),
     },
-    fixed={"cases": ()},
+    fixed={"cases": CASES},
     quick={"chips": [QUICK_CHIP], "cases": QUICK},
     keeps=True,
 )

@@ -34,7 +34,7 @@ def test_quick(tmp_path: Path) -> None:
     rows = {row["system"]: row for row in data["rows"]}
     assert rows.keys() == {"attention_kernel", "merge_kernel", "_store_kernel"}
     decode = rows["attention_kernel"]
-    assert decode["case"].startswith("decode d128 64x8192, sm_90, Triton ")
+    assert decode["case"].startswith("decode-d128-bf16, sm_90, Triton ")
     figures, loop = decode["figures"], decode["figures"]["loop, instructions"]
     assert figures["tile, tokens"] == 64 and figures["spills, bytes"] == 0
     assert 100 < loop < 2000 and figures["a token"] == round(loop * 4 / 64, 1)

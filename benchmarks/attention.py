@@ -166,7 +166,6 @@ BENCHMARK = runner.Benchmark(
         "--device": runner.DEVICE,
         "--phase": option(choices=PHASES, nargs="+", default=PHASES),
         "--repeats": option("turns of each contender", type=int, default=9, dest="turns"),
-        "--threads": runner.THREADS,
         "--contenders": option("regular expression on their names", default=".*"),
     },
     only='regular expression on "heads phase case block dtype"',

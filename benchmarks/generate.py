@@ -359,7 +359,6 @@ BENCHMARK = runner.Benchmark(
         "--no-memory": flag("leave out the waste of blocks"),
         "--repeats": option("turns of each system in a process, whatever they take", type=int),
         "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else no limit", type=float),
-        "--threads": runner.THREADS,
     },
     only="such as W1,arrivals (all)",
     known=list(SHARES),

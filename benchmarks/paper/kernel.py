@@ -58,7 +58,8 @@ def overhead(size: Size) -> list[Row]:
     every other turn reverses the order. Each figure is the median of the ratios within turns, with
     minimum and maximum. Blocks are in random order unless stated otherwise.
     """
-    seconds = runner.take_turns(arms(size), 3 * size.repeats, warm_ups=1)
+    found = runner.rows_of_case(runner.Case("overhead", arms(size)), 3 * size.repeats)
+    seconds = {row["system"]: row["seconds"] for row in found}
     rows = []
     for name in seconds:
         if not name.startswith("blocks"):

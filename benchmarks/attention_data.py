@@ -168,14 +168,21 @@ class Data:
     @cached_property
     def calls(self) -> list[AttentionCall]:
         """The `AttentionCall` of each layer."""
-        query = self.query.transpose(1, 2).flatten(0, 1)
         blocks = [KVBlocks((pool,), *views) for pool, views in zip(self.pools, self.blocks)]
-        return [AttentionCall(query, each, self.step, self.scale) for each in blocks]
+        return [AttentionCall(self.packed, each, self.step, self.scale) for each in blocks]
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """The queries of all rows, `[batch * query_len, heads, head_dim]`."""
+        return self.query.transpose(1, 2).flatten(0, 1)
+
+    def by_row(self, output: Tensor) -> Tensor:
+        """An output of packed queries as `[batch, query_len, heads, head_dim]`."""
+        return output.unflatten(0, (-1, self.setting.case.query_len))
 
     def attend(self, backend: Any, layer: int) -> Tensor:
-        """Attention of one layer by `backend`: `[batch, query_len, heads, head_dim]`."""
-        output: Tensor = backend.attend(self.calls[layer])
-        return output.unflatten(0, (-1, self.setting.case.query_len))
+        """Attention of one layer by `backend`, by row."""
+        return self.by_row(backend.attend(self.calls[layer]))
 
     @cached_property
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:

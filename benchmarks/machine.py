@@ -29,8 +29,8 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
         or "no instructions",
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "ram_gib": _ram_gib(),
-        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -62,13 +62,6 @@ def told(key: str) -> str:
         return ""
     values = [line.split(":", 1)[1].strip() for line in lines if line.startswith(key)]
     return values[0] if values else ""
-
-
-def _ram_gib() -> float:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):
-        return 0.0
 
 
 def git(*arguments: str) -> str | None:

@@ -72,8 +72,6 @@ def test_parameters_of_the_named_shapes():
 
 def test_latency_figures():
     times = [[1.0, 1.5, 2.5], [3.0]]
-    assert latency.first_tokens(times, [0.0, 1.0]) == [1.0, 2.0]
-    assert latency.between_tokens(times) == [0.5, 1.0]
     found = latency.summary(times, [0.0, 1.0])
     assert found["TTFT p50, ms"] == pytest.approx(1500) and found["TPOT p99, ms"] == pytest.approx(
         995

@@ -23,7 +23,6 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.rows import NONE, READ, TOLD_S1, VATTENTION, Published, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.paper.turns import backend, measured, small_shape, timed_row, times_of
-from benchmarks.systems import checked
 from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
@@ -74,47 +73,62 @@ def reserved(shape: Shape, longest: int) -> Cache:
     return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
 
 
-def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
-    """First token after a prompt `[1, n]`, computed in chunks as transformers' loop does."""
-    cache = reserved(shape, ids.shape[1])
-    for part in ids.split(CHUNK, dim=1):
-        hidden = model.model(part, **{compat.OUTPUT_CACHE: cache}, use_cache=True).last_hidden_state
-    return int(model.lm_head(hidden[0, -1]).argmax())
+LAYOUTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
+    BLOCKS: ({"block_size": 16}, None),
+    LARGE: ({"block_size": 128}, None),
+    GATHERED: ({"block_size": 16}, "gather"),
+    VIRTUAL: ({"storage": "virtual"}, "gather"),
+    RESERVED: (None, None),
+    DYNAMIC: (None, None),
+}
+"""By contender: the config of its `PagedCache`, if it has one, and a backend that is forced."""
+
+
+class Forwards:
+    """Forwards of a small random model in float32 over the caches of contenders."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.plain, self.paged = (build(shape, "cpu", torch.float32) for _ in range(2))
+        self.paged.set_attn_implementation("hf_paged")
+
+    def cache(self, name: str, longest: int) -> Any:
+        """An empty cache, for at most `longest` tokens."""
+        config, _ = LAYOUTS[name]
+        if config is not None:
+            return PagedCache(self.paged.config, config)
+        return (
+            reserved(self.shape, longest)
+            if name == RESERVED
+            else DynamicCache(config=self.plain.config)
+        )
+
+    @torch.no_grad()
+    def run(self, name: str, cache: Any, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
+        """Seconds of a forward of each part after the one before, and the last logits."""
+        config, forced = LAYOUTS[name]
+        model = self.plain if config is None else self.paged
+        options = {compat.OUTPUT_CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+        with backend(forced):
+            seconds, found = runner.clocked(lambda: [model(part, **options) for part in parts])
+        return seconds, found[-1].logits
 
 
 def prefill_cases(size: Size) -> Iterator[runner.Case]:
     """Times to the first token of one prompt, by context length."""
-    shape = small_shape(size, 2)
-    model = build(shape, "cpu", torch.float32)
-    common = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
-    systems = {
-        BLOCKS: ("blocks", None),
-        GATHERED: ("blocks", "gather"),
-        VIRTUAL: ("virtual", "gather"),
-    }
-    engines = {
-        name: hf_paged.PagedEngine(model, {"storage": kind, **common})
-        for name, (kind, _) in systems.items()
-    }
-    options = {"max_new_tokens": 1, "do_sample": False}
-
-    @torch.no_grad()
-    def first_token(name: str, prompt: list[int]) -> list[int]:
-        if name == RESERVED:
-            return [contiguous_first_token(model, shape, torch.tensor([prompt]))]
-        with backend(systems[name][1]):
-            (result,) = checked(engines[name].generate([prompt], options))
-        return result.token_ids
-
+    forwards = Forwards(small_shape(size, 2))
     for context in contexts(size):
-        (prompt,) = texts(random.Random(context), [context], shape.vocab)
+        (prompt,) = texts(random.Random(context), [context], forwards.shape.vocab)
+        parts = torch.tensor([prompt]).split(CHUNK, dim=1)
 
-        def work(turn: int, name: str, prompt: list[int] = prompt) -> runner.Turn:
-            return runner.Turn(*runner.clocked(lambda: first_token(name, prompt)))
+        def work(turn: int, name: str, parts: Any = parts, longest: int = context) -> runner.Turn:
+            cache = forwards.cache(name, longest)
+            seconds, logits = forwards.run(name, cache, parts)
+            cache.reset()
+            return runner.Turn(seconds, [logits.argmax(-1).flatten().tolist()])
 
-        yield runner.Case(str(context), runner.each(work, (RESERVED, *systems)))
-    for engine in engines.values():
-        engine.free()
+        names = RESERVED, BLOCKS, GATHERED, VIRTUAL
+        yield runner.Case(str(context), runner.each(work, names))
 
 
 def prefill(size: Size) -> list[Row]:
@@ -125,9 +139,8 @@ def prefill(size: Size) -> list[Row]:
     support (PyTorch's SDPA), over rows contiguous in virtual addresses and over contiguous tensors.
     Different: a CPU; two layers of a small random model in float32, so that turns of long prompts
     take seconds; contexts of thousands of tokens, not up to 192 thousand. The CPU's alternative for
-    a kernel without paging support is a copy: gathered. Times are until the first token, from the
-    engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the K/V
-    of grouped heads, as transformers does with a mask.
+    a kernel without paging support is a copy: gathered. Times are of the forwards until the first
+    token; over contiguous tensors transformers repeats the K/V of grouped heads under a mask.
     """
     shortest, *_, longest = map(str, contexts(size))
     unchanged = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
@@ -175,10 +188,7 @@ _WHY_PREFILL = (
     "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was"
     " made for blocks, and the unmodified one is PyTorch's"
 )
-_WHY_RESERVED = (
-    "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a"
-    " mask"
-)
+_WHY_RESERVED = "transformers repeats keys of grouped heads under a mask"
 
 
 def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
@@ -199,41 +209,27 @@ def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Te
 
 def decode_cases(size: Size) -> Iterator[runner.Case]:
     """Times of a decode step, by rows."""
-    shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
-    own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
-    ours.set_attn_implementation("hf_paged")
+    forwards, steps = Forwards(small_shape(size, 4)), 8 if size.turns > 1 else 2
     context = contexts(size)[-1]
     for rows in BATCHES:
-        states, longest = random_states(shape, rows, context), context + steps * (size.turns + 1)
-        systems: dict[str, tuple[Any, Any, str | None]] = {
-            BLOCKS: (ours, PagedCache(ours.config, {"block_size": 16}), None),
-            LARGE: (ours, PagedCache(ours.config, {"block_size": 128}), None),
-            VIRTUAL: (ours, PagedCache(ours.config, {"storage": "virtual"}), "gather"),
-            RESERVED: (own, reserved(shape, longest), None),
-            DYNAMIC: (own, DynamicCache(config=own.config), None),
-        }
-        for _, cache, _ in systems.values():
-            filled(cache, states)
-        token, logits = torch.full((rows, 1), 5), dict[str, Tensor]()
+        states = random_states(forwards.shape, rows, context)
+        longest = context + steps * (size.turns + 1)
+        names = BLOCKS, LARGE, VIRTUAL, RESERVED, DYNAMIC
+        caches = {name: filled(forwards.cache(name, longest), states) for name in names}
+        tokens, logits = [torch.full((rows, 1), 5)] * steps, dict[str, Tensor]()
 
-        @torch.no_grad()
         def work(
-            turn: int, name: str, token: Tensor = token, systems: Any = systems, out: Any = logits
+            turn: int, name: str, tokens: Any = tokens, caches: Any = caches, out: Any = logits
         ) -> float:
-            model, cache, forced = systems[name]
-            with backend(forced):
-                start = time.perf_counter()
-                for _ in range(steps):
-                    # every cache grows by the same number of tokens in each turn
-                    options = {compat.OUTPUT_CACHE: cache, "use_cache": True}
-                    out[name] = model(token, **options).logits
-                return (time.perf_counter() - start) / steps
+            # every cache grows by the same number of tokens in each turn
+            seconds, out[name] = forwards.run(name, caches[name], tokens)
+            return seconds / steps
 
-        yield runner.Case(str(rows), runner.each(work, list(systems)))
+        yield runner.Case(str(rows), runner.each(work, names))
         for name, found in logits.items():
             near = dict(atol=1e-3, rtol=1e-3, msg=f"{name} differs")
             torch.testing.assert_close(found, logits[DYNAMIC], **near)
-        if systems[VIRTUAL][1].counters.gathered:
+        if caches[VIRTUAL].counters.gathered:
             raise RuntimeError("keys and values of rows side by side were gathered")
 
 

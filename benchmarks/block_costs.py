@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import runner
 from benchmarks.attention_data import random_calls
 from benchmarks.attention_peers import quantized
 from benchmarks.ceilings import synchronize
@@ -38,6 +36,7 @@ SIZES = [
 HEADS = {64: (32, 8, 64, 64), 128: (32, 8, 128, 128)}
 """By head dim: query heads, K/V heads, and the dims."""
 SMALL = (3, 5, 300, 1)
+MOST_TURNS = 50
 LOADS = {  # rows, queries per row, tokens per row, layers
     "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
@@ -79,55 +78,41 @@ def check(calls: list[AttentionCall], backend: Any, stored: str) -> None:
 
 def time_of(calls: list[AttentionCall], backend: Any) -> float:
     """Nanoseconds per context token and layer."""
-    device = calls[0].query.device
-    synchronize(device)
-    start = time.perf_counter()
-    run(calls, backend)
-    synchronize(device)
-    return 1e9 * (time.perf_counter() - start) / (sum(calls[0].step.seq_lens) * len(calls))
 
+    def work() -> None:
+        run(calls, backend)
+        synchronize(calls[0].query.device)
 
-def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
-    """Pairs of kernel and storage dtype to measure."""
-    kernels = ["gather"] if device == "cpu" else []
-    first = preferred(torch.empty(0, device=device))
-    if first not in kernels:
-        kernels.insert(0, first)
-    dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
-    return itertools.product(kernels, dtypes)
+    return 1e9 * runner.seconds_of(work) / (sum(calls[0].step.seq_lens) * len(calls))
 
 
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
     """Nanoseconds per token, by kernel and dtype, then block size: the geometric mean over loads of
-    the median over turns. Runs as many turns as fit into `seconds`, at least one."""
-    begin = time.monotonic()
-    loads = [(2, 1, 64, 1)] if quick else LOADS[device]
-    dims = [64] if quick else list(HEADS)
-    times: dict[tuple[str, str, int, int, int], list[float]] = {}
-    chosen = list(cells(device, quick))
-    for kernel, stored in chosen:
-        for dim, size in itertools.product(dims, SIZES):
-            check(calls_of(stored, dim, size, SMALL, device), backends.BACKENDS[kernel], stored)
-    # rebuild the problems in every round: all at once would take gigabytes, and each round gets
-    # other memory addresses
-    kernels, dtypes = (list(dict.fromkeys(names)) for names in zip(*chosen))
-    every = list(itertools.product(dtypes, dims, enumerate(loads)))
-    for number, (stored, dim, (place, load)) in enumerate(itertools.cycle(every)):
-        if number >= len(every) and (quick or time.monotonic() - begin > seconds):
-            break
+    the median over as many turns as fit into `seconds`, at least one."""
+    first = preferred(torch.empty(0, device=device))
+    kernels = dict.fromkeys([first, "gather"] if device == "cpu" else [first])
+    dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
+    dims, loads = ([64], [(2, 1, 64, 1)]) if quick else (list(HEADS), LOADS[device])
+    every = list(itertools.product(dtypes, dims, loads, kernels))
+    medians: dict[tuple[str, int], list[float]] = {}
+    begin = time.perf_counter()
+    for number, (stored, dim, load, kernel) in enumerate(every, 1):
+        backend, entry = backends.BACKENDS[kernel], costs.entry_name(kernel, stored)
+        for size in SIZES:
+            check(calls_of(stored, dim, size, SMALL, device), backend, stored)
         problems = {size: calls_of(stored, dim, size, load, device) for size in SIZES}
-        for kernel, size in itertools.product(kernels, random.sample(SIZES, len(SIZES))):
-            # warm-up: first touch of memory, compilation
-            run(problems[size], backends.BACKENDS[kernel])
-            found = min(time_of(problems[size], backends.BACKENDS[kernel]) for _ in range(2))
-            times.setdefault((kernel, stored, size, dim, place), []).append(found)
-    medians: dict[tuple[str, str, int], list[float]] = {}
-    for (kernel, stored, size, _, _), values in times.items():
-        medians.setdefault((kernel, stored, size), []).append(statistics.median(values))
+        arms = runner.each(
+            lambda turn, calls, backend=backend: time_of(calls, backend),  # type: ignore[misc]
+            problems,
+        )
+        until = begin + seconds * number / len(every)
+        case = runner.Case(entry, arms, fewest=1, until=until)
+        for row in runner.rows_of_case(case, 1 if quick else MOST_TURNS):
+            middle = statistics.median(row["seconds"])
+            medians.setdefault((entry, row["system"]), []).append(middle)
     table: dict[str, dict[str, float]] = {}
-    for (kernel, stored, size), values in sorted(medians.items()):
-        mean = math.exp(sum(map(math.log, values)) / len(values))
-        table.setdefault(costs.entry_name(kernel, stored), {})[str(size)] = round(mean, 3)
+    for (entry, size), values in sorted(medians.items()):
+        table.setdefault(entry, {})[str(size)] = round(statistics.geometric_mean(values), 3)
     return table
 
 

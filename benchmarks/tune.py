@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
@@ -149,6 +150,8 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     return list(tasks.values())
 
 
+SECONDS = 240.0
+"""Of `--block-sizes`, about."""
 TASKS = {"decode": decode_tasks, "prefill": prefill_tasks}
 
 
@@ -170,7 +173,7 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
             do_bench_cudagraph(lambda call=call: launch(task.kind, call, config)) * 1000
             for call in calls
         ]
-        return math.exp(sum(map(math.log, times)) / len(times))
+        return statistics.geometric_mean(times)
 
     best, times = choose(iter(task.options), is_right, time_us)
     default_us = times.get(task.options[0], math.nan)
@@ -193,12 +196,9 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
 OPTIONS = {
     "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
     "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
-    "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
     "--quick": flag("two candidates of each entry: shows that it runs"),
     "--block-sizes": flag("a table of what block sizes cost instead"),
     "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
-    "--seconds": option("of --block-sizes, about (%(default)s)", type=float, default=240),
-    "--folder": option("of tables of --block-sizes", type=Path, default=costs.FOLDER),
 }
 
 
@@ -206,9 +206,9 @@ def main() -> None:
     """Tunes and writes the table."""
     options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
     if options.block_sizes:
-        block_costs.main(options.device, options.seconds, options.quick, options.folder)
+        block_costs.main(options.device, SECONDS, options.quick, costs.FOLDER)
         return
-    shapes = list(itertools.product(options.kernels, options.dims, options.dtypes))
+    shapes = list(itertools.product(TASKS, options.dims, options.dtypes))
     most = 2 if options.quick else None
     if not torch.cuda.is_available():
         raise SystemExit(

@@ -24,10 +24,11 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws what a result of `benchmarks.generate` holds to `<stem>.png` and
     `<stem>-memory.png`."""
     foot = report.caption(data["facts"], data["title"].partition(". ")[0].replace("`", ""))
-    drawn = []
-    for name, draw in {"": speed, "-memory": memory}.items():
-        path = stem.with_name(f"{stem.name}{name}.png")
-        drawn.append(report.plot(lambda draw=draw, path=path: draw(data["rows"], foot, path)))
+    draws = {"": speed, "-memory": memory}
+    drawn = [
+        draw(data["rows"], foot, stem.with_name(f"{stem.name}{name}.png"))
+        for name, draw in draws.items()
+    ]
     return [path for path in drawn if path is not None]
 
 

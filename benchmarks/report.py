@@ -120,10 +120,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     part.replace(path)
 
 
-class NoMatplotlib(ImportError):
-    """Plots need matplotlib, which is not installed; tables do not need it."""
-
-
 def caption(facts: Row, subject: str = "") -> str:
     """One line for the foot of a picture: the subject, and the hardware and revision among a run's
     facts."""
@@ -143,17 +139,10 @@ def figure(height_pixels: int = 400, foot: str = "", **subplots: Any) -> tuple[A
         height_pixels (`int`): Height of the picture.
         foot (`str`): A line in small print below everything else (`caption`).
         subplots: Arguments of `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
-
-    Raises:
-        NoMatplotlib: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NoMatplotlib(
-            f'no plots, matplotlib is missing: pip install "hf_paged[bench]" ({error})'
-        ) from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
     drawing: Any = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(drawing)
@@ -181,18 +170,6 @@ def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
     drawing.figure.savefig(drawn, format="png", facecolor="white")  # of a panel, the whole figure
     Image.open(drawn).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
     replace_file(path, small.getvalue())
-    return path
-
-
-def plot(draw: Callable[[], Path | None]) -> Path | None:
-    """Runs `draw`, which saves a picture; prints the path, or why there is none."""
-    try:
-        path = draw()
-    except NoMatplotlib as error:
-        print(error, file=sys.stderr)
-        return None
-    if path is not None:
-        print(f"wrote {path}", file=sys.stderr)
     return path
 
 

@@ -1,9 +1,6 @@
-"""Results are written to files and read back unchanged; plots are small, and a missing plot has a
-reason."""
+"""Results are written to files and read back unchanged; plots are small."""
 
 from __future__ import annotations
-
-import sys
 
 import pytest
 
@@ -99,9 +96,3 @@ def test_pictures_are_drawn_again_from_committed_results(tmp_path, monkeypatch):
     monkeypatch.setattr(readme, "result", data.get)
     assert readme.main(["--pictures"]) == 0
     assert {path.name for path in tmp_path.glob("*.png")} == committed
-
-
-def test_without_matplotlib_there_is_a_reason_and_no_picture(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.plot(lambda: report.save(report.figure()[0], "never.png")) is None
-    assert 'pip install "hf_paged[bench]"' in capsys.readouterr().err

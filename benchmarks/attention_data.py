@@ -93,51 +93,38 @@ class Setting:
         return stored + states * DTYPES[self.dtype].itemsize
 
 
-def _ragged(low: int, high: int, rows: int) -> tuple[int, ...]:
+def _ragged(low: int, high: int, rows: int) -> Case:
+    """Decodes of rows of different lengths."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    return tuple(torch.linspace(low, high, rows).long()[order].tolist())
+    lengths = torch.linspace(low, high, rows).long()[order].tolist()
+    return Case(f"{rows} x {low}..{high}", "decode", tuple(lengths))
+
+
+def _even(rows: int, length: int, query_len: int = 1) -> Case:
+    """Rows of one length."""
+    phase = {1: "decode", length: "prefill"}.get(query_len, "chunk")
+    name = f"{rows} x {query_len} of {length}" if phase == "chunk" else f"{rows} x {length}"
+    return Case(name, phase, (length,) * rows, query_len)
 
 
 def settings(device: str, quick: bool) -> list[Setting]:
     """The settings of a run: heads x cases, then block sizes and float32 on one of them."""
     if quick:
-        shape = SHAPES["llama-tiny"]
-        few = [
-            Case("4 x 20..90", "decode", _ragged(20, 90, 4)),
-            Case("2 x 24 of 70", "chunk", (70, 70), 24),
-        ]
-        few.append(Case("2 x 40", "prefill", (40, 40), 40))
-        return [Setting(shape, case, 16, "bf16", device) for case in few]
+        few = _ragged(20, 90, 4), _even(2, 70, 24), _even(2, 40, 40)
+        return [Setting(SHAPES["llama-tiny"], case, 16, "bf16", device) for case in few]
     if device == "cpu":
-        names, sizes, ragged = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64), 1024
-        cases = [
-            Case("1 x 512", "decode", (512,)),
-            Case("8 x 512", "decode", (512,) * 8),
-            Case("32 x 64..1024", "decode", _ragged(64, 1024, 32)),
-            Case("4 x 4096", "decode", (4096,) * 4),
-            Case("4 x 64 of 576", "chunk", (576,) * 4, 64),
-            Case("1 x 256 of 2048", "chunk", (2048,), 256),
-            Case("4 x 128", "prefill", (128,) * 4, 128),
-            Case("1 x 1024", "prefill", (1024,), 1024),
-        ]
+        names, sizes = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64)
+        ragged = _ragged(64, 1024, 32)
+        cases = [_even(1, 512), _even(8, 512), ragged, _even(4, 4096)]
+        cases += [_even(4, 576, 64), _even(1, 2048, 256), _even(4, 128, 128), _even(1, 1024, 1024)]
     else:
-        names, sizes, ragged = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128), 8192
-        cases = [
-            *(
-                Case(f"{b} x {n}", "decode", (n,) * b)
-                for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
-            ),
-            Case("32 x 64..8192", "decode", _ragged(64, 8192, 32)),
-            Case("256 x 1024", "decode", (1024,) * 256),
-            Case("64 x 8192", "decode", (8192,) * 64),
-            Case("8 x 512 of 4096", "chunk", (4096,) * 8, 512),
-            Case("1 x 2048 of 16384", "chunk", (16384,), 2048),
-            Case("8 x 1024", "prefill", (1024,) * 8, 1024),
-            Case("1 x 8192", "prefill", (8192,), 8192),
-        ]
+        names, sizes = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128)
+        ragged = _ragged(64, 8192, 32)
+        cases = [_even(1, 1024), _even(1, 32768), _even(8, 4096), _even(64, 1024), ragged]
+        cases += [_even(256, 1024), _even(64, 8192), _even(8, 4096, 512), _even(1, 16384, 2048)]
+        cases += [_even(8, 1024, 1024), _even(1, 8192, 8192)]
     found = [Setting(SHAPES[name], case, 16, "bf16", device) for name in names for case in cases]
-    one = next(case for case in cases if case.ragged and case.longest == ragged)
-    found += [Setting(SHAPES[names[0]], one, size, "bf16", device) for size in sizes]
+    found += [Setting(SHAPES[names[0]], ragged, size, "bf16", device) for size in sizes]
     return [*found, *(Setting(SHAPES[names[0]], case, 16, "fp32", device) for case in cases[:3])]
 
 

@@ -93,14 +93,14 @@ class Setting:
         return stored + states * DTYPES[self.dtype].itemsize
 
 
-def _ragged(low: int, high: int, rows: int) -> Case:
+def ragged_of(low: int, high: int, rows: int) -> Case:
     """Decodes of rows of different lengths."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     lengths = torch.linspace(low, high, rows).long()[order].tolist()
     return Case(f"{rows} x {low}..{high}", "decode", tuple(lengths))
 
 
-def _even(rows: int, length: int, query_len: int = 1) -> Case:
+def even(rows: int, length: int, query_len: int = 1) -> Case:
     """Rows of one length."""
     phase = {1: "decode", length: "prefill"}.get(query_len, "chunk")
     name = f"{rows} x {query_len} of {length}" if phase == "chunk" else f"{rows} x {length}"
@@ -110,19 +110,19 @@ def _even(rows: int, length: int, query_len: int = 1) -> Case:
 def settings(device: str, quick: bool) -> list[Setting]:
     """The settings of a run: heads x cases, then block sizes and float32 on one of them."""
     if quick:
-        few = _ragged(20, 90, 4), _even(2, 70, 24), _even(2, 40, 40)
+        few = ragged_of(20, 90, 4), even(2, 70, 24), even(2, 40, 40)
         return [Setting(SHAPES["llama-tiny"], case, 16, "bf16", device) for case in few]
     if device == "cpu":
         names, sizes = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64)
-        ragged = _ragged(64, 1024, 32)
-        cases = [_even(1, 512), _even(8, 512), ragged, _even(4, 4096)]
-        cases += [_even(4, 576, 64), _even(1, 2048, 256), _even(4, 128, 128), _even(1, 1024, 1024)]
+        ragged = ragged_of(64, 1024, 32)
+        cases = [even(1, 512), even(8, 512), ragged, even(4, 4096)]
+        cases += [even(4, 576, 64), even(1, 2048, 256), even(4, 128, 128), even(1, 1024, 1024)]
     else:
         names, sizes = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128)
-        ragged = _ragged(64, 8192, 32)
-        cases = [_even(1, 1024), _even(1, 32768), _even(8, 4096), _even(64, 1024), ragged]
-        cases += [_even(256, 1024), _even(64, 8192), _even(8, 4096, 512), _even(1, 16384, 2048)]
-        cases += [_even(8, 1024, 1024), _even(1, 8192, 8192)]
+        ragged = ragged_of(64, 8192, 32)
+        cases = [even(1, 1024), even(1, 32768), even(8, 4096), even(64, 1024), ragged]
+        cases += [even(256, 1024), even(64, 8192), even(8, 4096, 512), even(1, 16384, 2048)]
+        cases += [even(8, 1024, 1024), even(1, 8192, 8192)]
     found = [Setting(SHAPES[name], case, 16, "bf16", device) for name in names for case in cases]
     found += [Setting(SHAPES[names[0]], ragged, size, "bf16", device) for size in sizes]
     return [*found, *(Setting(SHAPES[names[0]], case, 16, "fp32", device) for case in cases[:3])]

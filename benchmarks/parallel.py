@@ -85,35 +85,23 @@ def scaling() -> list[dict[str, Any]]:
     rows = []
     for shape in LLAMAS:
         first = 0.0
-        for gpus in (1, 2, 4, 8):
-            if shape.kv_heads % gpus:
-                continue
+        for gpus in [count for count in (1, 2, 4, 8) if not shape.kv_heads % count]:
             part = cost(shape, gpus)
             # plus the embedding
             weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus
-            left = USED * A100_BYTES - weights
-            num_tokens = int(left / part.shape.kv_bytes(1, 2))
-            count = min(MAX_ROWS, num_tokens // LENGTH)
-            row: dict[str, Any] = {
-                "model": shape.name,
-                "gpus": gpus,
-                "weights_gib": round(weights / 2**30, 1),
-            }
-            if count < 1:
-                rows.append({**row, "kv_tokens": max(0, num_tokens), "rows": 0})
-                continue
-            seconds = step_seconds(
-                part, A100, A100.flops["bfloat16"], count, count, [LENGTH] * count
-            )
-            seconds += all_reduce_seconds(shape, gpus, count)
-            rate = count / seconds
-            first = first or rate / gpus
-            speeds = {
-                "step_ms": round(1000 * seconds, 1),
-                "tokens_s": round(rate),
-                "ratio": round(rate / first, 2),
-            }
-            rows.append({**row, "kv_tokens": num_tokens, "rows": count, **speeds})
+            num_tokens = int((USED * A100_BYTES - weights) / part.shape.kv_bytes(1, 2))
+            count = max(0, min(MAX_ROWS, num_tokens // LENGTH))
+            row = {"model": shape.name, "gpus": gpus, "weights_gib": round(weights / 2**30, 1)}
+            row |= {"kv_tokens": max(0, num_tokens), "rows": count}
+            rows.append(row)
+            if count:
+                flops, lengths = A100.flops["bfloat16"], [LENGTH] * count
+                seconds = step_seconds(part, A100, flops, count, count, lengths)
+                seconds += all_reduce_seconds(shape, gpus, count)
+                rate = count / seconds
+                first = first or rate / gpus
+                row |= {"step_ms": round(1000 * seconds, 1), "tokens_s": round(rate)}
+                row["ratio"] = round(rate / first, 2)
     return rows
 
 

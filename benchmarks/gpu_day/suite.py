@@ -94,20 +94,16 @@ def in_order(names: list[str]) -> list[tuple[str, ...]]:
     functions: dict[str, list[str]] = collections.defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
-    files: dict[str, str] = {}
-    for function in functions:
-        files.setdefault(function.partition("::")[0], function)
-    first = set(files.values())
-    groups: list[tuple[str, ...]] = [
-        (functions[name][0],) for name in sorted(functions, key=lambda name: name not in first)
-    ]
-    rest = [
-        (at, tuple(ids[at : at + GROUP]))
-        for ids in functions.values()
-        for at in range(1, len(ids), GROUP)
-    ]
-    groups += [group for _, group in sorted(rest, key=lambda item: item[0])]
-    return sorted(groups, key=lambda group: LAST in group[0])
+    ranked: list[tuple[tuple[bool, int], tuple[str, ...]]] = []
+    files = set()
+    for function, ids in functions.items():
+        file = function.partition("::")[0]
+        is_last = file.endswith(LAST)
+        ranked.append(((is_last, int(file in files)), (ids[0],)))
+        for at in range(1, len(ids), GROUP):
+            ranked.append(((is_last, 1 + at), tuple(ids[at : at + GROUP])))
+        files.add(file)
+    return [group for _, group in sorted(ranked, key=lambda one: one[0])]
 
 
 def rows_of_group(names: tuple[str, ...]) -> list[Data]:

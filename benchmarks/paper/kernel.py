@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks import attention, attention_data, paired, runner
-from benchmarks.attention_data import Case, Setting
+from benchmarks.attention_data import Setting, even
 from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import NONE, PAPER, READ, TOLD, Published, Row, Size, ranged
@@ -19,7 +19,7 @@ LAYERS = 8
 def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     """Decode attention of `ROWS` rows in several layouts, each compared with the reference:
     functions of the layer."""
-    case = Case(f"{ROWS} x {context}", "decode", (context,) * ROWS)
+    case = even(ROWS, context)
     layouts = {"sdpa": (context, False), "one block a row": (context, False)}
     for block in BLOCKS:
         if block <= context:

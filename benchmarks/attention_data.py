@@ -186,16 +186,14 @@ class Data:
         ]
 
 
-def make(setting: Setting, quick: bool = False, layers: int = 0, is_shuffled: bool = True) -> Data:
+def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
     """Random K/V, of as many layers as exceed the processor's caches without `layers`. Blocks are
-    placed at random, as in a pool after some use, or in order."""
+    placed at random, as in a pool after some use."""
     shape, case, device = setting.shape, setting.case, setting.device
     dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
     generator = torch.Generator().manual_seed(0)
     counts = [-(-seq_len // block_size) for seq_len in case.seq_lens]
-    order = torch.arange(sum(counts))
-    if is_shuffled:
-        order = torch.randperm(sum(counts), generator=generator)
+    order = torch.randperm(sum(counts), generator=generator)
     tables = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True).int()
     dims = sum(counts), 2 * shape.kv_heads, block_size, shape.head_dim
     layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize

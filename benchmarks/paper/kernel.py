@@ -8,7 +8,7 @@ from benchmarks import attention, attention_data, paired, runner
 from benchmarks.attention_data import Setting, even
 from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paper.rows import NONE, PAPER, READ, TOLD, Published, Row, Size, ranged
+from benchmarks.paper.rows import PAPER, READ, TOLD, Published, Row, Size, ranged
 from hf_paged.config import MIN_BLOCK_SIZE
 
 ROWS = 8
@@ -20,15 +20,11 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     """Decode attention of `ROWS` rows in several layouts, each compared with the reference:
     functions of the layer."""
     case = even(ROWS, context)
-    layouts = {"sdpa": (context, False), "one block a row": (context, False)}
-    for block in BLOCKS:
-        if block <= context:
-            layouts[f"blocks of {block} in order"] = block, False
-            layouts[f"blocks of {block}"] = block, True
+    layouts = {"sdpa": context, "one block a row": context}
+    layouts |= {f"blocks of {block}": block for block in BLOCKS if block <= context}
     found = {}
-    for name, (block, is_shuffled) in layouts.items():
-        setting = Setting(shape, case, block, "bf16", "cpu")
-        data = attention_data.make(setting, layers=LAYERS, is_shuffled=is_shuffled)
+    for name, block in layouts.items():
+        data = attention_data.make(Setting(shape, case, block, "bf16", "cpu"), layers=LAYERS)
         peer = Contiguous() if name == "sdpa" else Ours("")
         functions, problems = attention.admit([peer], data)
         if problems:
@@ -56,25 +52,19 @@ def overhead(size: Size) -> list[Row]:
     bytes with one block per row, and PyTorch's SDPA over contiguous tensors. Contenders take turns,
     each over several layers of a separate copy, so that processor caches hold little of the data;
     every other turn reverses the order. Each figure is the median of the ratios within turns, with
-    minimum and maximum. Blocks are in random order unless stated otherwise.
+    minimum and maximum. Blocks are in random order.
     """
     found = runner.rows_of_case(runner.Case("overhead", arms(size)), 3 * size.repeats)
     seconds = {row["system"]: row["seconds"] for row in found}
     rows = []
-    for name in seconds:
-        if not name.startswith("blocks"):
-            continue
-        block = int(name.split()[2])
-        for base in ("one block a row", "sdpa"):
-            is_main = block == 16 and not name.endswith("order")
-            if not is_main and (base == "sdpa" or (name.endswith("order") and block != 16)):
-                continue
-            what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
-            ours = f"{ranged(over, '.3g')}, {len(over)} turns"
-            title = f"{name}, {size.context} tokens a row, over {what}"
-            published = PUBLISHED[base] if is_main else NONE
-            rows.append(Row(title, ours, "%", *published, over))
+    for base, published in PUBLISHED.items():
+        what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
+        over = [
+            100 * (ratio - 1) for ratio in paired.ratios(seconds["blocks of 16"], seconds[base])
+        ]
+        ours = f"{ranged(over, '.3g')}, {len(over)} turns"
+        title = f"blocks of 16, {size.context} tokens a row, over {what}"
+        rows.append(Row(title, ours, "%", *published, over))
     return rows
 
 

@@ -369,16 +369,14 @@ def page_sizes(size: Size) -> list[Row]:
     trace = make_trace(SHAREGPT, max(4, min(48, size.short // 200)))
     lengths = [prompt + output for prompt, output in zip(trace.prompts, trace.outputs)]
     rows = []
-    for page in PAGE_BYTES:
+    for page, most_there in WASTED.items():
         for name, (layers, heads, dim) in HEADS.items():
             tokens, needed, held, whole = wasted_bytes(page, heads, dim, lengths)
             most = (tokens - 1) * 2 * heads * dim * 2 * layers
             shares = [100 * (1 - needed / taken) for taken in (held, whole)]
-            published = NONE
-            if page in WASTED:
-                source = f"{VATTENTION}, section 7.4, three models ({READ})"
-                source = TOLD_S1 if page == 1 << 21 else source
-                published = Published(f"{WASTED[page]} MB at most", source, _WHY_GROUPS)
+            source = f"{VATTENTION}, section 7.4, three models ({READ})"
+            source = TOLD_S1 if page == 1 << 21 else source
+            published = Published(f"{most_there} MB at most", source, _WHY_GROUPS)
             group = f"groups of {named(page)}, heads of {name}"
             title = f"{group}: most that a request's blocks waste, and shares"
             parts = f"{shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks"

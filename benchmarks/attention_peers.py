@@ -34,7 +34,6 @@ from hf_paged.kernels import quantized as quantization
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
 INT8 = "ours: int8"
-FLEX_SECONDS = 30.0  # that compiling flex_attention may take
 
 
 class Skipped(Exception):
@@ -351,9 +350,9 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def peers(quick: bool) -> list[Peer]:
+def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else FLEX_SECONDS), FlashInfer()]
+    rest = [Flex(0 if quick else flex_seconds), FlashInfer()]
     rest += [Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

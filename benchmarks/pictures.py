@@ -63,24 +63,14 @@ def speed(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
     return report.save(figure, path)
 
 
-def compared(rows: Sequence[Data]) -> dict[str, tuple[Data, Data, float]]:
-    """By workload the rows of the fastest plain `generate` and of ours, and the ratio of their
-    times."""
-    return {
-        row["case"]: (base, row, ratio.value)
-        for row, name, ratio, _ in runner.comparisons(rows)
-        if (row["system"], name) == ("ours", "plain")
-        and row["case"] in WORKLOADS
-        and (base := runner.base_of(rows, row["case"], name)) is not None
-    }
-
-
 def memory(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
     """Most MiB of K/V that plain `generate` and ours hold, by workload."""
+    systems = {"plain generate": "plain", "ours": "ours"}
     values = by_system(
-        (row | {"system": system}, row["figures"]["K/V, MiB"])
-        for plain, ours, _ in compared(rows).values()
-        for system, row in {"plain generate": plain, "ours": ours}.items()
+        (row | {"system": name}, row["figures"]["K/V, MiB"])
+        for case in WORKLOADS
+        for name, system in systems.items()
+        if (row := runner.base_of(rows, case, system)) is not None
     )
     if not values:
         return None

@@ -15,8 +15,6 @@ NAMES = {
     "ours": 'generate, cache_implementation="paged"',
     "engine": "PagedEngine",
     "engine, a third of its peak": "PagedEngine in a third of its memory",
-    "generate_batch": "transformers' generate_batch",
-    "generate_batch, tuned": "transformers' generate_batch, tuned",
 }
 
 
@@ -24,12 +22,19 @@ def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draws what a result of `benchmarks.generate` holds to `<stem>.png` and
     `<stem>-memory.png`."""
     foot = report.caption(data["facts"], data["title"].partition(". ")[0].replace("`", ""))
-    draws = {"": speed, "-memory": memory}
-    drawn = [
-        draw(data["rows"], foot, stem.with_name(f"{stem.name}{name}.png"))
-        for name, draw in draws.items()
-    ]
-    return [path for path in drawn if path is not None]
+    drawn = []
+    for name, values, height, digits, said in (
+        ("", speed(data["rows"]), 560, ".2f", "time over each system's: above 1 is faster"),
+        ("-memory", memory(data["rows"]), 430, ".3g", "memory of keys and values beside ours, MiB"),
+    ):
+        figure, axis = report.figure(height, foot)
+        report.grouped_bars(axis, values, label=lambda value, digits=digits: f"{value:{digits}}")  # type: ignore[misc]
+        if not name:
+            axis.axvline(1.0, color="black", linewidth=0.8)
+        report.title(axis, f"Plain generate's {said}")
+        report.legend_below(figure, axis, 2)
+        drawn.append(report.save(figure, stem.with_name(f"{stem.name}{name}.png")))
+    return drawn
 
 
 def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float]]:
@@ -42,40 +47,24 @@ def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float
     return found
 
 
-def speed(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
+def speed(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
     """Speedup of each system over the fastest plain `generate`, by workload; beside other engines
     of ours only `generate`."""
     has_peers = any(row["system"] in TITLES.values() for row in rows)
     shown = ["ours", *TITLES.values()] if has_peers else {row["system"] for row in rows}
-    values = by_system(
+    return by_system(
         (row, ratio.value)
         for row, base, ratio, _ in runner.comparisons(rows)
         if base == "plain" and not row["system"].startswith("plain")
         if row["case"] in WORKLOADS and row["system"] in shown
     )
-    if not values:
-        return None
-    figure, axis = report.figure(560, foot)
-    report.grouped_bars(axis, values, label=lambda value: f"{value:.2f}")
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    report.title(axis, "Plain generate's time over each system's: above 1 is faster")
-    report.legend_below(figure, axis, 2)
-    return report.save(figure, path)
 
 
-def memory(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
+def memory(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
     """Most MiB of K/V that plain `generate` and ours hold, by workload."""
-    systems = {"plain generate": "plain", "ours": "ours"}
-    values = by_system(
+    return by_system(
         (row | {"system": name}, row["figures"]["K/V, MiB"])
         for case in WORKLOADS
-        for name, system in systems.items()
+        for name, system in {"plain generate": "plain", "ours": "ours"}.items()
         if (row := runner.base_of(rows, case, system)) is not None
     )
-    if not values:
-        return None
-    figure, axis = report.figure(430, foot)
-    report.grouped_bars(axis, values, label=lambda value: f"{value:.3g}")
-    report.title(axis, "Most memory that keys and values take in a call, MiB: less is better")
-    report.legend_below(figure, axis, 2)
-    return report.save(figure, path)

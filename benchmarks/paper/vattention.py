@@ -33,6 +33,8 @@ BATCHES = (1, 2, 4, 8)
 BLOCKS, LARGE = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel"
 GATHERED, VIRTUAL = "blocks of 16, gathered for SDPA", "virtual, SDPA in place"
 RESERVED, DYNAMIC = "contiguous, reserved", "contiguous, copied (DynamicCache)"
+MAPS_NOTHING, ON_DEMAND = "blocks, nothing to map", "virtual, mapped on demand"
+AHEAD = "virtual, a block ahead"
 PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 """A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
 
@@ -80,6 +82,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     VIRTUAL: ({"storage": "virtual"}, "gather"),
     RESERVED: (None, None),
     DYNAMIC: (None, None),
+    MAPS_NOTHING: ({"storage": "blocks"}, None),
+    ON_DEMAND: ({"storage": VirtualStorage()}, "gather"),
+    AHEAD: ({"storage": VirtualStorage(blocks_ahead=1)}, "gather"),
 }
 """By contender: the config of its `PagedCache`, if it has one, and a backend that is forced."""
 
@@ -390,12 +395,6 @@ _WHY_GROUPS = (
 )
 
 
-ON_DEMAND = "virtual, mapped on demand"
-MECHANISMS: dict[str, Any] = {
-    "blocks, nothing to map": "blocks",
-    ON_DEMAND: VirtualStorage(),
-    "virtual, a block ahead": VirtualStorage(blocks_ahead=1),
-}
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
 """More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps
 of milliseconds."""
@@ -417,41 +416,28 @@ def mmaps() -> Iterator[list[int]]:
         yield sizes
 
 
-def latencies(
-    model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int
-) -> list[tuple[float, int]]:
-    """Seconds and `mmap` calls of each decode step after these states, in a separate cache."""
-    cache = filled(PagedCache(model.config, {"storage": storage}), states)
-    token, found = torch.full((states[0][0].shape[0], 1), 5), []
-    with backend(None if storage == "blocks" else "gather"), mmaps() as calls:
-        for _ in range(steps):
-            before, start = len(calls), time.perf_counter()
-            model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-            found.append((time.perf_counter() - start, len(calls) - before))
-    cache.reset()
-    return found
-
-
 def spike_cases(size: Size) -> Iterator[runner.Case]:
     """By mechanism: the median of the steps that map less that of the others."""
-    shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
+    forwards = Forwards(MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"])
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
-    model = build(shape, "cpu", torch.float32)
-    model.set_attn_implementation("hf_paged")
-    states = random_states(shape, rows, length)
+    states, token = random_states(forwards.shape, rows, length), torch.full((rows, 1), 5)
 
-    @torch.no_grad()
     def work(turn: int, name: str) -> runner.Turn:
-        # the first step maps the existing blocks
-        taken = latencies(model, MECHANISMS[name], states, steps)[1:]
-        seconds = [one for one, _ in taken]
-        maps = [one for one, calls in taken if calls]
-        others = [one for one, calls in taken if not calls]
+        cache, seconds = filled(forwards.cache(name, length + steps), states), []
+        maps: list[float] = []
+        others: list[float] = []
+        with mmaps() as calls:
+            forwards.run(name, cache, [token])  # maps the existing blocks
+            for _ in range(steps - 1):
+                before = len(calls)
+                seconds.append(forwards.run(name, cache, [token])[0])
+                (others if len(calls) == before else maps).append(seconds[-1])
+        cache.reset()
         more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
         return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    yield runner.Case("spikes", runner.each(work, list(MECHANISMS)))
+    yield runner.Case("spikes", runner.each(work, (MAPS_NOTHING, ON_DEMAND, AHEAD)))
 
 
 def spikes(size: Size) -> list[Row]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +21,18 @@ from benchmarks.peers import TITLES
 from benchmarks.sections import overview
 from benchmarks.stages import NO_TIME, Options, Stage
 from benchmarks.workers import Lost, in_workers
-
-Add = Callable[..., None]
-
-
-def works(add: Add) -> None:
-    add(what="first")
-
-
-def crashes(add: Add) -> None:
-    works(add)
-    sys.stdout.buffer.write(b"\xff\xf0" * 100_000)
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def hangs(add: Add) -> None:
-    works(add)
-    add(child=subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid)
-    time.sleep(3600)
-
-
-def raises(add: Add) -> None:
-    raise ValueError("out of luck")
-
-
-def is_silent(add: Add) -> None:
-    print("nothing")
+from tests.benchmarks.failing_stages import crashes, hangs, is_silent, raises, works
 
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages are functions of this module."""
+    """Stages are functions of `failing_stages`."""
     monkeypatch.setattr(stages, "PACKAGE", "tests.benchmarks")
 
 
 def stage(function: Any, minutes: float = 1.0, **options: Any) -> Stage:
     name = function.__name__
-    return Stage(name, minutes, f"test_stages {name}", "", name, **options)
+    return Stage(name, minutes, f"failing_stages {name}", "", name, **options)
 
 
 def run(folder: Path, *chosen: Stage, minutes: float = 9.0) -> dict[str, dict[str, Any]]:
@@ -74,7 +45,7 @@ def test_a_stage_that_crashes_hangs_or_raises_ends_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has added so far stays; the processes that it started end with it."""
-    monkeypatch.setattr(stages, "START_SECONDS", 40.0)
+    monkeypatch.setattr(stages, "START_SECONDS", 3.0)
     (tmp_path / "is_silent.json").write_text("of an earlier run")
     found = run(
         tmp_path,
@@ -87,7 +58,7 @@ def test_a_stage_that_crashes_hangs_or_raises_ends_alone(
         "raises": "exit status 1: ValueError: out of luck",
         "is_silent": "left no file",
         "works": "",
-        "hangs": "ended after 41 s",
+        "hangs": "ended after 4 s",
         "last": "",
     }
     assert found["crashes"]["reason"].startswith("exit status -11: ")
@@ -198,13 +169,3 @@ def test_a_job_that_dies_or_hangs_is_lost_alone() -> None:
 def test_no_job_runs_past_the_end() -> None:
     """The first job hangs; at its own limit it would be reported as lost."""
     assert not dict(in_workers(job, [2, 0], 1, 60.0, time.monotonic() + 0.3))
-
-
-if __name__ == "__main__":
-    rows: list[dict[str, Any]] = []
-
-    def add(**row: Any) -> None:
-        rows.append(row)
-        report.replace_file(Path(sys.argv[-1]), json.dumps({"rows": rows}))
-
-    globals()[sys.argv[1]](add)

@@ -332,11 +332,7 @@ def _starts(counts: list[int], device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the main thread after `seconds`; no limit on platforms without
-    alarms."""
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
+    """Raises `TimeoutError` in the main thread after `seconds`."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {seconds:g} s")

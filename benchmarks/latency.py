@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Sequence
 
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile by linear interpolation; NaN without values."""
-    if len(values) < 2:
-        return values[0] if values else float("nan")
-    return statistics.quantiles(values, n=1000, method="inclusive")[
-        max(0, min(998, round(10 * percent) - 1))
-    ]
+import numpy as np
 
 
 def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
@@ -22,7 +14,7 @@ def summary(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[s
     first = [row[0] - start for row, start in zip(times, starts) if row]
     between = [after - before for row in times for before, after in itertools.pairwise(row)]
     return {
-        f"{name} p{percent}, ms": 1e3 * percentile(values, percent)
+        f"{name} p{percent}, ms": 1e3 * float(np.percentile(values, percent))
         for name, values in {"TTFT": first, "TPOT": between}.items()
         for percent in (50, 99)
         if values

@@ -85,6 +85,7 @@ class Running:
 
     def __init__(self, stage: Stage, options: Options, left: float) -> None:
         minutes = stage.minutes * options.minutes / options.of or left / 60
+        minutes = max(minutes, LEAST_SECONDS / 60)
         self._stage, self._path = stage, options.out / f"{stage.file}.json"
         most = START_SECONDS + OVERRUN * 60 * (QUICK_MINUTES if options.quick else minutes)
         self._start, self._seconds = time.monotonic(), min(left, most)

@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, keep: Any) -> Data:
     until = time.monotonic() + 60 * args.minutes
     paths = tuple(args.paths)
     lost = paths, Lost("collecting took too long")
-    (_, found), *_ = [*in_workers(collect, [paths], 1, 60 * args.minutes), lost]
+    (_, found), *_ = [*in_workers(collect, [paths], 1, 60 + 60 * args.minutes), lost]
     if isinstance(found, Lost):
         raise RuntimeError(found.reason)
     rows = [runner.row_of(name, "a file", said) for name, said in found.failed.items()]

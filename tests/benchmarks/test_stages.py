@@ -46,6 +46,7 @@ def test_a_stage_that_crashes_hangs_or_raises_ends_alone(
 ) -> None:
     """What it has added so far stays; the processes that it started end with it."""
     monkeypatch.setattr(stages, "START_SECONDS", 3.0)
+    monkeypatch.setattr(stages, "LEAST_SECONDS", 0.0)
     (tmp_path / "is_silent.json").write_text("of an earlier run")
     found = run(
         tmp_path,

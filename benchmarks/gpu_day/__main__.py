@@ -33,7 +33,7 @@ STAGES = tuple(
     stage._replace(file=f"gpu_day-{stage.name}")
     for stage in (
         Stage("0", 1.5, "gpu_day.compiling", "", "", title="kernels compiled", is_beside=True),
-        Stage("a", 0.6, KERNELS, "", "", title="kernels against their reference"),
+        Stage("a", 1.5, KERNELS, "", "", title="kernels against their reference"),
         Stage("b", 2.5, "gpu_day.parity", "", "", title="tokens of plain generate, float32"),
         Stage(
             *("c", 0.7, ATTENTION, f"--only '({HEADS}) 16 bf16' --repeats 5", ""),

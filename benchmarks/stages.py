@@ -43,8 +43,8 @@ class Stage(NamedTuple):
     name: str
     minutes: float
     command: str
-    full: str
-    file: str
+    full: str = ""
+    file: str = ""
     peers: Sequence[str] = ()
     title: str = ""
     is_beside: bool = False
@@ -87,7 +87,8 @@ class Running:
         minutes = stage.minutes * options.minutes / options.of or left / 60
         minutes = max(minutes, LEAST_SECONDS / 60)
         self._stage, self._path = stage, options.out / f"{stage.file}.json"
-        most = START_SECONDS + OVERRUN * 60 * (QUICK_MINUTES if options.quick else minutes)
+        planned = max(minutes, QUICK_MINUTES) if options.quick else minutes
+        most = START_SECONDS + OVERRUN * 60 * planned
         self._start, self._seconds = time.monotonic(), min(left, most)
         self._log = tempfile.TemporaryFile()
         own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **stage.variables}

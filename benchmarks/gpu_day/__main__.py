@@ -29,28 +29,17 @@ CONTENDERS = "'contiguous sdpa|ours|ours: int8|HF sdpa|varlen_attn|aten.*'"
 HEADS = "llama-3.1-8b .* (64 x 8192|8 x 1024|8 x 512 of 4096|1 x 32768)|qwen3.* 64 x 1024"
 ATTENTION = f"attention --contenders {CONTENDERS}"
 KERNELS = "gpu_day.suite --paths tests/kernels/triton tests/attention"
+STEPS, ONLY = "gpu_day.calls --part steps", f"--only '({HEADS}) 16 bf16' --repeats 5"
 STAGES = tuple(
     stage._replace(file=f"gpu_day-{stage.name}")
     for stage in (
-        Stage("0", 1.5, "gpu_day.compiling", "", "", title="kernels compiled", is_beside=True),
-        Stage("a", 1.5, KERNELS, "", "", title="kernels against their reference"),
-        Stage("b", 2.5, "gpu_day.parity", "", "", title="tokens of plain generate, float32"),
-        Stage(
-            *("c", 0.7, ATTENTION, f"--only '({HEADS}) 16 bf16' --repeats 5", ""),
-            title="attention alone",
-            is_timed=True,
-        ),
-        Stage(
-            "d",
-            1.3,
-            "gpu_day.calls --part steps",
-            "",
-            "",
-            title="steps of random models",
-            is_timed=True,
-        ),
-        Stage("e", 1.7, "gpu_day.calls", "", "", title="whole calls", is_timed=True),
-        Stage("f", 0, "gpu_day.suite", "", "", title="pytest -m gpu"),
+        Stage("0", 1.5, "gpu_day.compiling", title="kernels compiled", is_beside=True),
+        Stage("a", 1.5, KERNELS, title="kernels against their reference"),
+        Stage("b", 2.5, "gpu_day.parity", title="tokens of plain generate, float32"),
+        Stage("c", 0.7, ATTENTION, ONLY, title="attention alone", is_timed=True),
+        Stage("d", 1.3, STEPS, title="steps of random models", is_timed=True),
+        Stage("e", 1.7, "gpu_day.calls", title="whole calls", is_timed=True),
+        Stage("f", 0, "gpu_day.suite", title="pytest -m gpu"),
     )
 )
 

@@ -32,7 +32,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stage(function: Any, minutes: float = 1.0, **options: Any) -> Stage:
     name = function.__name__
-    return Stage(name, minutes, f"failing_stages {name}", "", name, **options)
+    return Stage(name, minutes, f"failing_stages {name}", file=name, **options)
 
 
 def run(folder: Path, *chosen: Stage, minutes: float = 9.0) -> dict[str, dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_quick_runs_stages_and_lists_one_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stages, "PACKAGE", "benchmarks")
-    bad = Stage("bad", 1, "nothing_of_this_name", "", "bad-cpu")
+    bad = Stage("bad", 1, "nothing_of_this_name", file="bad-cpu")
     first_call = next(stage for stage in STAGES if stage.name == "first_call")
     monkeypatch.setattr(whole_run, "STAGES", (bad, first_call))
     assert whole_run.main(["--quick", "--out", str(tmp_path)]) == 1

@@ -152,6 +152,13 @@ def row_of(case: str, system: str, problem: str = "", **figures: Any) -> Data:
     return row | ({"problem": problem} if problem else {})
 
 
+def fails(*needed: str) -> Callable[[Data], bool]:
+    """Whether a system, of these if there are any, does not run: for `Benchmark.is_wrong`."""
+    return lambda data: any(
+        "problem" in row and (not needed or row["system"] in needed) for row in data["rows"]
+    )
+
+
 def rows_of(
     cases: Callable[[argparse.Namespace], Iterable[Case]],
     args: argparse.Namespace,

@@ -131,19 +131,13 @@ def counts(events: Iterable[Any]) -> tuple[float, float, float]:
     return launches, kernels, busy
 
 
-def has_failed(data: runner.Data) -> bool:
-    """Only plain `generate` and ours must run."""
-    needed = ("plain", *generate.OURS)
-    return any("problem" in row and row["system"] in needed for row in data["rows"])
-
-
 main = runner.Benchmark(
     __doc__,
     cases,
     options=jobs.OPTIONS | {"--part": option(choices=list(ROUNDS), default="calls")},
     fixed={"turns": TURNS},
     quick={"turns": 1},
-    is_wrong=has_failed,
+    is_wrong=runner.fails("plain", *generate.OURS),
 ).main
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def call(warm: Warm) -> list[Data]:
 
 
 main = runner.Benchmark(
-    __doc__, measure=measure, options=jobs.OPTIONS, is_wrong=jobs.has_failed
+    __doc__, measure=measure, options=jobs.OPTIONS, is_wrong=runner.fails()
 ).main
 
 if __name__ == "__main__":

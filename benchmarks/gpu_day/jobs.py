@@ -53,8 +53,3 @@ def attempt(work: Callable[[Any], list[Data]], job: Any) -> list[Data] | Lost:
     except Exception as error:
         traceback.print_exc()
         return Lost(report.failed(error))
-
-
-def has_failed(data: Data) -> bool:
-    """Whether a row of a stage says what failed."""
-    return any("problem" in row for row in data["rows"])

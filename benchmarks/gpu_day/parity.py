@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace, keep: Any) -> Data:
 
 
 main = runner.Benchmark(
-    __doc__, measure=measure, options=jobs.OPTIONS, is_wrong=jobs.has_failed
+    __doc__, measure=measure, options=jobs.OPTIONS, is_wrong=runner.fails()
 ).main
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ main = runner.Benchmark(
     options=jobs.OPTIONS | {"--paths": option("of tests", nargs="+", default=["tests"])},
     fixed={"most": None},
     quick={"most": 4},
-    is_wrong=jobs.has_failed,
+    is_wrong=runner.fails(),
 ).main
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import unittest.mock
@@ -26,6 +27,7 @@ import torch
 import hf_paged
 from benchmarks import runner
 from benchmarks.models import SHAPES, build
+from benchmarks.workloads import left_padded, texts
 
 ROWS, PROMPT_TOKENS = 4, 64
 PARTS = {"self_check": "self-check, s", "build": "kernels, s", "record": "recording, s"}
@@ -36,9 +38,8 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> runner.Turn:
     calls may still record, since a step is recorded once it has run a few times.)"""
     shape = SHAPES[name]
     model = build(shape, "cpu", getattr(torch, dtype)).eval()
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, shape.vocab - 1, (ROWS, PROMPT_TOKENS), generator=generator)
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    prompts = texts(random.Random(0), [PROMPT_TOKENS] * ROWS, shape.vocab)
+    inputs = left_padded(prompts, "cpu")
     options: dict[str, Any] = dict(max_new_tokens=new_tokens, do_sample=False)
     options["min_new_tokens"] = new_tokens
     if system == "paged":

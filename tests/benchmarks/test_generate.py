@@ -195,7 +195,7 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
 
     monkeypatch.setattr(runner, "in_processes", dies)
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
-    monkeypatch.setitem(WORKLOADS, "W6", workload)
+    monkeypatch.setitem(generate.ALL, "W6", workload)
     told: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *args, **_: told.append(str(args[0])))
     limits = Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10})

@@ -12,47 +12,17 @@ of the minutes that its turns are planned with. Its file takes the place of the 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import shlex
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from benchmarks import machine, report, runner
-from benchmarks.peers import TITLES, kill_group
-from benchmarks.runner import Data, option
+from benchmarks import report, runner, stages
+from benchmarks.peers import TITLES
+from benchmarks.runner import option
+from benchmarks.stages import Stage
 
-ROOT = Path(__file__).resolve().parent.parent
-MINUTES, QUICK_MINUTES, LEAST_SECONDS = 60.0, 4.0, 60.0
-OVERRUN = 1.4  # times its minutes, after which a stage is ended
+MINUTES = 60.0
 NAME = "all"  # of the file that lists the stages
-GRACE_SECONDS = 20.0
-
-
-class Stage(NamedTuple):
-    """
-    Args:
-        minutes (`float`): Of a run of `MINUTES`.
-        command (`str`): Module of this package, and its arguments.
-        full (`str`): Arguments of a run that is not quick.
-        file (`str`): Name of the JSON file.
-        peers (`Sequence[str]`): Engines for processors that run beside us.
-    """
-
-    name: str
-    minutes: float
-    command: str
-    full: str
-    file: str
-    peers: Sequence[str] = ()
-
 
 CALLS, SHAPE = "generate --device cpu --no-peers --no-memory", "cpu-llama-100m"
 WHOLE = "generate --device cpu --no-peers --only W1,W2,W3,W4,W5,W6,W9,W10,waste"
@@ -101,55 +71,6 @@ STAGES = (
 )
 
 
-def command_of(stage: Stage, args: argparse.Namespace, minutes: float, path: Path) -> list[str]:
-    module, *arguments = shlex.split(stage.command)
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    if peers := [name for name in stage.peers if name in args.peers]:
-        command += ["--peers", *peers]
-    full = [*shlex.split(stage.full), "--minutes", f"{minutes:g}"]
-    command += ["--quick"] if args.quick else full
-    return [*command, "--json", os.path.relpath(path, ROOT)]
-
-
-def run_stage(stage: Stage, args: argparse.Namespace, left: float) -> Data:
-    """Runs a stage for at most `left` seconds; returns its entry in `all.json`."""
-    path = args.out / f"{stage.file}.json"
-    path.unlink(missing_ok=True)  # of an earlier run
-    minutes = stage.minutes * args.minutes / MINUTES
-    entry = {"name": stage.name, "file": stage.file, "seconds": 0.0}
-    if left < LEAST_SECONDS:
-        return entry | {"reason": "no time was left"}
-    limit = min(left, LEAST_SECONDS + OVERRUN * 60 * (QUICK_MINUTES if args.quick else minutes))
-    start, reason = time.monotonic(), ""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command_of(stage, args, minutes, path),
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # what it starts ends with it
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status, reason = 0, f"ended after {limit:.0f} s"
-            os.killpg(process.pid, signal.SIGINT)  # it ends its peers
-            with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
-                process.wait(GRACE_SECONDS)
-        finally:
-            kill_group(process)
-            process.wait()
-        log.seek(0)
-        lines = [line.strip() for line in log.read().splitlines() if line.strip()]
-    if status:
-        reason = f"exit status {status}: {lines[-1][:200] if lines else ''}"
-    elif not reason and not path.exists():
-        reason = "left no file"
-    return entry | {"seconds": round(time.monotonic() - start, 1), "reason": reason}
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
@@ -159,23 +80,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.peers = [] if args.quick else list(TITLES)
     if args.out is None:
         args.out = Path(tempfile.mkdtemp(prefix="all-")) if args.quick else report.RESULTS
-    args.out = args.out.resolve()
     return args
+
+
+def options_of(args: argparse.Namespace) -> stages.Options:
+    return stages.Options(args.minutes, MINUTES, args.out.resolve(), args.quick, args.peers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 if a stage failed."""
     args = parse(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
-    data["stages"], end = [], time.monotonic() + 60 * args.minutes
-    for stage in [stage for stage in STAGES if stage.name in args.only]:
-        entry = run_stage(stage, args, end - time.monotonic())
-        data["stages"].append(entry)
-        report.replace_file(args.out / f"{NAME}.json", json.dumps(data, indent=1) + "\n")
-        print(f"{stage.name}: {entry['seconds']:.0f} s {entry['reason']}".strip(), flush=True)
+    chosen = [stage for stage in STAGES if stage.name in args.only]
+    entries = stages.run(chosen, options_of(args), NAME)
     print(f"results: {args.out}")
-    return int(any(entry["reason"] for entry in data["stages"]))
+    return int(any(entry["reason"] for entry in entries))
 
 
 OPTIONS = {

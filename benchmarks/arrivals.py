@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from benchmarks import latency, runner
 from benchmarks.continuous import PATIENCE, GenerateBatch, add
 from benchmarks.models import Shape
+from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.systems import Engine, Generate
-from benchmarks.workloads import GREEDY, Batch, Workload, poisson_times, sharegpt_like
+from benchmarks.workloads import GREEDY, Batch, Workload, batch_of
 
 MAX_BATCH = 32
 SHARES = (0.4, 0.8, 1.2, 2.0)  # of the engine's rate when all requests wait
@@ -29,7 +32,7 @@ WORKLOAD = Workload("arrivals", "Poisson arrivals, ShareGPT-like lengths", 0, (0
 
 @dataclass
 class Record:
-    """Timestamps of one request, in seconds since the first arrival."""
+    """Timestamps of one request, in seconds since the start of the trace."""
 
     arrived: float
     tokens: list[float] = field(default_factory=list)
@@ -49,11 +52,35 @@ class Trace:
         count, scale = (40, 0.125) if device == "cpu" else (256, 1.0)
         if quick:
             count, scale = 8, 0.05
-        times = poisson_times(count, rate) if rate != float("inf") else [0.0] * count
-        return cls(sharegpt_like(count, scale, vocab, repeat), times)
+        trace = make_trace(SHAREGPT, count, rate)
+        return cls(batch_of(trace, scale, vocab, repeat), trace.arrivals)
 
-    def records(self) -> list[Record]:
-        return [Record(time) for time in self.arrivals]
+
+class Clock:
+    """A trace that is being served."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.records, self.batch = [Record(time) for time in trace.arrivals], trace.batch
+        self.start, self.next = time.perf_counter(), 0
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
+
+    def arrived(self, most: int = 0) -> range:
+        """The requests that have arrived since the last call, at most `most` of them."""
+        first, now, end = self.next, self.now, len(self.records)
+        end = min(end, first + most) if most else end
+        while self.next < end and self.records[self.next].arrived <= now:
+            self.next += 1
+        return range(first, self.next)
+
+    def wait(self) -> float:
+        """Seconds until the next request; 1 after the last."""
+        if self.next == len(self.records):
+            return 1.0
+        return max(0.0, self.records[self.next].arrived - self.now)
 
 
 Serve = Callable[[Any, Shape, Trace], list[Record]]
@@ -61,81 +88,64 @@ Serve = Callable[[Any, Shape, Trace], list[Record]]
 
 def by_engine(model: Any, shape: Shape, trace: Trace) -> list[Record]:
     """Runs `PagedEngine.step` and adds requests as they arrive."""
-    engine, records, batch = Engine(), trace.records(), trace.batch
+    engine = Engine()
     engine(model, shape, WORKLOAD, Batch([[shape.never - 1] * 8], [2]))  # as in a running server
-    running: dict[str, Record] = {}
-    start, next_one = time.perf_counter(), 0
+    running, clock = dict[str, Record](), Clock(trace)
     try:
-        while next_one < len(records) or running:
-            while (
-                next_one < len(records) and time.perf_counter() - start >= records[next_one].arrived
-            ):
-                name = engine.add(batch.prompts[next_one], batch.new_tokens[next_one], GREEDY)
-                running[name] = records[next_one]
-                next_one += 1
+        while clock.next < len(clock.records) or running:
+            for index in clock.arrived():
+                name = engine.add(clock.batch.prompts[index], clock.batch.new_tokens[index], GREEDY)
+                running[name] = clock.records[index]
             if not running:
-                time.sleep(max(0.0, start + records[next_one].arrived - time.perf_counter()))
+                time.sleep(clock.wait())
                 continue
-            outputs = engine.engine.step()
-            now = time.perf_counter() - start
-            for output in outputs:
+            for output in engine.engine.step():
                 record = running[output.request_id]
-                record.tokens.extend([now] * len(output.new_tokens))
+                record.tokens.extend([clock.now] * len(output.new_tokens))
                 if output.finished:
                     if output.result.error is not None:
                         raise output.result.error
-                    running.pop(output.request_id).finished = now
+                    running.pop(output.request_id).finished = clock.now
     finally:
         engine.free()
-    return records
+    return clock.records
 
 
 def by_generate(model: Any, shape: Shape, trace: Trace) -> list[Record]:
     """Runs plain `generate` on the requests that have arrived, batch after batch."""
-    records, batch, done = trace.records(), trace.batch, 0
-    start = time.perf_counter()
-    while done < len(records):
-        time.sleep(max(0.0, start + records[done].arrived - time.perf_counter()))
-        now = time.perf_counter() - start
-        end = done + 1
-        while end < min(len(records), done + MAX_BATCH) and records[end].arrived <= now:
-            end += 1
-        answer = Generate()(
-            model, shape, WORKLOAD, Batch(batch.prompts[done:end], batch.new_tokens[done:end])
-        )
-        now = time.perf_counter() - start
-        for record, times in zip(records[done:end], answer.times):
-            record.tokens, record.finished = [moment - start for moment in times], now
-        done = end
-    return records
+    clock, batch = Clock(trace), trace.batch
+    while clock.next < len(clock.records):
+        time.sleep(clock.wait())
+        chosen = clock.arrived(MAX_BATCH)
+        part = slice(chosen.start, chosen.stop)
+        parts = Batch(batch.prompts[part], batch.new_tokens[part])
+        answer = Generate()(model, shape, WORKLOAD, parts) if chosen else None
+        for record, times in zip(clock.records[part], answer.times if answer else ()):
+            record.tokens = [moment - clock.start for moment in times]
+            record.finished = clock.now
+    return clock.records
 
 
 def by_generate_batch(peer: GenerateBatch) -> Serve:
     """Runs transformers' continuous batching manager and adds requests as they arrive."""
 
     def serve(model: Any, shape: Shape, trace: Trace) -> list[Record]:
-        records, batch, finished = trace.records(), trace.batch, 0
+        batch, finished, count = trace.batch, 0, len(trace.arrivals)
         with peer.manager(model, WORKLOAD, batch) as manager:
-            start, next_one = time.perf_counter(), 0
-            while finished < len(records):
-                now = time.perf_counter() - start
-                if next_one < len(records) and now >= records[next_one].arrived:
-                    add(manager, batch.prompts[next_one], str(next_one), batch.new_tokens[next_one])
-                    next_one += 1
-                    continue
-                wait = records[next_one].arrived - now if next_one < len(records) else 1.0
-                result = manager.get_result(timeout=min(1.0, wait))
+            clock = Clock(trace)
+            while finished < count:
+                for index in clock.arrived():
+                    add(manager, batch.prompts[index], str(index), batch.new_tokens[index])
+                result = manager.get_result(timeout=min(1.0, clock.wait()))
                 if result is not None and result.is_finished():
                     if result.error is not None:
                         raise RuntimeError(result.error)
-                    record = records[int(result.request_id)]
-                    record.tokens = [moment - start for moment in result.timestamps]
-                    record.finished, finished = time.perf_counter() - start, finished + 1
-                elif result is None and (not manager.is_running() or now > PATIENCE):
-                    raise RuntimeError(
-                        f"the manager ended with {finished} of {len(records)} requests served"
-                    )
-        return records
+                    record = clock.records[int(result.request_id)]
+                    record.tokens = [moment - clock.start for moment in result.timestamps]
+                    record.finished, finished = clock.now, finished + 1
+                elif result is None and (not manager.is_running() or clock.now > PATIENCE):
+                    raise RuntimeError(f"the manager ended with {finished} of {count} served")
+        return clock.records
 
     return serve
 
@@ -154,8 +164,8 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
         "tokens/s": sum(given) / seconds,
         "served/s": len(records) / seconds,
         "normalized, ms/token": statistics.mean(normalized),
-        "normalized p50, ms": latency.percentile(normalized, 50),
-        "normalized p99, ms": latency.percentile(normalized, 99),
+        "normalized p50, ms": float(np.percentile(normalized, 50)),
+        "normalized p99, ms": float(np.percentile(normalized, 99)),
         **latency.summary(times, starts),
     }
 

@@ -151,6 +151,7 @@ def case_of(
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     args.ceilings = ceilings.measure(args.device, args.quick)
     contenders = peers(args.quick, args.flex_seconds)
+    contenders = [peer for peer in contenders if re.fullmatch(args.contenders, peer.name)]
     for setting in attention_data.settings(args.device, args.quick):
         if setting.case.phase in args.phase and re.search(args.only, setting.title):
             yield case_of(setting, contenders, args.ceilings, args.quick, args.seconds)
@@ -165,14 +166,15 @@ BENCHMARK = runner.Benchmark(
         "--device": runner.DEVICE,
         "--phase": option(choices=PHASES, nargs="+", default=PHASES),
         "--repeats": option("turns of each contender", type=int, default=9, dest="turns"),
-        "--threads": runner.THREADS,
         "--flex-seconds": option(
             "compiling flex_attention; 0: leave it out", type=float, default=30.0
         ),
+        "--contenders": option("regular expression on their names", default=".*"),
     },
     only='regular expression on "heads phase case block dtype"',
     fixed={"seconds": 0.1},
     quick={"turns": 2, "seconds": 0.002},
+    is_wrong=runner.fails(CONTIGUOUS, "ours"),
 )
 main = BENCHMARK.main
 

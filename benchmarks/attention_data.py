@@ -93,51 +93,38 @@ class Setting:
         return stored + states * DTYPES[self.dtype].itemsize
 
 
-def _ragged(low: int, high: int, rows: int) -> tuple[int, ...]:
+def ragged_of(low: int, high: int, rows: int) -> Case:
+    """Decodes of rows of different lengths."""
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
-    return tuple(torch.linspace(low, high, rows).long()[order].tolist())
+    lengths = torch.linspace(low, high, rows).long()[order].tolist()
+    return Case(f"{rows} x {low}..{high}", "decode", tuple(lengths))
+
+
+def even(rows: int, length: int, query_len: int = 1) -> Case:
+    """Rows of one length."""
+    phase = {1: "decode", length: "prefill"}.get(query_len, "chunk")
+    name = f"{rows} x {query_len} of {length}" if phase == "chunk" else f"{rows} x {length}"
+    return Case(name, phase, (length,) * rows, query_len)
 
 
 def settings(device: str, quick: bool) -> list[Setting]:
     """The settings of a run: heads x cases, then block sizes and float32 on one of them."""
     if quick:
-        shape = SHAPES["llama-tiny"]
-        few = [
-            Case("4 x 20..90", "decode", _ragged(20, 90, 4)),
-            Case("2 x 24 of 70", "chunk", (70, 70), 24),
-        ]
-        few.append(Case("2 x 40", "prefill", (40, 40), 40))
-        return [Setting(shape, case, 16, "bf16", device) for case in few]
+        few = ragged_of(20, 90, 4), even(2, 70, 24), even(2, 40, 40)
+        return [Setting(SHAPES["llama-tiny"], case, 16, "bf16", device) for case in few]
     if device == "cpu":
-        names, sizes, ragged = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64), 1024
-        cases = [
-            Case("1 x 512", "decode", (512,)),
-            Case("8 x 512", "decode", (512,) * 8),
-            Case("32 x 64..1024", "decode", _ragged(64, 1024, 32)),
-            Case("4 x 4096", "decode", (4096,) * 4),
-            Case("4 x 64 of 576", "chunk", (576,) * 4, 64),
-            Case("1 x 256 of 2048", "chunk", (2048,), 256),
-            Case("4 x 128", "prefill", (128,) * 4, 128),
-            Case("1 x 1024", "prefill", (1024,), 1024),
-        ]
+        names, sizes = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3.1-8b"), (8, 32, 64)
+        ragged = ragged_of(64, 1024, 32)
+        cases = [even(1, 512), even(8, 512), ragged, even(4, 4096)]
+        cases += [even(4, 576, 64), even(1, 2048, 256), even(4, 128, 128), even(1, 1024, 1024)]
     else:
-        names, sizes, ragged = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128), 8192
-        cases = [
-            *(
-                Case(f"{b} x {n}", "decode", (n,) * b)
-                for b, n in ((1, 1024), (1, 32768), (8, 4096), (64, 1024))
-            ),
-            Case("32 x 64..8192", "decode", _ragged(64, 8192, 32)),
-            Case("256 x 1024", "decode", (1024,) * 256),
-            Case("64 x 8192", "decode", (8192,) * 64),
-            Case("8 x 512 of 4096", "chunk", (4096,) * 8, 512),
-            Case("1 x 2048 of 16384", "chunk", (16384,), 2048),
-            Case("8 x 1024", "prefill", (1024,) * 8, 1024),
-            Case("1 x 8192", "prefill", (8192,), 8192),
-        ]
+        names, sizes = ("llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b"), (32, 64, 128)
+        ragged = ragged_of(64, 8192, 32)
+        cases = [even(1, 1024), even(1, 32768), even(8, 4096), even(64, 1024), ragged]
+        cases += [even(256, 1024), even(64, 8192), even(8, 4096, 512), even(1, 16384, 2048)]
+        cases += [even(8, 1024, 1024), even(1, 8192, 8192)]
     found = [Setting(SHAPES[name], case, 16, "bf16", device) for name in names for case in cases]
-    one = next(case for case in cases if case.ragged and case.longest == ragged)
-    found += [Setting(SHAPES[names[0]], one, size, "bf16", device) for size in sizes]
+    found += [Setting(SHAPES[names[0]], ragged, size, "bf16", device) for size in sizes]
     return [*found, *(Setting(SHAPES[names[0]], case, 16, "fp32", device) for case in cases[:3])]
 
 
@@ -168,14 +155,21 @@ class Data:
     @cached_property
     def calls(self) -> list[AttentionCall]:
         """The `AttentionCall` of each layer."""
-        query = self.query.transpose(1, 2).flatten(0, 1)
         blocks = [KVBlocks((pool,), *views) for pool, views in zip(self.pools, self.blocks)]
-        return [AttentionCall(query, each, self.step, self.scale) for each in blocks]
+        return [AttentionCall(self.packed, each, self.step, self.scale) for each in blocks]
+
+    @cached_property
+    def packed(self) -> Tensor:
+        """The queries of all rows, `[batch * query_len, heads, head_dim]`."""
+        return self.query.transpose(1, 2).flatten(0, 1)
+
+    def by_row(self, output: Tensor) -> Tensor:
+        """An output of packed queries as `[batch, query_len, heads, head_dim]`."""
+        return output.unflatten(0, (-1, self.setting.case.query_len))
 
     def attend(self, backend: Any, layer: int) -> Tensor:
-        """Attention of one layer by `backend`: `[batch, query_len, heads, head_dim]`."""
-        output: Tensor = backend.attend(self.calls[layer])
-        return output.unflatten(0, (-1, self.setting.case.query_len))
+        """Attention of one layer by `backend`, by row."""
+        return self.by_row(backend.attend(self.calls[layer]))
 
     @cached_property
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:
@@ -192,16 +186,14 @@ class Data:
         ]
 
 
-def make(setting: Setting, quick: bool = False, layers: int = 0, is_shuffled: bool = True) -> Data:
+def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
     """Random K/V, of as many layers as exceed the processor's caches without `layers`. Blocks are
-    placed at random, as in a pool after some use, or in order."""
+    placed at random, as in a pool after some use."""
     shape, case, device = setting.shape, setting.case, setting.device
     dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
     generator = torch.Generator().manual_seed(0)
     counts = [-(-seq_len // block_size) for seq_len in case.seq_lens]
-    order = torch.arange(sum(counts))
-    if is_shuffled:
-        order = torch.randperm(sum(counts), generator=generator)
+    order = torch.randperm(sum(counts), generator=generator)
     tables = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True).int()
     dims = sum(counts), 2 * shape.kv_heads, block_size, shape.head_dim
     layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
@@ -226,3 +218,44 @@ def make(setting: Setting, quick: bool = False, layers: int = 0, is_shuffled: bo
     sizes = batch, case.query_len, shape.heads, shape.head_dim
     query = torch.randn(sizes, generator=draw, device=device).to(dtype)
     return Data(setting, query.transpose(1, 2), pools, padded, step)
+
+
+def random_calls(
+    heads: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    load: tuple[int, int, int],
+    device: str | torch.device,
+    block_size: int = 16,
+    layers: int = 1,
+) -> list[AttentionCall]:
+    """
+    A call of each layer over random K/V in blocks in random order.
+
+    Args:
+        heads (`tuple`): Query heads, K/V heads, key dim, value dim. With one K/V head the values
+            are the first elements of the keys, as with latents.
+        load (`tuple`): Rows, queries and tokens of each row.
+    """
+    num_heads, kv_heads, key_dim, value_dim = heads
+    rows, query_len, seq_len = load
+    per_row = -(-seq_len // block_size)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device)
+
+    def blocks() -> KVBlocks:
+        count = rows * per_row
+        if kv_heads == 1:
+            keys = random(count, 1, block_size, key_dim)
+            values = keys[..., :value_dim]
+        elif key_dim == value_dim:
+            keys, values = random(count, 2 * kv_heads, block_size, key_dim).chunk(2, dim=1)
+        else:
+            both = random(count, kv_heads, block_size, key_dim + value_dim)
+            keys, values = both.split([key_dim, value_dim], dim=3)
+        return KVBlocks((keys, values), keys, values)
+
+    tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
+    step = StepMetadata.rectangle(tables, (seq_len,) * rows, block_size, query_len=query_len)
+    query = random(rows * query_len, num_heads, key_dim)
+    return [AttentionCall(query, blocks(), step, key_dim**-0.5) for _ in range(layers)]

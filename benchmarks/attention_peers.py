@@ -9,19 +9,22 @@ the timing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from benchmarks import runner
 from benchmarks.attention_data import Data, Setting
+from benchmarks.ceilings import synchronize
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
@@ -106,13 +109,11 @@ class Quantized(Peer):
         calls = [call._replace(blocks=quantized(call.blocks)) for call in data.calls]
         if backends.select(calls[0]) is backends.gather:
             raise Skipped("no kernel takes it")
-        return lambda layer: backends.attend(calls[layer]).unflatten(
-            0, (-1, data.setting.case.query_len)
-        )
+        return lambda layer: data.by_row(backends.attend(calls[layer]))
 
     def expected(self, data: Data) -> Tensor:
         call = data.calls[0]._replace(blocks=quantized(data.calls[0].blocks))
-        return reference.attend(call).unflatten(0, (-1, data.setting.case.query_len))
+        return data.by_row(reference.attend(call))
 
 
 def quantized(blocks: KVBlocks, kv_dtype: str = "int8") -> KVBlocks:
@@ -145,7 +146,7 @@ class Contiguous(Peer):
         def packed(layer: int) -> Tensor:
             options = dict(attn_mask=group_mask, scale=data.scale)
             queries = grouped.flatten(2, 3)
-            out = F.scaled_dot_product_attention(queries, *data.contiguous[layer], **options)
+            out = sdpa(queries, *data.contiguous[layer], **options)
             out = out.unflatten(2, (group, case.query_len)).permute(0, 3, 1, 2, 4)
             return out.reshape(batch, case.query_len, shape.heads, shape.head_dim)
 
@@ -153,32 +154,28 @@ class Contiguous(Peer):
             out = data.query.new_empty(batch, case.query_len, shape.kv_heads, group, shape.head_dim)
             for index in range(group):
                 queries = grouped[:, :, index]
-                part = F.scaled_dot_product_attention(queries, *data.contiguous[layer], **masked)
+                part = sdpa(queries, *data.contiguous[layer], **masked)
                 out[:, :, :, index] = part.transpose(1, 2)
             return out.flatten(2, 3)
 
         def gqa(layer: int) -> Tensor:
             options = dict(**masked, enable_gqa=group > 1)
-            out = F.scaled_dot_product_attention(data.query, *data.contiguous[layer], **options)
-            return out.transpose(1, 2)
+            return sdpa(data.query, *data.contiguous[layer], **options).transpose(1, 2)
 
         def repeated(layer: int) -> Tensor:
             key, value = (part.repeat_interleave(group, dim=1) for part in data.contiguous[layer])
-            return F.scaled_dot_product_attention(data.query, key, value, **masked).transpose(1, 2)
+            return sdpa(data.query, key, value, **masked).transpose(1, 2)
 
         candidates = [by_head, gqa, repeated] if causal else [packed, by_head, gqa]
         return min(candidates, key=lambda function: _seconds(function, data))
 
 
 def _seconds(function: Attention, data: Data) -> float:
-    best = float("inf")
-    for layer in (0, 1, 0, 1):
-        start = time.perf_counter()
+    def call(layer: int) -> None:
         function(layer)
-        if data.query.is_cuda:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best
+        synchronize(data.query.device)
+
+    return min(runner.seconds_of(functools.partial(call, layer)) for layer in (0, 1, 0, 1))
 
 
 class Transformers(Peer):
@@ -281,14 +278,10 @@ class FlashInfer(Peer):
             wrapper = make(workspace, "HND", backend="fa2")
             queries = _starts([case.query_len] * len(counts), tables.device)
             wrapper.plan(queries, *pages, *sizes, causal=True, **types)
-        query = data.query.transpose(1, 2).flatten(0, 1).contiguous()
-
-        def call(layer: int) -> Tensor:
-            return wrapper.run(query, data.pools[layer].unflatten(1, (2, -1))).view(
-                data.query.transpose(1, 2).shape
-            )
-
-        return call
+        query = data.packed.contiguous()
+        return lambda layer: data.by_row(
+            wrapper.run(query, data.pools[layer].unflatten(1, (2, -1)))
+        )
 
 
 class Varlen(Peer):
@@ -299,17 +292,15 @@ class Varlen(Peer):
     def prepare(self, data: Data) -> Attention:
         from torch.nn.attention.varlen import varlen_attn
 
-        case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
+        case, query = data.setting.case, data.packed
         starts = _starts([case.query_len] * len(case.seq_lens), query.device)
         options: dict[str, Any] = dict(scale=data.scale, window_size=(-1, 0), enable_gqa=True)
         options |= dict(seqused_k=data.step.on_device.seq_lens, block_table=data.step.block_tables)
 
         def call(layer: int) -> Tensor:
             key, value = (part.transpose(1, 2) for part in data.blocks[layer])
-            out = varlen_attn(
-                query, key, value, starts, None, case.query_len, case.longest, **options
-            )
-            return out.view(data.query.transpose(1, 2).shape)
+            sizes = case.query_len, case.longest
+            return data.by_row(varlen_attn(query, key, value, starts, None, *sizes, **options))
 
         return call
 
@@ -320,7 +311,7 @@ class AtenFlash(Peer):
     name, cuda = "aten flash, contiguous", True
 
     def prepare(self, data: Data) -> Attention:
-        case, query = data.setting.case, data.query.transpose(1, 2).flatten(0, 1)
+        case, query = data.setting.case, data.packed
         batch = len(case.seq_lens)
         rows, slots = (
             _starts([size] * batch, query.device) for size in (case.query_len, case.longest)
@@ -330,27 +321,18 @@ class AtenFlash(Peer):
         # [layers, 2, batch * longest, kv_heads, D]
         contiguous = data.padded.transpose(3, 4).contiguous().flatten(2, 3)
 
-        def call(layer: int) -> Tensor:
-            out = torch.ops.aten._flash_attention_forward(
-                query, *contiguous[layer], *sizes, **options
-            )[0]
-            return out.view(data.query.transpose(1, 2).shape)
-
-        return call
+        flash = torch.ops.aten._flash_attention_forward
+        return lambda layer: data.by_row(flash(query, *contiguous[layer], *sizes, **options)[0])
 
 
 def _starts(counts: list[int], device: torch.device) -> Tensor:
     """`[0, counts[0], counts[0] + counts[1], ...]`, int32."""
-    return F.pad(torch.tensor(counts).cumsum(0), (1, 0)).int().to(device)
+    return pad(torch.tensor(counts).cumsum(0), (1, 0)).int().to(device)
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` in the main thread after `seconds`; no limit on platforms without
-    alarms."""
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
+    """Raises `TimeoutError` in the main thread after `seconds`."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"took more than {seconds:g} s")

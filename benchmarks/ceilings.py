@@ -3,12 +3,12 @@ them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks import runner
 from hf_paged.kernels import cpp
 
 CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read, much larger than any cache
@@ -42,14 +42,11 @@ def synchronize(device: str | torch.device) -> None:
 
 
 def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):  # the first is a warm-up
-        synchronize(device)
-        start = time.perf_counter()
+    def work() -> None:
         function()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+
+    return min(runner.seconds_of(work) for _ in range(repeats + 1))
 
 
 def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for chips that this machine lacks: resources, length of the main
 loops, blocks per multiprocessor.
 
-    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only "decode d128"] [--quick]
+    python -m benchmarks.compiled [--chips sm_90 gfx942] [--only decode-d128] [--quick]
                                   [--json PATH]
 
 Attention of decodes and prompts for heads of 64 to 576, quantized blocks, shared prefixes, stores,
@@ -13,23 +13,18 @@ block per token. The file keeps the rows of other cases, chips and versions of T
 from __future__ import annotations
 
 import argparse
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks import report, runner
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.runner import Data, option
-from benchmarks.tune import Problem
 
-HALF, FULL = torch.bfloat16, torch.float32
-META = torch.device("meta")
-QUICK_CHIP, QUICK = "sm_90", ("decode d128 64x8192", "store d128")
-TARGET_CASE, TARGET = "decode d128 64x8192", 490
+QUICK_CHIP, QUICK = "sm_90", ("decode-d128-bf16", "merge-d128-bf16", "store-h8-d128-bf16")
+TARGET_CASE, TARGET = "decode-d128-bf16", 490
 """Most instructions of the decode kernel's loop per tile of 64 tokens, on NVIDIA chips."""
 FIGURES = {
     "tile": "tile, tokens",
@@ -43,47 +38,20 @@ FIGURES = {
 """Titles of the resources of `Compiled`."""
 
 
-def _decode(
-    dim: int, rows: int, seq_len: int, dtype: torch.dtype = HALF, query_len: int = 1
-) -> None:
-    Problem.make(dim, dtype, rows, query_len, seq_len, META).decode(None)
-
-
-def _prefill(dim: int, rows: int, queries: int, seq_len: int, dtype: torch.dtype = HALF) -> None:
-    Problem.make(dim, dtype, rows, queries, seq_len, META).prefill(None)
-
-
-def _store(heads: int, dim: int) -> None:
-    from hf_paged.kernels.triton.store import store
-
-    keys, values = torch.empty(1000, 2 * heads, 16, dim, dtype=HALF, device=META).chunk(2, dim=1)
-    states = torch.empty(1, 64, heads, dim, dtype=HALF, device=META).transpose(1, 2)
-    store(states, states, keys, values, torch.empty(1, 64, dtype=torch.int64, device=META))
-
-
-CASES: dict[str, Callable[[], Any]] = {
-    **{
-        f"decode d{dim} 64x8192": functools.partial(_decode, dim, 64, 8192)
-        for dim in (64, 80, 128, 192, 256, 512, 576)
-    },
-    "decode d128 8 queries": functools.partial(_decode, 128, 32, 2048, query_len=8),
-    "decode d128 float32": functools.partial(_decode, 128, 64, 8192, FULL),
-    **{
-        f"prefill d{dim} 8x512 of 4096": functools.partial(_prefill, dim, 8, 512, 4096)
-        for dim in (64, 128, 256, 512, 576)
-    },
-    "prefill d128 8x16 of 8192": functools.partial(_prefill, 128, 8, 16, 8192),
-    "prefill d128 1x64 of 8192": functools.partial(_prefill, 128, 1, 64, 8192),
-    "prefill d128 float32": functools.partial(_prefill, 128, 8, 512, 4096, FULL),
-    "store d128": functools.partial(_store, 8, 128),
-}
-"""Calls of launchers by name, at the heads of `tune.SHAPES`. They include the merges of split
-rows."""
-
-TESTED = (
+CASES = (
+    *(f"decode-d{dim}-bf16" for dim in (64, 80, 128, 192, 256, 512)),
+    "decode-d576_512-bf16-latent",
+    "decode-d128-bf16-g8-q8",
+    "decode-d128-fp32",
+    *(f"prefill-d{dim}-bf16" for dim in (64, 128, 512, "576_512")),
+    "prefill-d256-bf16-all",
+    "prefill-d128-bf16-chunk8",
+    "prefill-d128-bf16-split",
     "prefill-d128-bf16-bias",
     "prefill-d112-fp32",
     "prefix-d64-bf16-n16",
+    "merge-d128-bf16",
+    "store-h8-d128-bf16",
     "int8-decode-128",
     "int8-prefill-128",
     "fp8_e4m3-store-128",
@@ -92,21 +60,15 @@ TESTED = (
     "hash",
     "copy-words",
 )
-"""Cases of `tests.support.kernels` that are compiled here, too, for all chips: of the other
-kernels."""
-
-
-def calls() -> dict[str, Callable[[], Any]]:
-    """`CASES` and `TESTED` by name."""
-    from tests.support.kernels.aot import cases
-
-    by_name = {case.name: case.call for case in cases()}
-    return CASES | {name: by_name[name] for name in TESTED}
+"""Cases of `tests.support.kernels`, which are compiled here for all chips."""
 
 
 def _measure(job: tuple[str, str]) -> list[Compiled]:
-    case, chip = job
-    return measure(case, CASES[case] if case in CASES else calls()[case], CHIPS[chip])
+    from tests.support.kernels.aot import cases
+
+    name, chip = job
+    (call,) = (case.call for case in cases() if case.name == name)
+    return measure(name, call, CHIPS[chip])
 
 
 def row(found: Compiled, version: str) -> Data:
@@ -121,8 +83,7 @@ def row(found: Compiled, version: str) -> Data:
     if is_target and not CHIPS[found.chip].is_amd:
         limits = {FIGURES["loop"]: TARGET}
     case = f"{found.case}, {found.chip}, Triton {version}"
-    more = {"seconds": [], "over": {}, "figures": figures, "limits": limits}
-    return {"case": case, "system": found.kernel, **more}
+    return runner.row_of(case, found.kernel, **figures) | {"limits": limits}
 
 
 def compile_all(args: argparse.Namespace, keep: Any) -> Data:
@@ -133,30 +94,25 @@ def compile_all(args: argparse.Namespace, keep: Any) -> Data:
     jobs = [
         (case, chip)
         for chip in args.chips
-        for case in args.cases or calls()
+        for case in args.cases
         if any(name in case for name in args.only)
     ]
     found = tqdm(in_processes(_measure, jobs, args.jobs), total=len(jobs), disable=None)
     return {"rows": [row(one, triton.__version__) for ones in found for one in ones]}
 
 
-def show(runs: Sequence[Data]) -> Iterator[str]:
-    """All kernels, and the verdict."""
-    rows = runner.pooled(runs)
-    for one in rows:
-        one["figures"].pop("instructions", None)
-    yield runner.table(rows)
-    problems = [f"{one['case']}, {one['system']}: {one['figures']['problems']}" for one in rows]
-    yield "; ".join(one for one in problems if not one.endswith(": ")) or (
-        f"none of {len(rows)} kernels spills registers, each fits its chip"
-    )
-    yield runner.targets(rows)
-
-
 def section(data: Data) -> str:
-    """Of docs/figures/kernels.md: one row for each chip and version of Triton."""
+    """Of docs/figures/kernels.md."""
+    said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
+        has run. Registers and instructions of each kernel:
+        [compiled.json](../../benchmarks/results/compiled.json)."""
+    return "\n\n".join([report.flow(said), *show(data["runs"])])
+
+
+def show(runs: Sequence[Data]) -> list[str]:
+    """One row for each chip and version of Triton."""
     kernels: dict[tuple[str, str], list[tuple[Data, str]]] = {}
-    for run in data["runs"]:
+    for run in runs:
         for one in run["rows"]:
             *_, chip, version = one["case"].split(", ")
             kernels.setdefault((chip, version), []).append((one, run["facts"]["revision"]))
@@ -170,11 +126,7 @@ def section(data: Data) -> str:
         row["kernels that spill"] = sum(one["spills, bytes"] > 0 for one in figures)
         row["revision"] = ", ".join(sorted({revision for _, revision in kernels[chip, version]}))
         rows.append(row)
-    said = """**Triton kernels, compiled without a GPU**, `python -m benchmarks.compiled`. Nothing
-        has run. Registers and instructions of each kernel:
-        [compiled.json](../../benchmarks/results/compiled.json)."""
-    all_rows = runner.pooled(data["runs"])
-    return "\n\n".join([report.flow(said), report.markdown(rows), runner.targets(all_rows)])
+    return [report.markdown(rows), runner.targets(runner.pooled(runs))]
 
 
 BENCHMARK = runner.Benchmark(
@@ -186,7 +138,7 @@ BENCHMARK = runner.Benchmark(
         "--only": option("cases that contain one of these", nargs="+", default=[""]),
         "--jobs": option("processes that compile at the same time", type=int, default=2),
     },
-    fixed={"cases": ()},
+    fixed={"cases": CASES},
     quick={"chips": [QUICK_CHIP], "cases": QUICK},
     keeps=True,
 )

@@ -4,6 +4,7 @@ best settings."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from benchmarks import runner
 from benchmarks.models import PAD, Shape
 from benchmarks.systems import Answer, NotAvailable, System, attention
 from benchmarks.workloads import WORKLOADS, Batch, Workload
@@ -129,31 +131,24 @@ def tuned(model: Any, shape: Shape, quick: bool) -> tuple[GenerateBatch, dict[st
     seconds: dict[GenerateBatch, float] = {}
 
     def fastest(candidates: list[GenerateBatch]) -> GenerateBatch:
-        for candidate in candidates:
-            if candidate in seconds:
-                continue
-            start = time.perf_counter()
+        for candidate in [one for one in candidates if one not in seconds]:
+            call = functools.partial(candidate, model, shape, workload, batch)
             try:
-                candidate(model, shape, workload, batch)
-                seconds[candidate] = time.perf_counter() - start
+                seconds[candidate] = runner.seconds_of(call)
             except Exception:
                 seconds[candidate] = float("inf")
         return min(candidates, key=seconds.__getitem__)
 
-    def with_setting(base: GenerateBatch, name: str, value: Any) -> GenerateBatch:
-        settings = tuple(sorted({**dict(base.settings), name: value}.items()))
-        return GenerateBatch(base.attention, settings, base.sized)
-
-    base = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
-    if quick:
-        return fastest([base]), {str(base): seconds[base]}
-    fastest([base])  # warm-up
-    del seconds[base]
-    best = fastest([base, GenerateBatch("eager", base.settings, True)])
-    for name, values in (
-        ("max_batch_tokens", (256, 1024)),
-        (PAGE_SIZE, (16, 64)),
-        ("allow_block_sharing", (False,)),
-    ):
-        best = fastest([best, *(with_setting(best, name, value) for value in values)])
-    return best, {str(candidate): taken for candidate, taken in seconds.items()}
+    best = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
+    choices: dict[str, tuple[Any, ...]] = {}
+    if not quick:
+        fastest([best])  # warm-up
+        seconds.clear()
+        best = fastest([best, replace(best, attention="eager")])
+        choices = {"max_batch_tokens": (256, 1024), PAGE_SIZE: (16, 64)}
+        choices["allow_block_sharing"] = (False,)
+    for name, values in choices.items():
+        pairs = [{**dict(best.settings), name: value} for value in values]
+        others = [replace(best, settings=tuple(sorted(each.items()))) for each in pairs]
+        best = fastest([best, *others])
+    return fastest([best]), {str(candidate): taken for candidate, taken in seconds.items()}

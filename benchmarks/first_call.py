@@ -14,8 +14,8 @@ compiling of one. `last_route(model).setup_seconds` lists the parts.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
+import random
 import statistics
 import tempfile
 import unittest.mock
@@ -27,6 +27,7 @@ import torch
 import hf_paged
 from benchmarks import runner
 from benchmarks.models import SHAPES, build
+from benchmarks.workloads import left_padded, texts
 
 ROWS, PROMPT_TOKENS = 4, 64
 PARTS = {"self_check": "self-check, s", "build": "kernels, s", "record": "recording, s"}
@@ -37,9 +38,8 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> runner.Turn:
     calls may still record, since a step is recorded once it has run a few times.)"""
     shape = SHAPES[name]
     model = build(shape, "cpu", getattr(torch, dtype)).eval()
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, shape.vocab - 1, (ROWS, PROMPT_TOKENS), generator=generator)
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    prompts = texts(random.Random(0), [PROMPT_TOKENS] * ROWS, shape.vocab)
+    inputs = left_padded(prompts, "cpu")
     options: dict[str, Any] = dict(max_new_tokens=new_tokens, do_sample=False)
     options["min_new_tokens"] = new_tokens
     if system == "paged":
@@ -69,7 +69,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         return found
 
     settings = args.model, args.dtype, args.new_tokens
-    arms = {system: functools.partial(anew, system=system) for system in ("plain", "paged")}
+    arms = runner.each(anew, ("plain", "paged"))
     yield runner.Case("first call", arms, {"plain": {}})
     yield runner.Case("compiling", {"paged": lambda turn: compiling(*settings)}, turns=1)
 

@@ -38,11 +38,12 @@ import hf_paged
 from benchmarks import arrivals, ceilings, latency, report, runner
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.models import SHAPES, Shape, build
+from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
 from benchmarks.systems import Answer, Engine, Generate, InThreads, SmallPool, System
-from benchmarks.workloads import ALL, Workload, contiguous_bytes, sharegpt_like
+from benchmarks.workloads import ALL, Workload, batch_of, contiguous_bytes
 
 OURS = ("ours", "engine")
 SMALL_POOL, SLOWER = "engine, a third of its peak", 1.6
@@ -218,7 +219,8 @@ def waste(device: str, quick: bool) -> Iterator[Case]:
     model is enough."""
     shape = SHAPES["llama-tiny"]
     model, engine = build(shape, device, torch.bfloat16), Engine()
-    batch = sharegpt_like(16 if quick else 64, 0.25 if quick else 1.0, shape.vocab)
+    trace = make_trace(SHAREGPT, 16 if quick else 64)
+    batch = batch_of(trace, 0.25 if quick else 1.0, shape.vocab)
     workload = Workload("waste", "", len(batch.prompts), (0, 0), (0, 0))
 
     def work(turn: int) -> Turn:
@@ -357,7 +359,6 @@ BENCHMARK = runner.Benchmark(
         "--no-memory": flag("leave out the waste of blocks"),
         "--repeats": option("turns of each system in a process, whatever they take", type=int),
         "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else no limit", type=float),
-        "--threads": runner.THREADS,
     },
     only="such as W1,arrivals (all)",
     known=list(SHARES),

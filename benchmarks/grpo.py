@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ from transformers.trainer_callback import PrinterCallback
 
 import hf_paged
 from benchmarks import runner
-from benchmarks.models import FIRST_WORD, PAD, SHAPES, Shape, build
+from benchmarks.models import PAD, SHAPES, Shape, build
+from benchmarks.workloads import texts
 
 STEPS, GENERATIONS = 4, 8
 PROMPTS = (1, 4)  # prompts per step
@@ -70,14 +72,11 @@ def tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
     )
 
 
-def texts(shape: Shape, count: int, length: int) -> list[str]:
+def prompts_of(shape: Shape, count: int, length: int) -> list[str]:
     """Prompts from `length` tokens down to half of that."""
-    generator = torch.Generator().manual_seed(0)
     lengths = [length - length * number // (2 * count) for number in range(count)]
-    rows = [
-        torch.randint(FIRST_WORD, shape.never, (size,), generator=generator) for size in lengths
-    ]
-    return [" ".join(f"w{i}" for i in row.tolist()) for row in rows]
+    rows = texts(random.Random(0), lengths, shape.vocab)
+    return [" ".join(f"w{word}" for word in row) for row in rows]
 
 
 def train(
@@ -111,15 +110,13 @@ def train(
             seed=0,
             **SYSTEMS[system],
         )
-        data = Dataset.from_dict({"prompt": texts(shape, STEPS * prompts, length)})
+        data = Dataset.from_dict({"prompt": prompts_of(shape, STEPS * prompts, length)})
         trainer = GRPOTrainer(
             model, reward, config, train_dataset=data, processing_class=tokenizer(shape)
         )
         trainer.remove_callback(PrinterCallback)
         model.seconds = []
-        start = time.perf_counter()
-        trainer.train()
-        whole = time.perf_counter() - start
+        whole = runner.seconds_of(trainer.train)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return sum(model.seconds), whole, [rollouts, losses]
 
@@ -132,7 +129,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     hf_paged.install(continuous_batching=True)
     transformers.logging.set_verbosity_error()
 
-    def rollouts(turn: int, system: str, prompts: int) -> runner.Turn:
+    def rollouts(turn: int, system: str, *, prompts: int) -> runner.Turn:
         model.load_state_dict(weights)
         seconds, whole, found = train(model, shape, system, prompts, args.new_tokens, args.length)
         route = hf_paged.last_route(model)
@@ -140,10 +137,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         return runner.Turn(seconds, found, figures)
 
     for prompts in PROMPTS:
-        arms = {
-            system: functools.partial(rollouts, system=system, prompts=prompts)
-            for system in SYSTEMS
-        }
+        arms = runner.each(functools.partial(rollouts, prompts=prompts), list(SYSTEMS))
         size = f"{STEPS} steps of {prompts} x {GENERATIONS} x {args.new_tokens} tokens"
         over = {"plain": {"paged": 2.2}, "paged": {"generate_batch": 1 / 1.2}}
         yield runner.Case(f"{args.model}, float32, rollouts: {size}", arms, over)

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
-import http.client
 import itertools
 import json
 import os
@@ -28,8 +26,11 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ ALONE, BESIDE = "streams alone", "beside hostile requests"
 MOST_SECONDS, MOST_SLOW = 0.5, 0.05  # a gap, and the share of runs that may have a longer one
 SWITCH = "HF_PAGED_EIO"  # a file: while it exists, the tiers' files cannot be read or written
 NUM_BLOCKS = 2048
-
+FIRST = 5  # events of a stream before decoding has begun
 
 Body = dict[str, Any]
 
@@ -135,56 +136,40 @@ def save_model(folder: Path, name: str) -> None:
 
 
 class Server:
+    """`transformers serve` in a process."""
+
     def __init__(self, folder: Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
-        self.model, self.switch, tier = str(folder), folder / "eio", folder / "hf_paged-tier"
+            port = str(taken.getsockname()[1])
+        self.url, self.model = f"http://127.0.0.1:{port}", str(folder)
+        self.switch, tier = folder / "eio", folder / "hf_paged-tier"
         command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
         command += ["--set", f"num_blocks={NUM_BLOCKS}", "--set", f"prefix_tiers={str(tier)!r}"]
         command += [__file__, "--serve", "serve", self.model, "--device", "cpu"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--host", "127.0.0.1", "--port", port]
         root = Path(__file__).resolve().parents[1]
         paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         switches = {SWITCH: str(self.switch), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-        self.log = (folder / "log.txt").open("w+")
-        self.process = subprocess.Popen(
-            command,
-            cwd=root,
-            env={**os.environ, **switches},
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-        end = time.monotonic() + 300
+        log, end = folder / "log.txt", time.monotonic() + 300
+        with log.open("w") as file:
+            told: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+            environment = {**os.environ, **switches}
+            self.process = subprocess.Popen(command, cwd=root, env=environment, **told)
         while not self._is_up():
             if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(self.told())
+                raise RuntimeError(log.read_text())
             time.sleep(0.2)
 
-    def told(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
-
     def _is_up(self) -> bool:
-        with contextlib.suppress(OSError):
-            client = self.client()
-            client.request("GET", "/health")
-            return client.getresponse().status == 200
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health") as answer:
+            return answer.status == 200
         return False
 
-    def client(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-
-    def encode(self, path: str, body: Body) -> tuple[str, bytes]:
-        """The path and the content of a request."""
-        return f"/v1/{path}", json.dumps({"model": self.model, **body}).encode()
-
-    def ask(
-        self, path: str, content: bytes
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        client = self.client()
-        client.request("POST", path, content, {"Content-Type": "application/json"})
-        return client, client.getresponse()
+    def request(self, path: str, body: Body) -> urllib.request.Request:
+        content = json.dumps({"model": self.model, **body}).encode()
+        header = {"Content-Type": "application/json"}
+        return urllib.request.Request(f"{self.url}/v1/{path}", content, header)
 
     def close(self) -> None:
         self.process.terminate()
@@ -192,67 +177,60 @@ class Server:
             self.process.wait(30)
         finally:
             self.process.kill()
-            self.log.close()
 
 
-def events(server: Server, seed: int) -> Iterator[float]:
-    """The times of the events of one stream with tokens."""
-    request = _chat(f"a story about {seed} ", max_tokens=4000, stream=True)
-    client, response = server.ask(*server.encode(*request))
-    with contextlib.closing(client):
-        for line in response:
-            if line.startswith(b"data:") and b'"content"' in line:
-                yield time.perf_counter()
+def answer(request: urllib.request.Request) -> Any:
+    try:
+        return urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as error:  # an answer, too
+        return error
 
 
-def longest_gap(
-    server: Server, seed: int, seconds: float, names: list[str]
-) -> tuple[float, int, Counter[Any]]:
-    """Returns the longest gap of the streams of one run, the number of their events, and the
-    answers by status."""
+def longest_gap(server: Server, seed: int, seconds: float, names: list[str]) -> runner.Turn:
+    """The longest gap of the streams of one run, the number of their events, and the answers by
+    status."""
     # made before: this process measures the streams, too
-    requests = {name: [server.encode(*ATTACKS[name]()) for _ in range(4)] for name in names}
-    is_over, ready = threading.Event(), threading.Semaphore(0)
-    gaps, counts, answers = [0.0] * STREAMS, [0] * STREAMS, Counter[Any]()
+    requests = {name: [server.request(*ATTACKS[name]()) for _ in range(4)] for name in names}
+    is_over, ready, statuses = threading.Event(), threading.Semaphore(0), Counter[int]()
 
-    def stream(place: int) -> None:
-        last, is_ready = 0.0, False
-        for now in events(server, seed * STREAMS + place):
-            counts[place] += 1
-            if counts[place] == 5:  # decoding has begun
-                is_ready, last = True, now
-                ready.release()
-            if is_ready:
-                gaps[place], last = max(gaps[place], now - last), now
-            if is_over.is_set():  # after the gap in which the run ended
-                break
-        if not is_ready:
+    def stream(number: int) -> list[float]:
+        """The times of the events with tokens."""
+        times: list[float] = []
+        story = _chat(f"a story about {number} ", max_tokens=4000, stream=True)
+        with answer(server.request(*story)) as events:
+            for line in events:
+                if line.startswith(b"data:") and b'"content"' in line:
+                    times.append(time.perf_counter())
+                    if len(times) == FIRST:
+                        ready.release()
+                    if is_over.is_set():  # after the gap in which the run ended
+                        break
+        if len(times) < FIRST:
             ready.release()
+        return times[FIRST - 1 :]
 
     def attack(name: str) -> None:
         for request in itertools.cycle(requests[name]):
             if is_over.is_set():
                 break
-            client, response = server.ask(*request)
-            response.read()
-            client.close()
-            answers[name, response.status] += 1
+            with answer(request) as found:
+                found.read()
+            statuses[found.status] += 1
 
-    threads = [
-        threading.Thread(target=stream, args=(place,), daemon=True) for place in range(STREAMS)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        ready.acquire()
-    others = [threading.Thread(target=attack, args=(name,), daemon=True) for name in names]
-    for thread in others:
-        thread.start()
-    time.sleep(seconds)
-    is_over.set()
-    for thread in [*threads, *others]:
-        thread.join(120)
-    return max(gaps), sum(counts), answers
+    with ThreadPoolExecutor(STREAMS + len(names)) as pool:
+        streams = [pool.submit(stream, seed * STREAMS + place) for place in range(STREAMS)]
+        for _ in streams:
+            ready.acquire()
+        for name in names:
+            pool.submit(attack, name)
+        time.sleep(seconds)
+        is_over.set()
+    times = [one.result() for one in streams]
+    gaps = [after - before for mine in times for before, after in itertools.pairwise(mine)]
+    told = ", ".join(f"{count} of {status}" for status, count in sorted(statuses.items()))
+    return runner.Turn(
+        max(gaps, default=0.0), figures={"events": sum(map(len, times)), "answers": told}
+    )
 
 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
@@ -260,23 +238,14 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         save_model(Path(folder), args.model)
         with contextlib.closing(Server(Path(folder))) as server:
             seeds = itertools.count()
-            longest_gap(server, next(seeds), args.seconds, [])  # records steps
-            longest_gap(server, next(seeds), args.seconds, ["prompts that fit"])  # leaves files
-            server.switch.touch()
 
             def gap(turn: int, names: list[str]) -> runner.Turn:
-                seconds, events, answers = longest_gap(server, next(seeds), args.seconds, names)
-                statuses = Counter[int]()
-                for (_, status), count in answers.items():
-                    statuses[status] += count
-                told = ", ".join(
-                    f"{count} of {status}" for status, count in sorted(statuses.items())
-                )
-                return runner.Turn(seconds, figures={"events": events, "answers": told})
+                return longest_gap(server, next(seeds), args.seconds, names)
 
-            arms = {ALONE: functools.partial(gap, names=[])}
-            arms[BESIDE] = functools.partial(gap, names=args.only)
-            yield runner.Case("longest gap", arms)
+            gap(-1, [])  # records steps
+            gap(-1, ["prompts that fit"])  # leaves files
+            server.switch.touch()
+            yield runner.Case("longest gap", runner.each(gap, {ALONE: [], BESIDE: args.only}))
 
 
 def slow(data: runner.Data) -> int:

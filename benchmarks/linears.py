@@ -12,7 +12,6 @@ none in bfloat16, products of more than 128 rows are computed in float32.
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,16 +37,19 @@ def weights(shape: Shape) -> list[Tensor]:
     return [torch.randn(size, dtype=torch.float32).to(torch.bfloat16) for size in sizes]
 
 
-def arms(layers: list[Tensor], rows: int) -> dict[str, Callable[[int], float]]:
+def arms(layers: list[Tensor], rows: int) -> dict[str, runner.Arm]:
     """Seconds of one forward's products by each."""
     depths = {layer.shape[1] for layer in layers}
     inputs = {depth: torch.randn(rows, depth).to(torch.bfloat16) for depth in depths}
 
-    def run(linear: Callable[[Tensor, Tensor], Tensor]) -> None:
-        for layer in layers:
-            linear(inputs[layer.shape[1]], layer)
+    def run(turn: int, linear: Callable[[Tensor, Tensor], Tensor]) -> float:
+        def walk() -> None:
+            for layer in layers:
+                linear(inputs[layer.shape[1]], layer)
 
-    return runner.timed({name: functools.partial(run, one) for name, one in LINEARS.items()})
+        return runner.seconds_of(walk)
+
+    return runner.each(run, LINEARS)
 
 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:

@@ -18,11 +18,10 @@ import contextlib
 import itertools
 import random
 import tempfile
-import time
 import unittest.mock
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,44 +39,39 @@ MIXED, APART, FOLDERS = "together", "one adapter a forward", "folders, room for 
 ONE, BASE = "one adapter", "base"
 
 
-def arm(
-    engine: hf_paged.PagedEngine,
-    adapters: list[str],
-    texts: Mapping[int, list[list[int]]],
-    new_tokens: int,
-    mixes: bool = True,
-    is_compared: bool = True,
-) -> runner.Arm:
+class Contender(NamedTuple):
     """
     Rows of an engine, each with its adapter.
 
     Args:
-        texts (`dict[int, list]`): Prompts of each turn.
         mixes (`bool`): Whether one forward has rows of several adapters.
-        is_compared (`bool`): Whether its rows have the adapters of the first arm's.
+        is_compared (`bool`): Whether its rows have the adapters of the first contender's.
     """
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    patch = unittest.mock.patch.object
 
-    def work(turn: int) -> runner.Turn:
-        model_runner, forwards = engine._core.get_loop().executor.runner, itertools.count()
-        run, before = model_runner.run, engine.stats().num_adapter_loads
+    engine: hf_paged.PagedEngine
+    adapters: list[str]
+    mixes: bool = True
+    is_compared: bool = True
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> runner.Turn:
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+        patch, forwards = unittest.mock.patch.object, itertools.count()
+        model_runner = self.engine._core.get_loop().executor.runner
+        run, before = model_runner.run, self.engine.stats().num_adapter_loads
 
         def counted(*args: Any) -> Any:
             next(forwards)
             return run(*args)
 
         apart = patch(LoopAdapters, "_mixable", lambda *_: {})
-        with patch(model_runner, "run", counted), contextlib.nullcontext() if mixes else apart:
-            start = time.perf_counter()
-            results = engine.generate(texts[turn], options, adapter=adapters)
-            seconds = time.perf_counter() - start
+        with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
+            seconds, results = runner.clocked(
+                lambda: self.engine.generate(prompts, options, adapter=self.adapters)
+            )
         tokens = [result.token_ids for result in checked(results)]
-        loads = engine.stats().num_adapter_loads - before
+        loads = self.engine.stats().num_adapter_loads - before
         figures = {"forwards": next(forwards), "adapters loaded": loads}
-        return runner.Turn(seconds, tokens if is_compared else None, figures)
-
-    return work
+        return runner.Turn(seconds, tokens if self.is_compared else None, figures)
 
 
 def adapted(model: Any, count: int) -> Any:
@@ -105,10 +99,13 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     model, bare = (build(shape, "cpu", torch.float32) for _ in range(2))
     model = adapted(model, count)
     names = [f"a{row % count}" for row in range(args.rows)]
-    prompts = {
-        turn: texts(args.rows, shape.vocab, turn, args.longest)
-        for turn in range(-args.warm_ups, args.turns)
-    }
+
+    def prompts(turn: int) -> list[list[int]]:
+        return texts(args.rows, shape.vocab, turn, args.longest)
+
+    def work(turn: int, contender: Contender) -> runner.Turn:
+        return contender.generate(prompts(turn), new)
+
     config = hf_paged.PagedConfig(prefix_caching=False)
     with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
@@ -116,28 +113,24 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         block = int(config.block_size)
         weights = sum(one.nbytes for name, one in model.named_parameters() if ".a0." in name)
         own = -(-weights // shape.kv_bytes(block, 4))  # blocks that one adapter takes of the budget
-        needed = sum(-(-(len(text) + new) // block) for text in prompts[0])
+        needed = sum(-(-(len(text) + new) // block) for text in prompts(0))
         blocks = own * max(1, count // 2) + needed
         small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=blocks)
         one, none = ["a0"] * args.rows, ["__base__"] * args.rows
-        contenders: dict[str, tuple[Any, Any, list[str], bool, bool]] = {
-            APART: (model, config, names, False, True),
-            MIXED: (model, config, names, True, True),
-            FOLDERS: (bare, small, [folders[name] for name in names], True, True),
-            ONE: (model, config, one, True, False),
-            BASE: (model, config, none, True, False),
-        }
-        engines = {name: hf_paged.PagedEngine(*which[:2]) for name, which in contenders.items()}
-        arms = {
-            name: arm(engines[name], adapters, prompts, new, *flags)
-            for name, (_, _, adapters, *flags) in contenders.items()
+        paths, engine = [folders[name] for name in names], hf_paged.PagedEngine
+        contenders = {
+            APART: Contender(engine(model, config), names, mixes=False),
+            MIXED: Contender(engine(model, config), names),
+            FOLDERS: Contender(engine(bare, small), paths),
+            ONE: Contender(engine(model, config), one, is_compared=False),
+            BASE: Contender(engine(model, config), none, is_compared=False),
         }
         size = f"{args.rows} rows over {count} adapters of rank {RANK}, {new} new tokens each"
         over = {APART: {MIXED: FASTER}, ONE: {MIXED: OF_ONE}}
-        yield runner.Case(f"{size}, {args.model}, float32", arms, over)
-        for engine in engines.values():
-            hf_paged.check_integrity(engine.model)
-            engine.free()
+        yield runner.Case(f"{size}, {args.model}, float32", runner.each(work, contenders), over)
+        for contender in contenders.values():
+            hf_paged.check_integrity(contender.engine.model)
+            contender.engine.free()
 
 
 BENCHMARK = runner.Benchmark(

@@ -29,8 +29,8 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
         or "no instructions",
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "ram_gib": _ram_gib(),
-        "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -41,6 +41,9 @@ def facts(device: str = "cpu") -> dict[str, str | int | float]:
     if device.startswith("cuda"):
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda or "unknown"
+        found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = (output_of(*query) or "unknown").split("\n")[0]
     return found
 
 
@@ -61,20 +64,16 @@ def told(key: str) -> str:
     return values[0] if values else ""
 
 
-def _ram_gib() -> float:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):
-        return 0.0
-
-
 def git(*arguments: str) -> str | None:
     """Output of a git command in this checkout; `None` without git or outside of a checkout."""
-    root = Path(__file__).resolve().parent.parent
+    return output_of("git", *arguments)
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints; `None` if it fails or does not exist."""
+    options = dict(cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True)
     try:
-        found = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=10
-        )
+        found = subprocess.run(command, **options, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() if found.returncode == 0 else None
@@ -82,6 +81,8 @@ def git(*arguments: str) -> str | None:
 
 def revision() -> str:
     """The commit, with `+` if the work tree differs from it."""
+    if told := os.environ.get("HF_PAGED_REVISION"):  # of a copy without git
+        return told
     head = git("rev-parse", "--short", "HEAD")
     if head is None:
         return "unknown"

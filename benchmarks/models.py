@@ -21,8 +21,6 @@ class Shape:
         family (`str`): Its `model_type` in transformers.
         head_dim (`int`): Of queries, keys and values.
         tied (`bool`): Whether the LM head is the embedding.
-        window (`int`, *optional*): Sliding window of five of six layers, in tokens; `None`: full
-            attention only.
     """
 
     name: str
@@ -35,7 +33,6 @@ class Shape:
     intermediate: int
     vocab: int
     tied: bool = True
-    window: int | None = None
 
     @property
     def never(self) -> int:
@@ -43,24 +40,12 @@ class Shape:
         finished rows."""
         return self.vocab - 1
 
-    @property
-    def full_layers(self) -> int:
-        """Number of layers with full attention."""
-        return self.layers if self.window is None else self.layers // 6
-
     def kv_bytes(self, length: int, itemsize: int) -> int:
         """Bytes of K/V that one row of `length` tokens needs over all layers."""
-        seen = self.full_layers * length
-        if self.window is not None:
-            seen += (self.layers - self.full_layers) * min(length, self.window)
-        return 2 * seen * self.kv_heads * self.head_dim * itemsize
+        return 2 * self.layers * length * self.kv_heads * self.head_dim * itemsize
 
     def config(self) -> Any:
         """The transformers config of this shape."""
-        windows: dict[str, Any] = {}
-        if self.window is not None:
-            windows["sliding_window"] = self.window
-            windows["layer_types"] = _five_to_one(self.layers)
         return AutoConfig.for_model(
             self.family,
             vocab_size=self.vocab,
@@ -75,12 +60,7 @@ class Shape:
             pad_token_id=PAD,
             bos_token_id=1,
             eos_token_id=None,
-            **windows,
         )
-
-
-def _five_to_one(layers: int) -> list[str]:
-    return ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(layers)]
 
 
 SHAPES = {
@@ -92,7 +72,6 @@ SHAPES = {
         Shape("llama-3.1-8b", "llama", 4096, 32, 32, 8, 128, 14336, 128256, tied=False),
         Shape("qwen2.5-0.5b", "qwen2", 896, 24, 14, 2, 64, 4864, 151936),
         Shape("qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936),
-        Shape("gemma3-1b", "gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, window=512),
         Shape("llama-tiny", "llama", 128, 2, 4, 2, 32, 256, 2048),
     )
 }
@@ -108,19 +87,15 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     generator = torch.Generator(device).manual_seed(0)
-    # Gemma's, before the first layer
-    scale = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:  # norms and biases
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter += 0.5
-            elif name.endswith("model.norm.weight"):
-                parameter += scale - 1.0
             continue
         gain = 1.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.2
         std = gain / parameter.shape[1] ** 0.5
         if "embed_tokens" in name or "lm_head" in name:
-            std = 3.0 / shape.hidden**0.5 / scale
+            std = 3.0 / shape.hidden**0.5
         parameter.normal_(0.0, std, generator=generator)
     model.get_output_embeddings().weight[shape.never] = 0.0  # logit 0, far below the likeliest
     model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=1, eos_token_id=None)

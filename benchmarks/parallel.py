@@ -23,7 +23,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,35 +85,23 @@ def scaling() -> list[dict[str, Any]]:
     rows = []
     for shape in LLAMAS:
         first = 0.0
-        for gpus in (1, 2, 4, 8):
-            if shape.kv_heads % gpus:
-                continue
+        for gpus in [count for count in (1, 2, 4, 8) if not shape.kv_heads % count]:
             part = cost(shape, gpus)
             # plus the embedding
             weights = part.weight_bytes + shape.hidden * shape.vocab * 2 // gpus
-            left = USED * A100_BYTES - weights
-            num_tokens = int(left / part.shape.kv_bytes(1, 2))
-            count = min(MAX_ROWS, num_tokens // LENGTH)
-            row: dict[str, Any] = {
-                "model": shape.name,
-                "gpus": gpus,
-                "weights_gib": round(weights / 2**30, 1),
-            }
-            if count < 1:
-                rows.append({**row, "kv_tokens": max(0, num_tokens), "rows": 0})
-                continue
-            seconds = step_seconds(
-                part, A100, A100.flops["bfloat16"], count, count, [LENGTH] * count
-            )
-            seconds += all_reduce_seconds(shape, gpus, count)
-            rate = count / seconds
-            first = first or rate / gpus
-            speeds = {
-                "step_ms": round(1000 * seconds, 1),
-                "tokens_s": round(rate),
-                "ratio": round(rate / first, 2),
-            }
-            rows.append({**row, "kv_tokens": num_tokens, "rows": count, **speeds})
+            num_tokens = int((USED * A100_BYTES - weights) / part.shape.kv_bytes(1, 2))
+            count = max(0, min(MAX_ROWS, num_tokens // LENGTH))
+            row = {"model": shape.name, "gpus": gpus, "weights_gib": round(weights / 2**30, 1)}
+            row |= {"kv_tokens": max(0, num_tokens), "rows": count}
+            rows.append(row)
+            if count:
+                flops, lengths = A100.flops["bfloat16"], [LENGTH] * count
+                seconds = step_seconds(part, A100, flops, count, count, lengths)
+                seconds += all_reduce_seconds(shape, gpus, count)
+                rate = count / seconds
+                first = first or rate / gpus
+                row |= {"step_ms": round(1000 * seconds, 1), "tokens_s": round(rate)}
+                row["ratio"] = round(rate / first, 2)
     return rows
 
 
@@ -125,9 +112,7 @@ def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, 
         for number in (-2, turn):
             words = random.Random(f"parallel {number}")
             prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
-            start = time.perf_counter()
-            results = engine.generate(prompts, options)
-            seconds = time.perf_counter() - start
+            seconds, results = runner.clocked(functools.partial(engine.generate, prompts, options))
         tokens = [result.token_ids for result in results]
         return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 
@@ -167,12 +152,10 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             figures = {"K/V of each process, MiB": found["kv_bytes"] / 2**20}
             return runner.Turn(found["seconds"], found["tokens"], figures)
 
-        arms = {
-            f"{world} process{'es' * (world > 1)}": functools.partial(run, world=world)
-            for world in (1, args.ranks)
-        }
+        worlds = {f"{world} process{'es' * (world > 1)}": world for world in (1, args.ranks)}
         size = f"{args.prompts} prompts, {args.new_tokens} new tokens each"
-        yield runner.Case(f"{args.model}, float32, {size}", arms, {"1 process": {}})
+        case = f"{args.model}, float32, {size}"
+        yield runner.Case(case, runner.each(run, worlds), {"1 process": {}})
 
 
 def computed(_: Any) -> list[str]:

@@ -15,21 +15,28 @@ NAMES = {
     "ours": 'generate, cache_implementation="paged"',
     "engine": "PagedEngine",
     "engine, a third of its peak": "PagedEngine in a third of its memory",
-    "generate_batch": "transformers' generate_batch",
-    "generate_batch, tuned": "transformers' generate_batch, tuned",
-    "plain, static batches": "plain generate, batch after batch",
 }
 
 
 def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Draws what a result of `benchmarks.generate` holds to `<stem>.png`, `<stem>-memory.png`,
-    `<stem>-latency.png`."""
+    """Draws what a result of `benchmarks.generate` holds to `<stem>.png` and
+    `<stem>-memory.png`."""
     foot = report.caption(data["facts"], data["title"].partition(". ")[0].replace("`", ""))
     drawn = []
-    for name, draw in {"": speed, "-memory": memory, "-latency": latency}.items():
-        path = stem.with_name(f"{stem.name}{name}.png")
-        drawn.append(report.plot(lambda draw=draw, path=path: draw(data["rows"], foot, path)))
-    return [path for path in drawn if path is not None]
+    faster = "Plain generate's time over each system's: above 1 is faster"
+    less = "Most memory that keys and values take in a call, MiB: less is better"
+    for name, values, height, digits, said in (
+        ("", speed(data["rows"]), 560, ".2f", faster),
+        ("-memory", memory(data["rows"]), 430, ".3g", less),
+    ):
+        figure, axis = report.figure(height, foot)
+        report.grouped_bars(axis, values, label=lambda value, digits=digits: f"{value:{digits}}")  # type: ignore[misc]
+        if not name:
+            axis.axvline(1.0, color="black", linewidth=0.8)
+        report.title(axis, said)
+        report.legend_below(figure, axis, 2)
+        drawn.append(report.save(figure, stem.with_name(f"{stem.name}{name}.png")))
+    return drawn
 
 
 def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float]]:
@@ -42,74 +49,24 @@ def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float
     return found
 
 
-def speed(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
+def speed(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
     """Speedup of each system over the fastest plain `generate`, by workload; beside other engines
     of ours only `generate`."""
     has_peers = any(row["system"] in TITLES.values() for row in rows)
     shown = ["ours", *TITLES.values()] if has_peers else {row["system"] for row in rows}
-    values = by_system(
+    return by_system(
         (row, ratio.value)
         for row, base, ratio, _ in runner.comparisons(rows)
         if base == "plain" and not row["system"].startswith("plain")
         if row["case"] in WORKLOADS and row["system"] in shown
     )
-    if not values:
-        return None
-    figure, axis = report.figure(560, foot)
-    report.grouped_bars(axis, values, label=lambda value: f"{value:.2f}")
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    report.title(axis, "Plain generate's time over each system's: above 1 is faster")
-    report.legend_below(figure, axis, 2)
-    return report.save(figure, path)
 
 
-def compared(rows: Sequence[Data]) -> dict[str, tuple[Data, Data, float]]:
-    """By workload the rows of the fastest plain `generate` and of ours, and the ratio of their
-    times."""
-    return {
-        row["case"]: (base, row, ratio.value)
-        for row, name, ratio, _ in runner.comparisons(rows)
-        if (row["system"], name) == ("ours", "plain")
-        and row["case"] in WORKLOADS
-        and (base := runner.base_of(rows, row["case"], name)) is not None
-    }
-
-
-def memory(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
+def memory(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
     """Most MiB of K/V that plain `generate` and ours hold, by workload."""
-    values = by_system(
-        (row | {"system": system}, row["figures"]["K/V, MiB"])
-        for plain, ours, _ in compared(rows).values()
-        for system, row in {"plain generate": plain, "ours": ours}.items()
+    return by_system(
+        (row | {"system": name}, row["figures"]["K/V, MiB"])
+        for case in WORKLOADS
+        for name, system in {"plain generate": "plain", "ours": "ours"}.items()
+        if (row := runner.base_of(rows, case, system)) is not None
     )
-    if not values:
-        return None
-    figure, axis = report.figure(430, foot)
-    report.grouped_bars(axis, values, label=lambda value: f"{value:.3g}")
-    report.title(axis, "Most memory that keys and values take in a call, MiB: less is better")
-    report.legend_below(figure, axis, 2)
-    return report.save(figure, path)
-
-
-def latency(rows: Sequence[Data], foot: str, path: Path) -> Path | None:
-    """Normalized latency and time to first token over the rate of arrivals."""
-    arrived = [row for row in rows if "normalized, ms/token" in row["figures"]]
-    if not arrived:
-        return None
-    figure, axes = report.figure(380, foot, ncols=2)
-    titles = {
-        "normalized, ms/token": "From arrival to end, ms per new token (mean)",
-        "TTFT p50, ms": "From arrival to the first token, ms (median)",
-    }
-    rates = sorted({row["figures"]["arrive/s"] for row in arrived})
-    for axis, (key, said) in zip(axes, titles.items()):
-        for marker, name in zip(report.MARKERS, dict.fromkeys(row["system"] for row in arrived)):
-            mine = [row["figures"] for row in arrived if row["system"] == name]
-            points = [(figures["arrive/s"], figures[key]) for figures in mine]
-            axis.plot(*zip(*points), marker=marker, label=NAMES.get(name, name))
-        axis.set(xlabel="requests that arrive per second", yscale="log")
-        report.title(axis, said)
-        axis.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
-        report.log_ticks(axis.yaxis)
-    report.legend_below(figure, axes[0], 3)
-    return report.save(figure, path)

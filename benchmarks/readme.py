@@ -168,12 +168,6 @@ def workloads_section() -> str:
     return "\n".join(lines)
 
 
-def gpu_day_section() -> str:
-    """Section of benchmarks/gpu_day.md."""
-    names = [name for name in gpu_day.NAMES if (report.RESULTS / f"{name}.json").exists()]
-    return gpu_day.outcomes({name.rpartition("-")[2]: result(name) for name in names})
-
-
 SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {
         "badges": badges_section,
@@ -183,7 +177,7 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "benchmarks.md": {"benchmarks": overview.overview},
     **{ROOT / "docs" / "figures" / f"{name}.md": {"figures": FIGURES[name]} for name in FIGURES},
     ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
-    ROOT / "benchmarks" / "gpu_day.md": {"outcomes": gpu_day_section},
+    ROOT / "benchmarks" / "gpu_day.md": {"outcomes": lambda: gpu_day.outcomes(report.RESULTS)},
     ROOT / "docs" / "guide" / "other-engines.md": {"engines": engines_section},
     ROOT / "benchmarks" / "README.md": {"workloads": workloads_section, "results": results_section},
 }

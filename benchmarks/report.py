@@ -18,11 +18,9 @@ WIDTH_PIXELS = 800
 PIXELS_PER_INCH = 100
 FOOT_PIXELS = 22
 GREY = "#555555"  # of what is said in small print
-# Okabe and Ito's colours, distinct for colour-blind readers; hatches and markers repeat the
-# distinction
+# Okabe and Ito's colours, distinct for colour-blind readers; hatches repeat the distinction
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def command_line() -> str:
@@ -122,10 +120,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
     part.replace(path)
 
 
-class NoMatplotlib(ImportError):
-    """Plots need matplotlib, which is not installed; tables do not need it."""
-
-
 def caption(facts: Row, subject: str = "") -> str:
     """One line for the foot of a picture: the subject, and the hardware and revision among a run's
     facts."""
@@ -145,17 +139,10 @@ def figure(height_pixels: int = 400, foot: str = "", **subplots: Any) -> tuple[A
         height_pixels (`int`): Height of the picture.
         foot (`str`): A line in small print below everything else (`caption`).
         subplots: Arguments of `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
-
-    Raises:
-        NoMatplotlib: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise NoMatplotlib(
-            f'no plots, matplotlib is missing: pip install "hf_paged[bench]" ({error})'
-        ) from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
     drawing: Any = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(drawing)
@@ -184,28 +171,6 @@ def save(drawing: Any, path: str | os.PathLike[str]) -> Path:
     Image.open(drawn).convert("RGB").quantize(64).save(small, format="PNG", optimize=True)
     replace_file(path, small.getvalue())
     return path
-
-
-def plot(draw: Callable[[], Path | None]) -> Path | None:
-    """Runs `draw`, which saves a picture; prints the path, or why there is none."""
-    try:
-        path = draw()
-    except NoMatplotlib as error:
-        print(error, file=sys.stderr)
-        return None
-    if path is not None:
-        print(f"wrote {path}", file=sys.stderr)
-    return path
-
-
-def log_ticks(axis: Any) -> None:
-    """Sets plain-number ticks at 1, 2 and 5 times the powers of ten on a logarithmic `XAxis` or
-    `YAxis`."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def grouped_bars(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import gc
 import json
 import math
@@ -32,7 +31,6 @@ from benchmarks.systems import NotAvailable, quiet
 from benchmarks.workloads import equal_share
 
 Data = dict[str, Any]
-Name = TypeVar("Name")
 Result = TypeVar("Result")
 
 
@@ -49,8 +47,7 @@ def flag(said: str) -> Data:
 MODEL = option("shape (%(default)s)", choices=list(SHAPES), default="llama-100m")
 DTYPE = option(choices=["bfloat16", "float32"], default="bfloat16")
 DEVICE = option(choices=machine.devices(), default="cpu")
-THREADS = option("of PyTorch; as many as it takes without it", type=int)
-MINUTES = option("after which each case runs a single turn", type=float)
+MINUTES = option("to plan with; then each case runs a single turn", type=float)
 QUICK = flag("small: only shows that it runs")
 """Options that several benchmarks have."""
 
@@ -114,7 +111,9 @@ class Case(NamedTuple):
         figures (`dict`): Further columns, the same for all arms.
         limits (`dict[str, float]`): By a figure's name, the most that it should be.
         once (`Collection[str]`): Arms that run a single turn.
-        first, fewest, until: See [`take_turns`].
+        first (`int`): Number of the first turn.
+        fewest (`int`, *optional*): After so many turns none begins that may end after the moment
+            `until` of `time.perf_counter`; `None`: all turns run.
     """
 
     name: str
@@ -147,6 +146,19 @@ def guarded(work: Arm) -> Arm:
     return arm
 
 
+def row_of(case: str, system: str, problem: str = "", **figures: Any) -> Data:
+    """A row without times; `problem`: why the system does not run."""
+    row: Data = {"case": case, "system": system, "seconds": [], "over": {}, "figures": figures}
+    return row | ({"problem": problem} if problem else {})
+
+
+def fails(*needed: str) -> Callable[[Data], bool]:
+    """Whether a system, of these if there are any, does not run: for `Benchmark.is_wrong`."""
+    return lambda data: any(
+        "problem" in row and (not needed or row["system"] in needed) for row in data["rows"]
+    )
+
+
 def rows_of(
     cases: Callable[[argparse.Namespace], Iterable[Case]],
     args: argparse.Namespace,
@@ -168,37 +180,47 @@ def rows_of(
     return rows
 
 
+def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | str]]:
+    """What the arms return for the numbers of the turns: every other turn goes backwards. Warm-up
+    turns have numbers below 0, and their results are left out."""
+    found: dict[str, list[Turn | str]] = {name: [] for name in case.arms}
+    fewest, longest = turns if case.fewest is None else case.fewest, 0.0
+    numbers = range(case.first - warm_ups, case.first + turns)
+    for turn in tqdm(numbers, desc=case.name, disable=None):
+        start, count = time.perf_counter(), turn - case.first
+        if count >= fewest and start + longest > case.until:
+            break
+        for name in list(found)[:: -1 if turn % 2 else 1]:
+            mine = found[name]
+            if mine and (name in case.once or isinstance(mine[-1], str)):
+                continue
+            result = case.arms[name](count if count < 0 else turn)
+            if count >= 0:
+                mine.append(result if isinstance(result, Turn | str) else Turn(result))
+        if count > 0:
+            longest = max(longest, time.perf_counter() - start)
+    return found
+
+
 def rows_of_case(case: Case, turns: int, warm_ups: int = 1) -> list[Data]:
     """Runs all arms; one row for each."""
-
-    def is_done(name: str, found: Mapping[str, Sequence[Any]]) -> bool:
-        return bool(found[name]) and (name in case.once or isinstance(found[name][-1], str))
-
-    limits = {"first": case.first, "fewest": case.fewest, "until": case.until}
-    found = take_turns(case.arms, turns, warm_ups, case.name, **limits, is_done=is_done)
-    rows, first = [], next(iter(found.values()))
+    found, rows = take_turns(case, turns, warm_ups), []
+    expected = [turn.tokens for turn in next(iter(found.values())) if not isinstance(turn, str)]
     for name, mine in found.items():
-        row: Data = {"case": case.name, "system": name}
+        problems = [turn for turn in mine if isinstance(turn, str)]
+        row = row_of(case.name, name, *problems[:1])
         rows.append(row)
-        if problems := [turn for turn in mine if isinstance(turn, str)]:
-            row |= {"seconds": [], "over": {}, "figures": {}, "problem": problems[0]}
+        if problems:
             continue
-        row["seconds"] = [_turn(turn).seconds for turn in mine]
+        row["seconds"] = [turn.seconds for turn in mine]
         row["over"] = {base: targets.get(name) for base, targets in case.over.items()}
-        expected = [_turn(turn).tokens for turn in first if not isinstance(turn, str)]
-        pairs = list(zip(expected, (_turn(turn).tokens for turn in mine)))
+        pairs = list(zip(expected, (turn.tokens for turn in mine)))
         if pairs and pairs[0][1] is not None:
             row["equal"] = statistics.mean(share_of(*pair) for pair in pairs)
-        figures = joined({key: [one] for key, one in _turn(turn).figures.items()} for turn in mine)
-        middle = {key: _middle(values) for key, values in figures.items()}
-        row["figures"] = {**case.figures, **middle}
+        row["figures"] = {**case.figures, **middles(turn.figures for turn in mine)}
         if limited := {key: most for key, most in case.limits.items() if key in row["figures"]}:
             row["limits"] = limited
     return rows
-
-
-def _turn(turn: Any) -> Turn:
-    return turn if isinstance(turn, Turn) else Turn(turn)
 
 
 def share_of(expected: Any, actual: Any) -> float:
@@ -209,9 +231,18 @@ def share_of(expected: Any, actual: Any) -> float:
     return min(0.999, equal_share(expected, actual)) if is_tokens else 0.0
 
 
-def _middle(values: Sequence[Any]) -> Any:
-    is_number = all(isinstance(one, int | float) for one in values)
-    return statistics.median(values) if is_number else values[-1]
+def middles(parts: Iterable[Mapping[str, Any]]) -> Data:
+    """The figures of several turns or processes: the median of numbers, the last text."""
+    found: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, value in part.items():
+            found.setdefault(key, []).append(value)
+    return {
+        key: statistics.median(values)
+        if all(isinstance(one, int | float) for one in values)
+        else values[-1]
+        for key, values in found.items()
+    }
 
 
 def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
@@ -226,8 +257,7 @@ def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
             row["turns"] = sum(part["turns"] for part in parts)
         if equal := [part["equal"] for part in parts if part.get("equal") is not None]:
             row["equal"] = statistics.mean(equal)
-        figures = joined({key: [one] for key, one in part["figures"].items()} for part in parts)
-        row["figures"] = {key: _middle(values) for key, values in figures.items()}
+        row["figures"] = middles(part["figures"] for part in parts)
         rows.append(row)
     return rows
 
@@ -393,8 +423,7 @@ class Benchmark:
         if self.turns is not None:
             said = "of each contender, the order alternates (%(default)s)"
             options["--turns"] = option(said, type=int, default=self.turns)
-        if self.cases is not None:
-            options.setdefault("--minutes", MINUTES)
+        options.setdefault("--minutes", MINUTES)
         if self.only:
             options["--only"] = option(self.only, default=",".join(self.known))
         options["--json"] = option("also write the results to this file", type=Path)
@@ -459,8 +488,6 @@ class Benchmark:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command; returns 1 if the check fails."""
         args = self.parse(argv)
-        if getattr(args, "threads", None):
-            torch.set_num_threads(args.threads)
         facts = machine.facts(getattr(args, "device", "cpu"))
         run = {"command": report.command_line(), "facts": facts}
         old = []
@@ -493,74 +520,27 @@ def added(runs: Sequence[Data], run: Data) -> list[Data]:
     return [old for old in kept if old["rows"]] + [run]
 
 
-def in_order(names: Iterable[Name], turn: int) -> list[Name]:
-    """The names in the order of a turn: every other turn goes backwards."""
-    return list(names)[::-1] if turn % 2 else list(names)
-
-
-def take_turns(
-    arms: Mapping[Name, Callable[[int], Result]],
-    turns: int,
-    warm_ups: int = 0,
-    title: str = "",
-    *,
-    first: int = 0,
-    fewest: int | None = None,
-    until: float = math.inf,
-    is_done: Callable[[Name, Mapping[Name, Sequence[Result]]], bool] = lambda name, found: False,
-) -> dict[Name, list[Result]]:
-    """
-    What each arm returns for the numbers of the turns, in alternating order. Warm-up turns have
-    numbers below 0, and their results are left out.
-
-    Args:
-        first (`int`): Number of the first turn.
-        fewest (`int`, *optional*): After so many turns none begins that may end after the moment
-            `until` of `time.perf_counter`; `None`: all turns run.
-        is_done (`Callable`): From an arm's name and all results so far, whether it runs no further.
-    """
-    found: dict[Name, list[Result]] = {name: [] for name in arms}
-    longest = 0.0
-    for turn in tqdm(range(first - warm_ups, first + turns), desc=title, disable=None):
-        start, count = time.perf_counter(), turn - first
-        if count >= (turns if fewest is None else fewest) and start + longest > until:
-            break
-        for name in in_order(arms, turn):
-            if is_done(name, found):
-                continue
-            result = arms[name](count if count < 0 else turn)
-            if count >= 0:
-                found[name].append(result)
-        if count > 0:
-            longest = max(longest, time.perf_counter() - start)
-    return found
+def clocked(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds that a call takes, and what it returns."""
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
 
 
 def seconds_of(work: Callable[[], Any]) -> float:
     """Seconds that a call takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    return clocked(work)[0]
 
 
-def timed(works: Mapping[str, Callable[[], Any]]) -> dict[str, Callable[[int], float]]:
+def each(work: Callable[[int, Any], Any], settings: Iterable[Any]) -> dict[str, Arm]:
+    """Arms that call `work` with the turn and a setting: a value of a mapping, else a name."""
+    named = settings if isinstance(settings, Mapping) else {str(one): one for one in settings}
+    return {name: lambda turn, one=one: work(turn, one) for name, one in named.items()}  # type: ignore[misc]
+
+
+def timed(works: Mapping[str, Callable[[], Any]]) -> dict[str, Arm]:
     """Arms that return the seconds of a call."""
-
-    def arm(work: Callable[[], Any]) -> Callable[[int], float]:
-        return lambda turn: seconds_of(work)
-
-    return {name: arm(work) for name, work in works.items()}
-
-
-def compared(works: Mapping[str, Callable[[int], Any]]) -> dict[str, Callable[[int], Turn]]:
-    """Arms that return the seconds of a call and, as its tokens, what it returns."""
-
-    def arm(work: Callable[[int], Any], turn: int) -> Turn:
-        start = time.perf_counter()
-        tokens = work(turn)
-        return Turn(time.perf_counter() - start, tokens)
-
-    return {name: functools.partial(arm, work) for name, work in works.items()}
+    return each(lambda turn, work: seconds_of(work), works)
 
 
 def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
@@ -571,15 +551,6 @@ def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -
         context, threads = get_context("spawn"), torch.get_num_threads()
         with ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) as process:
             found.append(process.submit(work, *arguments).result())
-    return found
-
-
-def joined(runs: Iterable[Mapping[str, Sequence[Result]]]) -> dict[str, list[Result]]:
-    """The turns of several processes as one list for each arm."""
-    found: dict[str, list[Result]] = {}
-    for run in runs:
-        for name, values in run.items():
-            found.setdefault(name, []).extend(values)
     return found
 
 

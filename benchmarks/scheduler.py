@@ -19,8 +19,9 @@ from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
 PLENTY, FEW = 2 * MAX_SEQS * LONGEST, 2_000 * BLOCK_SIZE  # slots; few cause preemptions
 
 
-def serve(turn: int, count: int, slots: int, most_tokens: int) -> runner.Turn:
-    """At least `most_tokens` tokens, or all, of `count` requests."""
+def serve(turn: int, sizes: tuple[int, int], *, most_tokens: int) -> runner.Turn:
+    """At least `most_tokens` tokens, or all, of a number of requests, in a number of slots."""
+    count, slots = sizes
     trace = make_trace(SHAREGPT, count)
     outcome: Outcome = serve_paged(trace, A100, slots, most_tokens=most_tokens)
     usage = outcome.usage
@@ -36,11 +37,8 @@ def serve(turn: int, count: int, slots: int, most_tokens: int) -> runner.Turn:
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     settings = {f"{length} waiting": (length, PLENTY) for length in args.lengths}
     settings[f"{args.lengths[0]} waiting, {FEW // BLOCK_SIZE} blocks"] = args.lengths[0], FEW
-    arms = {
-        name: functools.partial(serve, count=count, slots=slots, most_tokens=args.tokens)
-        for name, (count, slots) in settings.items()
-    }
-    yield runner.Case("CPU time", arms)
+    work = functools.partial(serve, most_tokens=args.tokens)
+    yield runner.Case("CPU time", runner.each(work, settings))
 
 
 main = runner.Benchmark(

@@ -14,9 +14,7 @@ over ours. A target is met where the interval reaches it.
 from __future__ import annotations
 
 import argparse
-import functools
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -55,6 +53,18 @@ LINEAR = dict(
     linear_value_head_dim=By(16, 64),
 )
 MAMBA_ATTENTION = ["linear_attention", "mlp"]
+
+
+def speech(width: int, encoder: Any, decoder: Any, vocab: int, **others: Any) -> dict[str, Any]:
+    """What BART's and Whisper's configs have in common: width, layers and vocabulary."""
+    found = dict(d_model=By(64, width), vocab_size=By(512, vocab), decoder_start_token_id=1)
+    for side, layers in {"encoder": encoder, "decoder": decoder}.items():
+        found |= {f"{side}_layers": layers, f"{side}_attention_heads": By(4, width // 64)}
+        found |= {f"{side}_ffn_dim": By(128, 4 * width)}
+    return found | others
+
+
+WHISPER = dict(suppress_tokens=None, begin_suppress_tokens=None)
 # name: model class and config arguments
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3": (
@@ -145,20 +155,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Whisper": (
         "WhisperForConditionalGeneration",
-        dict(
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-            d_model=By(64, 768),
-            encoder_layers=By(2, 4),
-            decoder_layers=By(4, 6),
-            encoder_attention_heads=By(4, 12),
-            decoder_attention_heads=By(4, 12),
-            encoder_ffn_dim=By(128, 3072),
-            decoder_ffn_dim=By(128, 3072),
-            vocab_size=VOCAB,
-            max_source_positions=By(100, 300),
-        ),
+        speech(768, By(2, 4), By(4, 6), 32000, max_source_positions=By(100, 300), **WHISPER),
     ),
     "Bloom": (
         "BloomForCausalLM",
@@ -176,8 +173,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             intermediate_size_mlp=By(128, 2048),
         ),
     ),
-}
-SHAPES |= {
     "T5-small": (
         "T5ForConditionalGeneration",
         dict(
@@ -192,33 +187,11 @@ SHAPES |= {
     ),
     "BART-base": (
         "BartForConditionalGeneration",
-        dict(
-            decoder_start_token_id=1,
-            forced_eos_token_id=None,
-            d_model=By(64, 768),
-            encoder_layers=By(4, 6),
-            decoder_layers=By(4, 6),
-            encoder_attention_heads=By(4, 12),
-            decoder_attention_heads=By(4, 12),
-            encoder_ffn_dim=By(128, 3072),
-            decoder_ffn_dim=By(128, 3072),
-            vocab_size=By(512, 50265),
-        ),
+        speech(768, By(4, 6), By(4, 6), 50265, forced_eos_token_id=None),
     ),
     "Whisper-tiny": (
         "WhisperForConditionalGeneration",
-        SHAPES["Whisper"][1]
-        | dict(
-            d_model=By(64, 384),
-            encoder_layers=By(2, 4),
-            decoder_layers=4,
-            encoder_attention_heads=By(4, 6),
-            decoder_attention_heads=By(4, 6),
-            encoder_ffn_dim=By(128, 1536),
-            decoder_ffn_dim=By(128, 1536),
-            vocab_size=By(512, 51865),
-            max_source_positions=By(100, 1500),
-        ),
+        speech(384, By(2, 4), 4, 51865, max_source_positions=By(100, 1500), **WHISPER),
     ),
 }
 FULL = ("T5-small", "BART-base", "Whisper-tiny")
@@ -347,17 +320,14 @@ def case_of(
         nonlocal rows, inputs
         rows = prompts(model, turn + 1)
         inputs = batch(model, rows)
-        start = time.perf_counter()
-        tokens = systems[system]()
-        seconds = time.perf_counter() - start
+        seconds, tokens = runner.clocked(systems[system])
         route = hf_paged.last_route(model)
         return runner.Turn(seconds, tokens, {"route": route.road if route else ""})
 
-    arms = {system: functools.partial(timed, system=system) for system in systems}
     size = size_of(name, is_tiny)
     target = 1.3 if len(set(lengths)) > 1 else 1 / 1.1 if is_tiny else 1.0
     over = {"plain": dict.fromkeys(("generate", "engine"), target)}
-    yield runner.Case(f"{name}, {size}, {workload}", arms, over)
+    yield runner.Case(f"{name}, {size}, {workload}", runner.each(timed, list(systems)), over)
     engine.free()
     hf_paged.check_integrity(model)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import random
 import re
@@ -25,7 +24,7 @@ import statistics
 import tempfile
 import time
 import unittest.mock
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,32 +51,24 @@ UNLIKE = replace(SHAPES["llama-tiny"], name="llama-tiny-8k", layers=4, vocab=819
 
 
 @dataclass(frozen=True)
-class Edits(Workload):
-    """Prompts and answers of `trained.edit`, from texts outside the training set."""
+class Texts(Workload):
+    """Prompts that the training set did not have: `text` draws one from a vocabulary."""
+
+    text: Callable[[random.Random, int], list[int]] | None = None
 
     def batch(self, repeat: int, vocab: int) -> Batch:
         words = random.Random(f"{self.name} {repeat}")
-        pairs = [trained.edit(words, vocab) for _ in range(self.num_prompts)]
-        return Batch([prompt for prompt, _ in pairs], [self.new_tokens[0]] * len(pairs))
-
-
-@dataclass(frozen=True)
-class Speech(Workload):
-    """Prefixes of texts of `trained.language`, whose sentence orders the training did not
-    contain."""
-
-    def batch(self, repeat: int, vocab: int) -> Batch:
-        words = random.Random(f"{self.name} {repeat}")
-        prompts = [
-            trained.language(words, vocab, self.prompt_lengths[0]) for _ in range(self.num_prompts)
-        ]
+        assert self.text is not None
+        prompts = [self.text(words, vocab) for _ in range(self.num_prompts)]
         return Batch(prompts, [self.new_tokens[0]] * len(prompts))
 
 
 def edits(name: str, rows: int, target: float) -> Workload:
     length = trained.TEXT_LENGTH
     title = f"{name}: {rows} row{'s' * (rows > 1)}, edit a text of {length} words"
-    return Edits(name, title, rows, (length + 2, length + 2), (length, length), target=target)
+    sizes = (length + 2, length + 2), (length, length)
+    options = {"target": target, "text": lambda *draw: trained.edit(*draw)[0]}
+    return Texts(name, title, rows, *sizes, **options)
 
 
 EDITS = {"W7": edits("W7", 32, 0.75), "W8": edits("W8", 1, 0.6)}
@@ -87,8 +78,14 @@ RANDOM = (
     Workload("random 32", _MANY, 32, (32, 256), (64, 64), target=NO_COST),
     Workload("random 1", _ONE, 1, (64, 64), (64, 64), target=NO_COST),
 )
-SPEECH = Speech(
-    "assistants", "8 rows of a language, 48 words, 64 new", 8, (48, 48), (64, 64), target=1 / FASTER
+SPEECH = Texts(
+    "assistants",
+    "8 rows of a language, 48 words, 64 new",
+    8,
+    (48, 48),
+    (64, 64),
+    target=1 / FASTER,
+    text=lambda words, vocab: trained.language(words, vocab, 48),
 )
 
 
@@ -163,9 +160,8 @@ def case(
             figures["accepted a row and step"] = statistics.mean(accepted_a_step(answer))
         return runner.Turn(seconds, answer.rows, figures)
 
-    arms = {name: functools.partial(work, name=name) for name in systems}
     targets = {name: least for name in systems if least and (name == NGRAMS or name == TENTH)}
-    yield runner.Case(workload.title, arms, {OFF: targets})
+    yield runner.Case(workload.title, runner.each(work, list(systems)), {OFF: targets})
     for system in systems.values():
         system.free()
     hf_paged.check_integrity(model)

@@ -14,7 +14,6 @@ computed.
 from __future__ import annotations
 
 import argparse
-import functools
 import random
 import tempfile
 from collections.abc import Iterator
@@ -51,8 +50,7 @@ def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> runner.Turn:
 
 def serve(engine: hf_paged.PagedEngine, batch: Batch) -> runner.Turn:
     configs = [{**GREEDY, "max_new_tokens": new} for new in batch.new_tokens]
-    results: list[Any] = []
-    seconds = runner.seconds_of(lambda: results.extend(engine.generate(batch.prompts, configs)))
+    seconds, results = runner.clocked(lambda: engine.generate(batch.prompts, configs))
     tokens = [result.token_ids for result in checked(results)]
     hits = sum(result.num_prefix_hit_tokens for result in results)
     return runner.Turn(seconds, tokens, {FOUND: hits})
@@ -97,7 +95,7 @@ def first_tokens(args: argparse.Namespace) -> Iterator[runner.Case]:
                     raise RuntimeError(f"{found}, not {right}")
                 return found._replace(tokens=None)
 
-            arms = {name: functools.partial(answer, name=name) for name in ("computed", "disk")}
+            arms = runner.each(answer, ("computed", "disk"))
             yield runner.Case("first token, new process", arms, {"computed": {"disk": 5.0}})
             wait(engine, evicts=True)
 
@@ -128,7 +126,7 @@ def small_pool(args: argparse.Namespace) -> Iterator[runner.Case]:
                 raise RuntimeError(f"{name}: other tokens the second time")
             return answer
 
-        arms = {name: functools.partial(again, name=name) for name in engines}
+        arms = runner.each(again, list(engines))
         case = f"{workload.name} again, a pool of {limit} blocks"
         yield runner.Case(case, arms, {"computed": {"disk": 1.0}})
         for engine in engines.values():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,20 +114,13 @@ def saved(model: Any, path: Path) -> Any:
 
 def editor(shape: Shape, folder: Path, steps: int) -> Any:
     """Trains a model to edit texts of random words."""
-
-    def text(draw: random.Random) -> list[int]:
-        prompt, answer = edit(draw, shape.vocab)
-        return prompt + answer
-
-    model = train(shape, text, first=TEXT_LENGTH + 2, rows=16, steps=steps, rate=4e-3)
+    sizes = dict(first=TEXT_LENGTH + 2, rows=16, steps=steps, rate=4e-3)
+    model = train(shape, lambda draw: [*chain(*edit(draw, shape.vocab))], **sizes)  # type: ignore[arg-type]
     return saved(model, folder / shape.name)
 
 
 def speaker(shape: Shape, folder: Path, steps: int) -> Any:
     """Trains a model on the language of its vocabulary; all sizes see the same number of texts."""
-
-    def text(draw: random.Random) -> list[int]:
-        return language(draw, shape.vocab)
-
-    model = train(shape, text, first=1, rows=8, steps=steps, rate=0.5 / shape.hidden)
+    sizes = dict(first=1, rows=8, steps=steps, rate=0.5 / shape.hidden)
+    model = train(shape, lambda draw: language(draw, shape.vocab), **sizes)  # type: ignore[arg-type]
     return saved(model, folder / shape.name)

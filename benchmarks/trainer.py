@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ def case_of(args: argparse.Namespace, title: str, model: Any) -> runner.Case:
         )
 
     systems = {"plain": None, "paged": "paged"}
-    arms = {name: functools.partial(turn, system=system) for name, system in systems.items()}
+    arms = runner.each(turn, systems)
     return runner.Case(f"{title}, {STEPS} evaluations", arms, {"plain": {"paged": 1.0}})
 
 

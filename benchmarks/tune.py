@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
@@ -20,16 +21,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from benchmarks import block_costs
+from benchmarks.attention_data import random_calls
 from benchmarks.machine import devices, facts
 from benchmarks.runner import flag, option, parser_of
-from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import costs
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig
-from hf_paged.step import StepMetadata
 
 Config = TypeVar("Config", bound=Hashable)
 
@@ -53,74 +52,23 @@ LOADS = {
 """Rows, queries and tokens per row of the timed problems; the geometric mean of the times
 decides."""
 
-BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The last `query_len` tokens of each of `rows` rows of `seq_len` tokens."""
+def launch(kind: str, call: AttentionCall, config: LaunchConfig | None = None) -> torch.Tensor:
+    """Output of the "decode" or the "prefill" kernel; without `config` the kernel chooses."""
+    from hf_paged.kernels.triton import attention
 
-    query: torch.Tensor
-    key_blocks: torch.Tensor
-    value_blocks: torch.Tensor
-    step: StepMetadata
+    kernels = {"decode": attention.decode_attention, "prefill": attention.prefill_attention}
+    inputs = call.query, call.blocks.keys, call.blocks.values, call.step
+    return kernels[kind](*inputs, scale=call.scale, config=config)
 
-    @classmethod
-    def make(
-        cls,
-        dim: int,
-        dtype: torch.dtype,
-        rows: int,
-        query_len: int,
-        seq_len: int,
-        device: torch.device,
-    ) -> Problem:
-        """Random states in blocks in random order."""
-        heads, kv_heads, key_dim, value_dim = SHAPES[dim]
-        per_row = -(-seq_len // BLOCK_SIZE)
 
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device)
-
-        if kv_heads == 1:  # latents: the values are the first elements of the keys
-            keys = random(rows * per_row, 1, BLOCK_SIZE, key_dim)
-            values = keys[..., :value_dim]
-        elif key_dim == value_dim:
-            keys, values = random(rows * per_row, 2 * kv_heads, BLOCK_SIZE, key_dim).chunk(2, dim=1)
-        else:
-            both = random(rows * per_row, kv_heads, BLOCK_SIZE, key_dim + value_dim)
-            keys, values = both.split([key_dim, value_dim], dim=3)
-        tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
-        step = StepMetadata.rectangle(tables, (seq_len,) * rows, BLOCK_SIZE, query_len=query_len)
-        return cls(random(rows * query_len, heads, key_dim), keys, values, step)
-
-    def run(self, backend: backends.Backend) -> torch.Tensor:
-        """Output of a backend: `(rows * query_len, heads, value_dim)`."""
-        blocks = KVBlocks((self.key_blocks, self.value_blocks), self.key_blocks, self.value_blocks)
-        return backend.attend(AttentionCall(self.query, blocks, self.step, self.scale))
-
-    def decode(self, config: LaunchConfig | None) -> torch.Tensor:
-        """Output of the decode kernel; without `config` the kernel chooses."""
-        from hf_paged.kernels.triton.attention import decode_attention
-
-        return self._launch(decode_attention, config)
-
-    def prefill(self, config: LaunchConfig | None) -> torch.Tensor:
-        """Output of the prefill kernel; without `config` the kernel chooses."""
-        from hf_paged.kernels.triton.attention import prefill_attention
-
-        return self._launch(prefill_attention, config)
-
-    def _launch(self, kernel: Callable[..., Any], config: LaunchConfig | None) -> torch.Tensor:
-        inputs = self.query, self.key_blocks, self.value_blocks, self.step
-        output: torch.Tensor = kernel(*inputs, scale=self.scale, config=config)
-        return output
-
-    @property
-    def scale(self) -> float:
-        """Scale of the scores."""
-        return float(self.query.shape[-1] ** -0.5)
+def call_of(
+    dim: int, dtype: torch.dtype, load: tuple[int, int, int], device: torch.device
+) -> AttentionCall:
+    """Attention with the heads of this key dim: rows, queries and tokens of each row."""
+    return random_calls(SHAPES[dim], dtype, load, device)[0]
 
 
 def candidates(default: LaunchConfig, others: Iterable[LaunchConfig]) -> list[LaunchConfig]:
@@ -171,16 +119,7 @@ class Task(NamedTuple):
     dtype: torch.dtype
     loads: dict[str, tuple[int, int, int]]
     options: list[LaunchConfig]  # the default first
-    run: Callable[[Problem, LaunchConfig], torch.Tensor]
-
-    def problem(self, device: torch.device) -> Problem:
-        """A small problem of odd lengths, to compare candidates with the reference."""
-        most = max(queries for _, queries, _ in self.loads.values())
-        return Problem.make(self.dim, self.dtype, 3, min(70, most), 700, device)
-
-    def problems(self, device: torch.device) -> list[Problem]:
-        """The timed problems."""
-        return [Problem.make(self.dim, self.dtype, *load, device) for load in self.loads.values()]
+    kind: str
 
 
 def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
@@ -191,7 +130,7 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
         configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
     )
     key = configs.entry_name("decode", key_dim, value_dim, dtype, group)
-    return [Task(key, dim, dtype, LOADS["decode"], options, Problem.decode)]
+    return [Task(key, dim, dtype, LOADS["decode"], options, "decode")]
 
 
 def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
@@ -207,10 +146,12 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
             options = prefill_candidates(
                 configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
             )
-            tasks[key] = Task(key, dim, dtype, loads, options, Problem.prefill)
+            tasks[key] = Task(key, dim, dtype, loads, options, "prefill")
     return list(tasks.values())
 
 
+SECONDS = 240.0
+"""Of `--block-sizes`, about."""
 TASKS = {"decode": decode_tasks, "prefill": prefill_tasks}
 
 
@@ -218,17 +159,21 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
     """The best configuration, and the microseconds of the best and of the default."""
     from triton.testing import do_bench_cudagraph
 
-    small, problems, tolerance = task.problem(device), task.problems(device), TOLERANCE[task.dtype]
-    expected = small.run(reference).float()
+    calls = [call_of(task.dim, task.dtype, load, device) for load in task.loads.values()]
+    most = max(queries for _, queries, _ in task.loads.values())
+    small = call_of(task.dim, task.dtype, (3, min(70, most), 700), device)  # odd lengths
+    expected, tolerance = reference.attend(small).float(), TOLERANCE[task.dtype]
 
     def is_right(config: LaunchConfig) -> bool:
-        return torch.allclose(
-            task.run(small, config).float(), expected, atol=tolerance, rtol=tolerance
-        )
+        found = launch(task.kind, small, config).float()
+        return torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
 
     def time_us(config: LaunchConfig) -> float:
-        times = [do_bench_cudagraph(lambda p=p: task.run(p, config)) * 1000 for p in problems]
-        return math.exp(sum(map(math.log, times)) / len(times))
+        times = [
+            do_bench_cudagraph(lambda call=call: launch(task.kind, call, config)) * 1000
+            for call in calls
+        ]
+        return statistics.geometric_mean(times)
 
     best, times = choose(iter(task.options), is_right, time_us)
     default_us = times.get(task.options[0], math.nan)
@@ -251,12 +196,9 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
 OPTIONS = {
     "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
     "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
-    "--kernels": option(nargs="+", choices=sorted(TASKS), default=sorted(TASKS)),
     "--quick": flag("two candidates of each entry: shows that it runs"),
     "--block-sizes": flag("a table of what block sizes cost instead"),
     "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
-    "--seconds": option("of --block-sizes, about (%(default)s)", type=float, default=240),
-    "--folder": option("of tables of --block-sizes", type=Path, default=costs.FOLDER),
 }
 
 
@@ -264,9 +206,9 @@ def main() -> None:
     """Tunes and writes the table."""
     options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
     if options.block_sizes:
-        block_costs.run(options.device, options.seconds, options.quick, options.folder)
+        block_costs.main(options.device, SECONDS, options.quick, costs.FOLDER)
         return
-    shapes = list(itertools.product(options.kernels, options.dims, options.dtypes))
+    shapes = list(itertools.product(TASKS, options.dims, options.dtypes))
     most = 2 if options.quick else None
     if not torch.cuda.is_available():
         raise SystemExit(

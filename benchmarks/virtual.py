@@ -84,7 +84,6 @@ BENCHMARK = runner.Benchmark(
     cases,
     title="Rows at contiguous addresses",
     results=(("virtual-cpu-1", "virtual-cpu-2"),),
-    options={"--threads": runner.THREADS},
     turns=15,
     only="regular expression on what is measured",
     fixed={"size": (8, 512, 16), "shape": (12, 768, 12)},

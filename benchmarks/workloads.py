@@ -1,4 +1,4 @@
-"""Inputs of `benchmarks.generate`: the workloads W1 to W6, W9 and W10, the trace of arrivals, and
+"""Inputs of `benchmarks.generate`: the workloads W1 to W6, W9 and W10; the requests of a trace, and
 the prompts of each repeat."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.models import FIRST_WORD, PAD, Shape
 from benchmarks.paired import NOT_SLOWER
+from benchmarks.paper.traces import Trace
 
 GREEDY = {"do_sample": False}
 
@@ -98,35 +99,35 @@ WORKLOADS = {
         Workload(
             "W1",
             "32 prompts of 32 to 256 tokens, 64 new tokens each",
-            num_prompts=32,
-            prompt_lengths=(32, 256),
-            new_tokens=(64, 64),
+            32,
+            (32, 256),
+            (64, 64),
             target=1.3,
         ),
         Workload(
             "W2",
             "64 prompts of 32 to 256 tokens, 8 to 256 new tokens each",
-            num_prompts=64,
-            prompt_lengths=(32, 256),
-            new_tokens=(8, 256),
+            64,
+            (32, 256),
+            (8, 256),
             target=2.0,
             batch_sizes=(32, 64),
         ),
         Workload(
             "W3",
             "64 prompts with the same first 512 tokens, 32 new tokens each",
-            num_prompts=64,
-            prompt_lengths=(8, 64),
-            new_tokens=(32, 32),
+            64,
+            (8, 64),
+            (32, 32),
             prefix=512,
             target=3.0,
         ),
         Workload(
             "W4",
             "16 samples of a prompt of 512 tokens, 64 new tokens each",
-            num_prompts=1,
-            prompt_lengths=(512, 512),
-            new_tokens=(64, 64),
+            1,
+            (512, 512),
+            (64, 64),
             options={"do_sample": True, "num_return_sequences": 16, "top_k": 0},
             target=2.0,
             fewest=3,
@@ -134,9 +135,9 @@ WORKLOADS = {
         Workload(
             "W5",
             "8 beams of a prompt of 512 tokens, 64 new tokens",
-            num_prompts=1,
-            prompt_lengths=(512, 512),
-            new_tokens=(64, 64),
+            1,
+            (512, 512),
+            (64, 64),
             options={"do_sample": False, "num_beams": 8},
             target=1.5,
             fewest=3,
@@ -144,9 +145,9 @@ WORKLOADS = {
         Workload(
             "W6",
             "one prompt of 16 tokens, 64 new tokens",
-            num_prompts=1,
-            prompt_lengths=(16, 16),
-            new_tokens=(64, 64),
+            1,
+            (16, 16),
+            (64, 64),
             target=1 / NOT_SLOWER,
             repeats=8,
             fewest=8,
@@ -160,9 +161,9 @@ MORE = {
         Workload(
             "W9",
             "8 threads with a prompt of 64 to 128 tokens each, 32 new tokens",
-            num_prompts=8,
-            prompt_lengths=(64, 128),
-            new_tokens=(32, 32),
+            8,
+            (64, 128),
+            (32, 32),
             target=2.5,
             fewest=3,
             in_threads=True,
@@ -170,9 +171,9 @@ MORE = {
         Workload(
             "W10",
             "one prompt of 8000 tokens, 32 new tokens",
-            num_prompts=1,
-            prompt_lengths=(8000, 8000),
-            new_tokens=(32, 32),
+            1,
+            (8000, 8000),
+            (32, 32),
             target=1.3,
         ),
     )
@@ -186,31 +187,15 @@ def texts(words: random.Random, lengths: Iterable[int], vocab: int) -> list[list
     return [[words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)] for length in lengths]
 
 
-def sharegpt_like(num_requests: int, scale: float, vocab: int, repeat: int = 0) -> Batch:
-    """Lengths like ShareGPT's in the PagedAttention paper (arXiv 2309.06180, section 6.1):
-    log-normal with means of 161 in and 338 out, at most 2048 each, times `scale`. Another `repeat`
-    has other words and the same lengths.
-    """
-    draw = random.Random("sharegpt")
-    words = random.Random(f"sharegpt words {repeat or ''}".rstrip())
-
-    def length(mean: float, sigma: float) -> int:
-        # exp(mu + sigma^2 / 2) is the mean of a log-normal
-        drawn = mean * draw.lognormvariate(-(sigma**2) / 2, sigma)
-        return max(4, round(min(2048.0, drawn) * scale))
-
-    lengths = [(length(161, 1.0), length(338, 0.8)) for _ in range(num_requests)]
-    prompts = texts(words, [inputs for inputs, _ in lengths], vocab)
-    return Batch(prompts, [outputs for _, outputs in lengths])
-
-
-def poisson_times(num_requests: int, rate: float) -> list[float]:
-    """Arrival times in seconds after the start, `rate` per second on average; the first at 0."""
-    draw = random.Random("arrivals")
-    times = [0.0]
-    while len(times) < num_requests:
-        times.append(times[-1] + draw.expovariate(rate))
-    return times
+def batch_of(trace: Trace, scale: float, vocab: int, repeat: int = 0) -> Batch:
+    """The requests of a trace, `scale` times as long. Another `repeat` has other words and the same
+    lengths."""
+    words = random.Random(f"trace {repeat}")
+    prompts, new_tokens = (
+        [max(4, round(length * scale)) for length in lengths]
+        for lengths in (trace.prompts, trace.outputs)
+    )
+    return Batch(texts(words, prompts, vocab), new_tokens)
 
 
 def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:

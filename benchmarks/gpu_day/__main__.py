@@ -3,11 +3,11 @@ The first minutes on a GPU: whether everything works, and how fast.
 
     python -m benchmarks.gpu_day [--minutes 9] [--out FOLDER] [--only a,c] [--device cuda|fake]
 
-Stages, each in a process with a limit: 0 compiles kernels beside a; a runs every kernel once; b
-compares tokens with plain `generate`; c, d and e measure attention, steps and whole calls; f runs
-`pytest -m gpu`. The results of a stage are written when it ends, and the summary comes last. Needs
-neither a network nor `.git`. With `--device fake` the same code runs on small sizes on the CPU; it
-shows that it runs, and its figures say nothing.
+Stages, each in a process with a limit: 0 compiles kernels beside a and b; a runs the kernels'
+tests, one of each function first; b compares tokens with plain `generate`; c, d and e measure
+attention, steps and whole calls; f runs `pytest -m gpu`. A stage writes its rows while it runs, and
+the outcomes come last. Needs neither a network nor `.git`. With `--device fake` the same code runs
+on small sizes on the CPU; it shows that it runs, and its figures say nothing.
 """
 
 from __future__ import annotations
@@ -17,42 +17,70 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import runner
-from benchmarks.gpu_day.record import CUDA, FAKE
-from benchmarks.gpu_day.runner import MINUTES, STAGES, Options, run
-from benchmarks.runner import option
+import torch
 
-MOST_MINUTES = 24 * 60
+from benchmarks import runner, stages
+from benchmarks.runner import option
+from benchmarks.sections import gpu_day
+from benchmarks.stages import NO_TIME, Stage
+
+MINUTES, CUDA, FAKE = 9.0, "cuda", "fake"
+CONTENDERS = "'contiguous sdpa|ours|ours: int8|HF sdpa|varlen_attn|aten.*'"
+HEADS = "llama-3.1-8b .* (64 x 8192|8 x 1024|8 x 512 of 4096|1 x 32768)|qwen3.* 64 x 1024"
+ATTENTION = f"attention --contenders {CONTENDERS}"
+KERNELS = "gpu_day.suite --paths tests/kernels/triton tests/attention"
+STEPS, ONLY = "gpu_day.calls --part steps", f"--only '({HEADS}) 16 bf16' --repeats 5"
+STAGES = tuple(
+    stage._replace(file=f"gpu_day-{stage.name}")
+    for stage in (
+        Stage("0", 1.5, "gpu_day.compiling", title="kernels compiled", is_beside=True),
+        Stage("a", 1.5, KERNELS, title="kernels against their reference"),
+        Stage("b", 2.5, "gpu_day.parity", title="tokens of plain generate, float32"),
+        Stage("c", 0.7, ATTENTION, ONLY, title="attention alone", is_timed=True),
+        Stage("d", 1.3, STEPS, title="steps of random models", is_timed=True),
+        Stage("e", 1.7, "gpu_day.calls", title="whole calls", is_timed=True),
+        Stage("f", 0, "gpu_day.suite", title="pytest -m gpu"),
+    )
+)
+
+
+def variables(stage: Stage, args: argparse.Namespace) -> dict[str, str]:
+    """The environment of a stage."""
+    found = {"TRITON_INTERPRET": "0", "TOKENIZERS_PARALLELISM": "false"}
+    if args.device == FAKE:
+        found |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        found["TRITON_INTERPRET"] = str(int(stage.name == "a"))
+    elif stage.name != "f":
+        found["HF_PAGED_CPP"] = "0"  # its kernels take long to build
+    if args.cache is not None:
+        found["TRITON_CACHE_DIR"] = str(args.cache.resolve())
+    return found | ({"HF_PAGED_REVISION": args.revision} if args.revision else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = runner.parser_of(__doc__, OPTIONS)
     args = parser.parse_args(argv)
-    names = [stage.name for stage in STAGES]
+    is_fake, names = args.device == FAKE, [stage.name for stage in STAGES]
     only = runner.parts(parser, args.only, names) or names
-    out = args.out or Path(tempfile.mkdtemp(prefix="gpu_day-"))
-    cache = None if args.cache is None else args.cache.resolve()
-    for folder in (out, *filter(None, [cache])):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            parser.error(f"{folder} must be a folder that can be written to: {error}")
-    options = Options(args.minutes, out.resolve(), args.device, cache, args.revision)
-    return run([stage for stage in STAGES if stage.name in only], options)
-
-
-def minutes(content: str) -> float:
-    """The value of `--minutes`."""
-    number = float(content)
-    if not 0 < number <= MOST_MINUTES:
-        raise argparse.ArgumentTypeError(f"{content} is not between 0 and {MOST_MINUTES}")
-    return number
+    chosen = [
+        stage._replace(variables=variables(stage, args)) for stage in STAGES if stage.name in only
+    ]
+    if not is_fake and not torch.cuda.is_available():
+        print(*(f"({stage.name}) {stage.title}: skipped: no device" for stage in chosen), sep="\n")
+        return 0
+    out = (args.out or Path(tempfile.mkdtemp(prefix="gpu_day-"))).resolve()
+    device = ["--device", "cpu" if is_fake else CUDA]
+    options = stages.Options(args.minutes, MINUTES, out, is_fake, arguments=device)
+    try:
+        entries = stages.run(chosen, options, gpu_day.NAME)
+    finally:  # also where a signal ends the run
+        print(gpu_day.outcomes(out), flush=True)
+    return int(any(entry["reason"] not in ("", NO_TIME) for entry in entries))
 
 
 OPTIONS = {
-    "--minutes": option("for all stages (%(default)g)", type=minutes, default=MINUTES),
+    "--minutes": option("for all stages (%(default)g)", type=float, default=MINUTES),
     "--out": option("folder of the results, at most 8 files (a new one)", type=Path),
     "--only": option("stages, for example a,c; without it all", default=""),
     "--device": option(choices=[CUDA, FAKE], default=CUDA),

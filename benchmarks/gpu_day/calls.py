@@ -1,10 +1,12 @@
-"""Stage (e): whole calls, by the code of `benchmarks.generate`."""
+"""Stages (d) and (e): steps of random models and whole calls, by the code of `benchmarks.generate`.
+Of a step of one row also the launches, and the time in which the GPU waits for the host."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import statistics
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,15 +14,21 @@ import torch
 
 from benchmarks import ceilings, generate, runner
 from benchmarks.continuous import PAGE_SIZE, GenerateBatch
-from benchmarks.gpu_day.record import Record
-from benchmarks.models import SHAPES, build
-from benchmarks.systems import Answer, Engine, Generate, System, quiet
+from benchmarks.gpu_day import jobs
+from benchmarks.models import SHAPES, Shape, build
+from benchmarks.runner import option
+from benchmarks.systems import Answer, Engine, Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
+from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.tape import graphs
 
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3
 SETTINGS: tuple[tuple[str, Any], ...] = (("max_batch_tokens", 1024), (PAGE_SIZE, 32))
+PROFILED_STEPS = (4, 12)  # the difference of the two leaves the prompt out
+LAUNCHES = ("LaunchKernel", "GraphLaunch")  # in the names of the driver's and the runtime's calls
+ONE = Workload("1 x 16", "", 1, (16, 16), (64, 64))
+MANY = Workload("64 x 2048", "", 64, (2048, 2048), (16, 16))
 
 
 class UnrecordedChunks(Generate):
@@ -32,75 +40,105 @@ class UnrecordedChunks(Generate):
 
 
 OURS: dict[str, System] = {"plain": Generate(), "ours": Generate(cache="paged"), "engine": Engine()}
-BATCH: dict[str, System] = {
-    "plain": Generate(),
-    "generate_batch": GenerateBatch(sized=True, settings=SETTINGS),
+PAIR = {name: OURS[name] for name in ("plain", "ours")}
+BATCH = {"plain": Generate(), "generate_batch": GenerateBatch(sized=True, settings=SETTINGS)}
+CHUNKS = {**PAIR, "ours, chunks not recorded": UnrecordedChunks(cache="paged")}
+STATIC = {"plain": Generate(), "static, compiled": Generate(cache="static")}
+W1, W3, W6 = (WORKLOADS[name] for name in ("W1", "W3", "W6"))
+Round = tuple[str, tuple[Workload, ...], dict[str, System]]
+ROUNDS: dict[str, tuple[Round, ...]] = {
+    "steps": (
+        (QWEN, (ONE,), PAIR),
+        (LLAMA, (ONE,), PAIR),
+        (QWEN, (MANY,), PAIR),
+        (LLAMA, (MANY,), PAIR),
+    ),
+    "calls": (
+        (LLAMA, (W6, W1, W3), OURS),
+        (LLAMA, (W1, W3), BATCH),
+        (QWEN, (W6, W1, W3), OURS),
+        (QWEN, (W3,), CHUNKS),
+        (LLAMA, (W6,), STATIC),
+        (QWEN, (W6, W1), STATIC),
+        (QWEN, (W1, W3), BATCH),
+    ),
 }
-CHUNKS: dict[str, System] = {
-    **{"plain": Generate(), "ours": Generate(cache="paged")},
-    "ours, chunks not recorded": UnrecordedChunks(cache="paged"),
-}
-STATIC: dict[str, System] = {"plain": Generate(), "static, compiled": Generate(cache="static")}
-ROUNDS = (
-    (LLAMA, ("W6", "W1", "W3"), OURS),
-    (LLAMA, ("W1", "W3"), BATCH),
-    (QWEN, ("W6", "W1", "W3"), OURS),
-    (QWEN, ("W3",), CHUNKS),
-    (LLAMA, ("W6",), STATIC),
-    (QWEN, ("W6", "W1"), STATIC),
-    (QWEN, ("W1", "W3"), BATCH),
-)
 """Workloads of a model, and the systems that take turns, with plain in each: what is compared most
 comes first."""
-FAKE_ROUNDS = (
-    (TINY, ("W6", "W1", "W3"), OURS),
-    (TINY, ("W3",), CHUNKS),
-    (TINY, ("W1",), BATCH),
-    (TINY, ("W6",), STATIC),
-)
 
 
-def run(record: Record) -> None:
-    """A row for each system of each workload."""
-    limits = ceilings.measure(record.torch_device, record.is_fake)
-    record.note_machine(ceilings=str(limits))
+def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
+    """The workloads of each model, while there is time."""
+    limits = ceilings.measure(args.device, args.quick)
     models: dict[str, Any] = {}
-    for model, names, systems in FAKE_ROUNDS if record.is_fake else ROUNDS:
-        for name in names:
-            about = {"model": model, "workload": name}
-            if record.left < 4:
-                record.add(**about, systems=", ".join(systems), note="no time left")
-                continue
-            with record.guard(**about), quiet():
-                if model not in models:
-                    models[model] = build(SHAPES[model], record.torch_device, torch.bfloat16)
-                workload = scaled(WORKLOADS[name], record.is_fake)
-                case = generate.case_of(models[model], SHAPES[model], workload, systems, limits)
-                turns, until = 1 if record.is_fake else TURNS, time.perf_counter() + record.left - 2
-                case = case._replace(turns=turns, fewest=1, until=until)
-                rows = [
-                    row
-                    for one in generate.freed(models[model], systems, case)
-                    for row in runner.rows_of_case(one, turns)
-                ]
-                for row in rows:
-                    record.add(**about, **of_interest(row, rows))
+    until = time.perf_counter() + 60 * args.minutes
+    for name, workloads, systems in ROUNDS[args.part]:
+        if args.quick and name == LLAMA:
+            continue
+        name = TINY if args.quick else name
+        for workload in workloads:
+            if time.perf_counter() > until:
+                return
+            if name not in models:
+                models[name] = build(SHAPES[name], args.device, torch.bfloat16)
+            model, shape = models[name], SHAPES[name]
+            if args.quick:
+                workload = dataclasses.replace(workload.scaled(0.125, 0.06), target=None)
+            case = generate.case_of(model, shape, workload, systems, limits)
+            title = f"{name}, {workload.name}, {list(systems)[-1]}"
+            case = case._replace(name=title, turns=None, fewest=1, once=())
+            yield from generate.freed(model, systems, case)
+            if workload.name == ONE.name:
+                weights = list(model.parameters())  # hashed before cached prefixes are used
+                arms: dict[str, runner.Arm] = {}
+                arms |= runner.timed({"fingerprint": lambda weights=weights: hash_tensors(weights)})
+                if args.device == "cuda":
+                    arms |= {
+                        f"profile of {system}": profiled(systems[system], model, shape)
+                        for system in PAIR
+                    }
+                yield runner.Case(f"{name}, a step", arms)
 
 
-def scaled(workload: Workload, is_fake: bool) -> Workload:
-    """The workload, or one that a processor serves in a second."""
-    if not is_fake:
-        return workload
-    return dataclasses.replace(workload.scaled(0.125, 0.06), target=None)
+def profiled(system: System, model: Any, shape: Shape) -> runner.Arm:
+    """Of one step: calls that launch something, kernels that run, their milliseconds."""
+
+    def work(turn: int) -> runner.Turn:
+        totals = []
+        for steps in PROFILED_STEPS:
+            workload = dataclasses.replace(ONE, new_tokens=(steps, steps))
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profile:
+                system(model, shape, workload, workload.batch(turn, shape.vocab))
+            totals.append(counts(profile.events()))
+        few, many = PROFILED_STEPS
+        a_step = ((b - a) / (many - few) for a, b in zip(*totals))
+        return runner.Turn(0.0, figures=dict(zip(("launches", "kernels", "gpu, ms"), a_step)))
+
+    return runner.guarded(work)
 
 
-def of_interest(row: runner.Data, rows: list[runner.Data]) -> dict[str, Any]:
-    """The row of the record. Only ours must run."""
-    found = {"system": row["system"]}
-    if "problem" in row:
-        must_run = row["system"] in ("plain", *generate.OURS)
-        return found | {"problem" if must_run else "note": row["problem"]}
-    for one, base, ratio, _ in runner.comparisons(rows):
-        found |= {"plain_over": ratio.value} if (one, base) == (row, "plain") else {}
-    equal = {"equal_share": row["equal"]} if "equal" in row else {}
-    return found | {"s": statistics.median(row["seconds"])} | equal | row["figures"]
+def counts(events: Iterable[Any]) -> tuple[float, float, float]:
+    """Of the profiler's events: calls that launch something, kernels that run, their
+    milliseconds."""
+    launches = kernels = busy = 0.0
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels += 1
+            busy += event.time_range.elapsed_us() / 1000
+        elif any(name in event.name for name in LAUNCHES):
+            launches += 1
+    return launches, kernels, busy
+
+
+main = runner.Benchmark(
+    __doc__,
+    cases,
+    options=jobs.OPTIONS | {"--part": option(choices=list(ROUNDS), default="calls")},
+    fixed={"turns": TURNS},
+    quick={"turns": 1},
+    is_wrong=runner.fails("plain", *generate.OURS),
+).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
 import torch
 import transformers
 
-from benchmarks.gpu_day.features import FEATURES, Job
-from benchmarks.gpu_day.record import Record, first_lines, warnings_logged
-from benchmarks.workers import Lost, in_workers
+from benchmarks import runner
+from benchmarks.gpu_day import jobs
+from benchmarks.runner import Data
 from tests.support import architectures
 
 SECONDS = 120.0  # of one family
-CUDA_PROCESSES, FAKE_PROCESSES = 8, 2  # most of the time goes into compiling
+CUDA_PROCESSES, CPU_PROCESSES = 8, 2  # most of the time goes into compiling
+RIGHT = ("equal", "not served", "refused")
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -31,57 +33,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Classes of transformers, with changes to their tiny configs."""
 
 
-def run(record: Record) -> None:
-    """Rows for each mode of each family, and one for each feature."""
-    record.note_machine()
-    names = ["LlamaForCausalLM", *FEATURES, *FAMILIES]
-    jobs = [Job(name, record.torch_device) for name in dict.fromkeys(names)]
-    processes = FAKE_PROCESSES if record.is_fake else CUDA_PROCESSES
-    started = set()
-    for job, rows in in_workers(check, jobs, processes, SECONDS, record.until):
-        started.add(job)
-        for row in [{"what": job.name, "problem": rows.reason}] if isinstance(rows, Lost) else rows:
-            record.add(**row)
-    for job in jobs:
-        if job not in started:
-            record.add(what=job.name, note="no time left")
-
-
-def check(job: Job) -> list[dict[str, Any]]:
-    """The rows of one job. It never raises."""
+def check(job: tuple[str, str, bool]) -> list[Data]:
+    """A row for each mode of `tests.support.architectures` of a family on a device."""
+    name, device, is_quick = job
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     transformers.logging.set_verbosity_error()
-    start = time.monotonic()
-    with warnings_logged() as messages:
-        try:
-            rows = [FEATURES[job.name](job)] if job.name in FEATURES else check_family(job)
-        except Exception as error:
-            rows = [{"problem": first_lines(error)}]
-    rows = [{"what": job.name, **row} for row in rows]
-    rows[0] |= {
-        "warnings": " / ".join(dict.fromkeys(messages)),
-        "took": round(time.monotonic() - start, 1),
-    }
+    modes = ("greedy",) if is_quick else tuple(architectures.MODES)
+    result = architectures.check(name, device, modes, **FAMILIES[name])
+    if not result.modes:
+        return [runner.row_of(name, "none", f"{result.status}: {result.detail}")]
+    rows = []
+    for mode, found in result.modes.items():
+        problem = "" if found.status in RIGHT else f"{found.status}: {found.detail}"
+        row = runner.row_of(name, mode, problem, road=found.road, status=found.status)
+        if found.status in ("equal", "different"):
+            row["equal"] = float(found.status == "equal")
+        rows.append(row)
+    more = {"in place": result.in_place, "replayed": result.replayed, "reason": result.reason}
+    rows[0]["figures"] |= more
     return rows
 
 
-def check_family(job: Job) -> list[dict[str, Any]]:
-    """A row for each mode of `tests.support.architectures`, on this device."""
-    modes = ("greedy",) if job.is_fake else tuple(architectures.MODES)
-    result = architectures.check(job.name, job.device, modes, **FAMILIES[job.name])
-    rows = [
-        {
-            "mode": name,
-            "equal": mode.status == "equal",
-            "first": mode.detail,
-            "road": mode.road,
-            "problem": ""
-            if mode.status in ("equal", "not served", "refused")
-            else f"{mode.status}: {mode.detail}",
-        }
-        for name, mode in result.modes.items()
-    ]
-    if not rows:
-        return [{"equal": False, "problem": f"{result.status}: {result.detail}"}]
-    rows[0] |= {"in_place": result.in_place, "replayed": result.replayed, "reason": result.reason}
-    return rows
+def measure(args: argparse.Namespace, keep: Any) -> Data:
+    until = time.monotonic() + 60 * args.minutes
+    named = {name: (name, args.device, args.quick) for name in FAMILIES}
+    processes = CPU_PROCESSES if args.device == "cpu" else CUDA_PROCESSES
+    return {"rows": jobs.rows_of(check, named, processes, SECONDS, until, keep)}
+
+
+main = runner.Benchmark(
+    __doc__, measure=measure, options=jobs.OPTIONS, is_wrong=runner.fails()
+).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

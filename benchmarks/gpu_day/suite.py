@@ -1,24 +1,29 @@
-"""Stage (f): `pytest -m gpu`, a sample across files first, until the time is over."""
+"""Stages (a) and (f): `pytest -m gpu` of some folders or of all, a sample across files first, until
+the time is over."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu_day.record import NO_DEVICE, Record, Skipped
+from benchmarks import runner
+from benchmarks.gpu_day import jobs
+from benchmarks.runner import Data, option
 from benchmarks.workers import Lost, in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short", "--rootdir", str(ROOT)]
 SECONDS = 90.0  # of one test; of a group, by its size
 GROUP = 6  # tests of one function that a process runs together
-MAX_FAILURES, LINES = 40, 3  # failures that are kept, and their lines
+LINES = 3  # of a failure
 PROCESSES = 12
 LAST = "test_gpu_memcheck.py"  # its tests run under a checker, for minutes
 
@@ -89,55 +94,48 @@ def in_order(names: list[str]) -> list[tuple[str, ...]]:
     functions: dict[str, list[str]] = collections.defaultdict(list)
     for name in names:
         functions[name.partition("[")[0]].append(name)
-    files: dict[str, str] = {}
-    for function in functions:
-        files.setdefault(function.partition("::")[0], function)
-    first = set(files.values())
-    groups: list[tuple[str, ...]] = [
-        (functions[name][0],) for name in sorted(functions, key=lambda name: name not in first)
-    ]
-    rest = [
-        (at, tuple(ids[at : at + GROUP]))
-        for ids in functions.values()
-        for at in range(1, len(ids), GROUP)
-    ]
-    groups += [group for _, group in sorted(rest, key=lambda item: item[0])]
-    return sorted(groups, key=lambda group: LAST in group[0])
+    ranked: list[tuple[tuple[bool, int], tuple[str, ...]]] = []
+    files = set()
+    for function, ids in functions.items():
+        file = function.partition("::")[0]
+        is_last = file.endswith(LAST)
+        ranked.append(((is_last, int(file in files)), (ids[0],)))
+        for at in range(1, len(ids), GROUP):
+            ranked.append(((is_last, 1 + at), tuple(ids[at : at + GROUP])))
+        files.add(file)
+    return [group for _, group in sorted(ranked, key=lambda one: one[0])]
 
 
-def run(record: Record, paths: tuple[str, ...] = ("tests",)) -> None:
-    """A row with the counts, and one for each of the first failures."""
-    record.note_machine()
-    counts: dict[str, Any] = collections.Counter(passed=0, failed=0, skipped=0)
-    record.add(what="pytest -m gpu", counts=counts)
-    (_, found), *_ = [
-        *in_workers(collect, [paths], 1, record.left),
-        (paths, Lost("collecting took too long")),
-    ]
+def rows_of_group(names: tuple[str, ...]) -> list[Data]:
+    """A row with the counts of these tests, and one for each that failed."""
+    found = run_group(names)
+    counts = {"passed": len(found.passed), "skipped": len(set(found.skipped))}
+    group = runner.row_of(names[0], "tests", **counts, failed=len(found.failed))
+    return [group, *(runner.row_of(name, "a test", said) for name, said in found.failed.items())]
+
+
+def measure(args: argparse.Namespace, keep: Any) -> Data:
+    """A row for each group of tests, and one for each failure."""
+    until = time.monotonic() + 60 * args.minutes
+    paths = tuple(args.paths)
+    lost = paths, Lost("collecting took too long")
+    (_, found), *_ = [*in_workers(collect, [paths], 1, 60 + 60 * args.minutes), lost]
     if isinstance(found, Lost):
         raise RuntimeError(found.reason)
-    counts["collected"] = len(found.names)
-    fail(record, counts, found.failed)
-    if record.is_fake:
-        if not found.failed:
-            raise Skipped(NO_DEVICE)
-        return
+    rows = [runner.row_of(name, "a file", said) for name, said in found.failed.items()]
+    groups = {names[0]: names for names in in_order(found.names)[: args.most]}
     processes = max(1, min(PROCESSES, (os.cpu_count() or 1) - 2))
-    for names, result in in_workers(
-        run_group, in_order(found.names), processes, SECONDS, record.until
-    ):
-        if isinstance(result, Lost):
-            fail(record, counts, {" ".join(names): result.reason})
-            continue
-        counts["passed"] += len(result.passed)
-        counts["skipped"] += len(set(result.skipped))
-        fail(record, counts, result.failed)
+    return {"rows": jobs.rows_of(rows_of_group, groups, processes, SECONDS, until, keep, rows)}
 
 
-def fail(record: Record, counts: dict[str, Any], failed: dict[str, str]) -> None:
-    """Adds failures, and writes the counts."""
-    for name, lines in failed.items():
-        counts["failed"] += 1
-        if counts["failed"] <= MAX_FAILURES:
-            record.add(test=name, problem=lines)
-    record.write()
+main = runner.Benchmark(
+    __doc__,
+    measure=measure,
+    options=jobs.OPTIONS | {"--paths": option("of tests", nargs="+", default=["tests"])},
+    fixed={"most": None},
+    quick={"most": 4},
+    is_wrong=runner.fails(),
+).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

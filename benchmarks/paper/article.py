@@ -14,10 +14,10 @@ from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper import kernel
 from benchmarks.paper.kernel import BLOCKS
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
-from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Row, Size
+from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Published, Row, Size
 from benchmarks.paper.serving import StepCost, serve_paged, serve_static
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import details_of, measured, said, small_shape, times_of
+from benchmarks.paper.turns import measured, said, small_shape, timed_row, times_of
 from benchmarks.systems import Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -55,7 +55,7 @@ def block_cases(size: Size) -> Iterator[runner.Case]:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
         return serve(model, shape, pairs, config)[0]
 
-    yield runner.Case("engine", {str(one): functools.partial(work, block=one) for one in SWEEP})
+    yield runner.Case("engine", runner.each(work, SWEEP))
     yield runner.Case("kernel", kernel.arms(size))
 
 
@@ -81,18 +81,14 @@ def sweep(size: Size) -> list[Row]:
         )
         over = [100 * (ratio - 1) for ratio in over]
         rate = REQUESTS_A_SECOND[block]
-        share = rate / REQUESTS_A_SECOND[16]
         name = f"throughput at block size {block}, over that at 16, {small_shape(size, 8).name}"
-        figure = f"{share:.3f} ({rate} requests/s)"
-        details = {"block_size": block, "published": share, **details_of(speeds)}
-        rows.append(Row(name, figure, said(speeds, size), "times", TOLD, _WHY_SWEEP, details))
+        share = f"{rate / REQUESTS_A_SECOND[16]:.3f} ({rate} requests/s)"
+        rows.append(timed_row(name, speeds, size, Published(share, TOLD, _WHY_SWEEP)))
         name = f"overhead at block size {block}: attention over contiguous rows; empty slots"
         layer = said(over, size, ".1f") if over else "not measured: contexts are shorter"
-        ours = f"{layer}; {empty:.1f} empty"
         why = "S4 does not say of what; its figures are least at 16"
-        details = {"block_size": block, "published": OVERHEAD[block]}
-        details |= {"kernel_percent": over, "empty_percent": empty}
-        rows.append(Row(name, str(OVERHEAD[block]), ours, "%", TOLD, why, details))
+        ours, figure = f"{layer}; {empty:.1f} empty", str(OVERHEAD[block])
+        rows.append(Row(name, ours, "%", figure, TOLD, why, over))
     return rows
 
 
@@ -119,7 +115,7 @@ def preempted_cases(size: Size) -> Iterator[runner.Case]:
     model = build(shape, "cpu", torch.float32)
     slots = 384 if size.turns > 1 else 128
 
-    def work(turn: int, method: str, block: int) -> runner.Turn:
+    def work(turn: int, method: str, *, block: int) -> runner.Turn:
         config = {"block_size": block, "num_blocks": slots // block, "preemption": method}
         seconds, stats = serve(model, shape, pairs, config)
         counts = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swaps"
@@ -128,8 +124,7 @@ def preempted_cases(size: Size) -> Iterator[runner.Case]:
         return runner.Turn(seconds, figures={"preemptions": stats.num_preemptions})
 
     for block in SWAPPED_BLOCKS if size.turns > 1 else SWAPPED_BLOCKS[:1]:
-        arms = {method: functools.partial(work, method=method, block=block) for method in METHODS}
-        yield runner.Case(str(block), arms)
+        yield runner.Case(str(block), runner.each(functools.partial(work, block=block), METHODS))
 
 
 def preempted(size: Size) -> list[Row]:
@@ -140,23 +135,20 @@ def preempted(size: Size) -> list[Row]:
     memory on both sides of a swap; 2 layers of a small random model in float32 on a CPU; few
     requests with short contexts.
     """
-    said_there = {8: "swap slower", 16: "comparable", 64: "comparable"}
+    said_there = {"8": "swap slower", "16": "comparable", "64": "comparable"}
     rows = []
     for block, found in measured(preempted_cases, size).items():
         times = times_of(found)
         ratios = paired.ratios(times["swap"], times["recompute"])
-        seconds = {method: statistics.median(times[method]) for method in METHODS}
-        counts = {method: found[method]["figures"]["preemptions"] for method in METHODS}
         figures = ", ".join(
-            f"{method} {seconds[method]:.3g} s, {counts[method]:g} preemptions"
+            f"{method} {statistics.median(times[method]):.3g} s,"
+            f" {found[method]['figures']['preemptions']:g} preemptions"
             for method in METHODS
         )
         shape = small_shape(size, 2).name
         name = f"time with swap over time with recompute, block size {block}, {shape}"
-        ours, source = f"{said(ratios, size)}; {figures}", f"{PAPER}, section 7.3 ({READ})"
-        details = {"block_size": int(block), "seconds": seconds, "preemptions": counts}
-        details |= details_of(ratios)
-        rows.append(Row(name, said_there[int(block)], ours, "times", source, _WHY_SWAP, details))
+        published = Published(said_there[block], f"{PAPER}, section 7.3 ({READ})", _WHY_SWAP)
+        rows.append(timed_row(name, ratios, size, published, f"; {figures}"))
     return rows
 
 
@@ -195,14 +187,10 @@ def scaling(size: Size) -> list[Row]:
         cost = step_cost(shapes[name], gpus)
         ours, static = serve_paged(trace, cost, slots).rate, serve_static(trace, cost, slots).rate
         theirs, vllm = SCALED[name]
-        devices = f"{gpus} GPU{'s' * (gpus > 1)}"
-        details = {"model": name, "gpus": gpus, "kv_tokens": slots, "ours": ours, "static": static}
-        details["published"] = {"FasterTransformer": theirs, "vLLM": vllm}
-        details["tokens_per_second"] = line["tokens_s"]
-        title = f"computed: {name} on {devices}, ours over static batches"
+        title = f"computed: {name} on {gpus} GPU{'s' * (gpus > 1)}, ours over static batches"
         figure = f"{vllm / theirs:.1f} ({vllm} over {theirs} requests/s)"
         said_here = f"{ours / static:.1f} ({ours:.3g} over {static:.3g} requests/s)"
-        rows.append(Row(title, figure, said_here, "times", TOLD, _WHY_SCALING, details))
+        rows.append(Row(title, said_here, "times", figure, TOLD, _WHY_SCALING))
     return rows
 
 
@@ -238,19 +226,18 @@ def beam_speed(size: Size) -> list[Row]:
     """
     found, workload = measured(beam_cases, size)["W5"], beam_workload(size)
     times = times_of(found)
-    ratios = paired.ratios(times[PLAIN], times[OURS])
     held = {name: row["figures"]["K/V, MiB"] for name, row in found.items()}
-    saved = 100 * (1 - held[OURS] / held[PLAIN])
     part = "" if size.turns > 1 else ", an eighth of it"
     name = f"plain's time over ours, W5 ({workload.title}, {size.small}, float32{part})"
-    seconds = {name: statistics.median(times[name]) for name in (PLAIN, OURS)}
-    details = {"seconds": seconds, **details_of(ratios)}
-    ours = f"{said(ratios, size)}; {seconds[PLAIN]:.3g} over {seconds[OURS]:.3g} s"
+    plain, ours = (statistics.median(times[system]) for system in (PLAIN, OURS))
     why = "one prompt: no other request takes the room"
-    bytes_name, bytes_why = "bytes of keys and values saved, W5", "8 beams share a prompt of 512"
+    speed = Published("up to 2.2", TOLD_S2, why)
+    ratios, more = paired.ratios(times[PLAIN], times[OURS]), f"; {plain:.3g} over {ours:.3g} s"
+    saved = Published("up to 55", TOLD_S2, "8 beams share a prompt of 512")
+    share = 100 * (1 - held[OURS] / held[PLAIN])
     return [
-        Row(name, "up to 2.2", ours, "times", TOLD_S2, why, details),
-        Row(bytes_name, "up to 55", saved, "%", TOLD_S2, bytes_why, {}),
+        timed_row(name, ratios, size, speed, more),
+        Row("bytes of keys and values saved, W5", share, "%", *saved),
     ]
 
 

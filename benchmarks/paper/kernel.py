@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from benchmarks import attention, attention_data, paired, runner
-from benchmarks.attention_data import Case, Setting
+from benchmarks.attention_data import Setting, even
 from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
+from benchmarks.paper.rows import PAPER, READ, TOLD, Published, Row, Size, ranged
 from hf_paged.config import MIN_BLOCK_SIZE
 
 ROWS = 8
@@ -22,16 +19,12 @@ LAYERS = 8
 def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     """Decode attention of `ROWS` rows in several layouts, each compared with the reference:
     functions of the layer."""
-    case = Case(f"{ROWS} x {context}", "decode", (context,) * ROWS)
-    layouts = {"sdpa": (context, False), "one block a row": (context, False)}
-    for block in BLOCKS:
-        if block <= context:
-            layouts[f"blocks of {block} in order"] = block, False
-            layouts[f"blocks of {block}"] = block, True
+    case = even(ROWS, context)
+    layouts = {"sdpa": context, "one block a row": context}
+    layouts |= {f"blocks of {block}": block for block in BLOCKS if block <= context}
     found = {}
-    for name, (block, is_shuffled) in layouts.items():
-        setting = Setting(shape, case, block, "bf16", "cpu")
-        data = attention_data.make(setting, layers=LAYERS, is_shuffled=is_shuffled)
+    for name, block in layouts.items():
+        data = attention_data.make(Setting(shape, case, block, "bf16", "cpu"), layers=LAYERS)
         peer = Contiguous() if name == "sdpa" else Ours("")
         functions, problems = attention.admit([peer], data)
         if problems:
@@ -40,15 +33,14 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     return found
 
 
-def arms(size: Size) -> dict[str, Callable[[int], float]]:
+def arms(size: Size) -> dict[str, runner.Arm]:
     """Seconds per layer by contender."""
 
     @torch.no_grad()
     def work(turn: int, function: Attention) -> float:
         return runner.seconds_of(lambda: [function(layer) for layer in range(LAYERS)]) / LAYERS
 
-    functions = contenders(SHAPES[size.shape], size.context)
-    return {name: functools.partial(work, function=one) for name, one in functions.items()}
+    return runner.each(work, contenders(SHAPES[size.shape], size.context))
 
 
 def overhead(size: Size) -> list[Row]:
@@ -60,40 +52,33 @@ def overhead(size: Size) -> list[Row]:
     bytes with one block per row, and PyTorch's SDPA over contiguous tensors. Contenders take turns,
     each over several layers of a separate copy, so that processor caches hold little of the data;
     every other turn reverses the order. Each figure is the median of the ratios within turns, with
-    minimum and maximum. Blocks are in random order unless stated otherwise.
+    minimum and maximum. Blocks are in random order.
     """
-    seconds = runner.take_turns(arms(size), 3 * size.repeats, warm_ups=1)
+    found = runner.rows_of_case(runner.Case("overhead", arms(size)), 3 * size.repeats)
+    seconds = {row["system"]: row["seconds"] for row in found}
     rows = []
-    for name in seconds:
-        if not name.startswith("blocks"):
-            continue
-        block = int(name.split()[2])
-        for base in ("one block a row", "sdpa"):
-            is_main = block == 16 and not name.endswith("order")
-            if not is_main and (base == "sdpa" or (name.endswith("order") and block != 16)):
-                continue
-            published, source = _PUBLISHED[base] if is_main else ("", "")
-            what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
-            why = _WHY[base] if is_main else ""
-            over = [100 * (ratio - 1) for ratio in paired.ratios(seconds[name], seconds[base])]
-            details = {"turns": len(over), "interval": paired.interval(over), "over_percent": over}
-            ours = f"{ranged(over, '.3g')}, {len(over)} turns"
-            title = f"{name}, {size.context} tokens a row, over {what}"
-            rows.append(Row(title, published, ours, "%", source, why, details))
+    for base, published in PUBLISHED.items():
+        what = "contiguous SDPA" if base == "sdpa" else "our kernel over contiguous rows"
+        over = [
+            100 * (ratio - 1) for ratio in paired.ratios(seconds["blocks of 16"], seconds[base])
+        ]
+        ours = f"{ranged(over, '.3g')}, {len(over)} turns"
+        title = f"blocks of 16, {size.context} tokens a row, over {what}"
+        rows.append(Row(title, ours, "%", *published, over))
     return rows
 
 
-_PUBLISHED = {
-    "sdpa": ("20 to 26", f"{PAPER}, section 7.1 ({READ})"),
-    "one block a row": ("under 3", TOLD),
-}
-_WHY = {
-    "sdpa": (
+PUBLISHED = {
+    "sdpa": Published(
+        "20 to 26",
+        f"{PAPER}, section 7.1 ({READ})",
         "another kernel on other hardware: below 0, ours is the faster one; what blocks cost is the"
-        " row above"
+        " row above",
     ),
-    "one block a row": (
+    "one block a row": Published(
+        "under 3",
+        TOLD,
         "the kernel looks a block up once for all of its tokens, which lie side by side for each"
-        " head"
+        " head",
     ),
 }

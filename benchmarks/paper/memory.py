@@ -81,18 +81,18 @@ def waste(size: Size) -> list[Row]:
             why = f"{SPREAD}; {free}, are external"
             published, title = f"{PAGED_USED} used", "ours"
         else:
-            why, title = _WHY[name], f"Orca ({name})"
+            why, title = _WHY_MAX if name == "Max" else SPREAD, f"Orca ({name})"
             names = ("used", "reserved", "internal", "external")
             published = ", ".join(f"{share} {part}" for share, part in zip(FIGURE_2[name], names))
             empty += [100 - one["used"] for one in shares[SIGMA]]
         source = f"{PAPER}, figure 2 ({READ})"
         shown = f"used {used}; {more}"
         title = f"memory by use, {title}"
-        rows.append(Row(title, published, shown, "% of the memory", source, why, parts))
+        rows.append(Row(title, shown, "% of the memory", published, source, why, parts))
     source = f"{PAPER}, figure 2 ({READ}: 61.8 to 79.6)"
     name = "memory that holds no token, best and worst reservation"
     shown = f"{min(empty):.1f} to {max(empty):.1f}"
-    rows.append(Row(name, "60 to 80", shown, "% of the memory", source, SPREAD))
+    rows.append(Row(name, shown, "% of the memory", "60 to 80", source, SPREAD))
     wasted = {
         sigma: [100 * one["internal"] / (one["used"] + one["internal"]) for one in of]
         for sigma, of in _shares(found, "ours").items()
@@ -100,18 +100,14 @@ def waste(size: Size) -> list[Row]:
     source = f"{PAPER}, figure 2 ({READ}: 100 - {PAGED_USED})"
     why = "" if max(wasted[SIGMA]) < 4 else SPREAD
     name = f"slots allocated and empty, ours, blocks of {BLOCK_SIZE}"
-    rows.append(Row(name, "under 4", _by_spread(wasted), "% of the blocks in use", source, why))
+    rows.append(Row(name, _by_spread(wasted), "% of the blocks in use", "under 4", source, why))
     return rows
 
 
-_WHY = {
-    "Max": (
-        f"{SPREAD}: with a longer tail, running requests are longer ones, which fill more of their"
-        " 2048 slots"
-    ),
-    "Pow2": SPREAD,
-    "Oracle": SPREAD,
-}
+_WHY_MAX = (
+    f"{SPREAD}: with a longer tail, running requests are longer ones, which fill more of their 2048"
+    " slots"
+)
 
 
 def batch_size(size: Size) -> list[Row]:
@@ -128,14 +124,12 @@ def batch_size(size: Size) -> list[Row]:
     for name in (*POLICIES, "ours"):
         shown = name if name == "ours" else f"Orca ({name})"
         ours = _by_spread({sigma: [one.rows for one in found[name, sigma]] for sigma in SIGMAS})
-        preemptions = sum(outcome.preemptions for outcome in found[name, SIGMA])
-        details = {"slots": OPT_13B_SLOTS, "system": name, "preemptions": preemptions}
         fit = OPT_13B_SLOTS // LONGEST
         why = f"arithmetic: {fit} sequences of {LONGEST} fit; the last ones do not fill the batch"
         why = why if name == "Max" else SPREAD
         published, source = f"{FIGURE_13A[name]:.2f}", f"{PAPER}, figure 13a ({READ})"
         title = f"batch size in {OPT_13B_SLOTS} slots, {shown}"
-        rows.append(Row(title, published, ours, "requests", source, why, details))
+        rows.append(Row(title, ours, "requests", published, source, why))
     said = {
         "Max": ("FasterTransformer, which reserves the longest sequence", "4 (48 over 12)"),
         "Pow2": ("Orca (Pow2)", "3 (48 over 16)"),
@@ -149,5 +143,5 @@ def batch_size(size: Size) -> list[Row]:
             f"S4 says neither model nor lengths{'' if name == 'Max' else ', nor how Orca reserves'}"
         )
         title = f"batch size, ours over {title}"
-        rows.append(Row(title, published, _by_spread(times), "times", TOLD, why))
+        rows.append(Row(title, _by_spread(times), "times", published, TOLD, why))
     return rows

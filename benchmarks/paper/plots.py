@@ -16,12 +16,12 @@ PARTS = {
 }
 
 
-def draw_all(data: Mapping[str, Any], stem: Path) -> Path | None:
+def draw_all(data: Mapping[str, Any], stem: Path) -> Path:
     """Draws the table `waste` of a result to `<stem>-waste.png`."""
     subject = "simulated with the engine's scheduler and block manager"
     path = stem.with_name(f"{stem.name}-waste.png")
     (run,) = (one for one in data["runs"] if one["rows"][0]["case"] == "waste")
-    return report.plot(lambda: waste(run["rows"], report.caption(run["facts"], subject), path))
+    return waste(run["rows"], report.caption(run["facts"], subject), path)
 
 
 def waste(rows: list[dict[str, Any]], foot: str, path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 PAPER = "PagedAttention, arXiv 2309.06180"
 VATTENTION = "vAttention, arXiv 2405.04437"
@@ -23,6 +23,23 @@ TOLD_S2 = "S2, from the announcement of vLLM"
 Korean."""
 
 
+class Published(NamedTuple):
+    """
+    A figure that was published.
+
+    Args:
+        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`, `TOLD_S2`.
+        why (`str`): Reason why ours differs.
+    """
+
+    figure: str = ""
+    source: str = ""
+    why: str = ""
+
+
+NONE = Published()
+
+
 @dataclass(frozen=True)
 class Row:
     """
@@ -30,20 +47,18 @@ class Row:
 
     Args:
         name (`str`): The measured quantity.
-        published (`str`): The published figure; empty if the papers have none.
         ours (`float` or `str`): Our figure, in `unit`.
-        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`, `TOLD_S2`.
-        why (`str`): Reason why ours differs.
-        details (`dict`, *optional*): Numbers behind `ours`, for the JSON and the plots.
+        published, source, why (`str`): As in [`Published`]; empty if the papers have no figure.
+        details (*optional*): Numbers behind `ours`, for the JSON and the plots.
     """
 
     name: str
-    published: str
     ours: float | str
     unit: str
-    source: str
+    published: str = ""
+    source: str = ""
     why: str = ""
-    details: dict[str, Any] | None = None
+    details: Any = None
 
     def as_dict(self, table: str) -> dict[str, Any]:
         """The row for the JSON file."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
-from benchmarks.paper.rows import PAPER, READ, Row, Size
+from benchmarks.paper.rows import NONE, PAPER, READ, Published, Row, Size
 from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved, serve_static
 from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
 
 SYSTEMS = ("static", "Max", "Pow2", "Oracle", "ours")
 LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
-SHARE = 0.85
-"""Rate of the long trace, which all systems get, as a share of the rate that ours sustains."""
 BOUND = 10.0
 """Latency bound, in multiples of the normalized latency of requests that do not wait for each
 other."""
@@ -65,6 +62,11 @@ def alone() -> float:
     return serve("ours", make_trace(SHAREGPT, 50, rate=1e-9)).normalized_latency
 
 
+PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
+"""Over three models. For FasterTransformer's static batches the paper only says "up to 22", which
+fits any smaller ratio."""
+
+
 def schedulers(size: Size) -> list[Row]:
     """PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22)
     introduced the iteration-level scheduling that all systems but the static batches use.
@@ -76,45 +78,23 @@ def schedulers(size: Size) -> list[Row]:
     requests at a time and 2048 tokens per step, for all. Ours is the engine's scheduler and block
     manager. Figure 13a's batch sizes are in the table `batch_size`.
     """
-    few = min(size.short // 4, 2_000)
-    found, bound = curves(few), BOUND * alone()
+    found, bound, rows = curves(min(size.short // 4, 2_000)), BOUND * alone(), []
     rates = {system: sustained(found[system], bound) for system in SYSTEMS}
-    rate = SHARE * rates["ours"]
-    trace = make_trace(SHAREGPT, size.short, rate)
-    at_one_rate = [_at_one_rate(serve(system, trace), system, rate, bound) for system in SYSTEMS]
-    return [*_rates(rates), *at_one_rate]
-
-
-PUBLISHED_RATIOS = {"Max": (2.7, 8.0), "Oracle": (1.7, 2.7)}
-"""Over three models. For FasterTransformer's static batches the paper only says "up to 22", which
-fits any smaller ratio."""
-
-
-def _rates(rates: dict[str, float]) -> Iterator[Row]:
-    for system in SYSTEMS:
+    for system, rate in rates.items():
         name = f"requests a second within the latency bound, {shown(system)}; {A100.name}"
-        yield Row(name, "", rates[system], "requests/s", "")
+        rows.append(Row(name, rate, "requests/s"))
     for system in SYSTEMS[:-1]:
         ratio = rates["ours"] / rates[system] if rates[system] else math.inf
-        published = source = why = ""
+        published = NONE
         if system in PUBLISHED_RATIOS:
             low, high = PUBLISHED_RATIOS[system]
-            published = f"{low:g} to {high:g}"
             source = f"{PAPER}, section 6.2, over three models ({READ})"
-            if not low <= ratio <= high:
-                why = _WHY
+            why = "" if low <= ratio <= high else _WHY
+            published = Published(f"{low:g} to {high:g}", source, why)
         ours = ratio if ratio < math.inf else "the other is never within it"
         name = f"ours over {shown(system)}, requests a second; {A100.name}"
-        yield Row(name, published, ours, "times", source, why)
-
-
-def _at_one_rate(outcome: Outcome, system: str, rate: float, bound: float) -> Row:
-    why = ""
-    if outcome.normalized_latency > bound:
-        why = f"serves {outcome.rate:.3g} a second, so that its queue grows to the end of the trace"
-    asked = f"{outcome.requests} requests at {rate:.3g}/s"
-    name = f"seconds per output token, {asked}, {shown(system)}; {A100.name}"
-    return Row(name, "", outcome.normalized_latency, "s", "", why)
+        rows.append(Row(name, ours, "times", *published))
+    return rows
 
 
 _WHY = (

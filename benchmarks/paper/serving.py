@@ -41,13 +41,10 @@ class StepCost:
     floor: float = 0.0
     per_link: float = 0.0
 
-    def work(self, new: int) -> float:
-        """Seconds of a step without reading K/V."""
-        return max(self.floor, self.fixed + self.per_token * new) + self.per_link * new
-
     def seconds(self, new: int, context: int) -> float:
         """Seconds of a step that computes `new` tokens and reads `context`."""
-        return self.work(new) + self.per_context * context
+        work = max(self.floor, self.fixed + self.per_token * new)
+        return work + self.per_link * new + self.per_context * context
 
 
 @dataclass
@@ -64,37 +61,22 @@ class Usage:
     reserved: float = 0.0
     internal: float = 0.0
     external: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, seconds: float, used: float, final: int, taken: int, num_slots: int) -> None:
-        """
-        Counts some seconds.
-
-        Args:
-            used (`float`): Slot-seconds that held tokens.
-            final, taken (`int`): Tokens of the running requests at their ends, and their slots.
-        """
-        self.used += used
-        self.reserved += seconds * final - used
-        self.internal += seconds * (taken - final)
-        self.external += seconds * (num_slots - taken)
-        self.seconds += seconds
 
     def percent(self) -> dict[str, float]:
         """Shares of the memory; they sum to 100."""
-        parts = {name: getattr(self, name) for name in ("used", "reserved", "internal", "external")}
-        total = sum(parts.values()) or 1.0
-        return {name: 100 * part / total for name, part in parts.items()}
+        total = sum(vars(self).values()) or 1.0
+        return {name: 100 * part / total for name, part in vars(self).items()}
 
 
 @dataclass
 class Outcome:
-    """Result of serving a trace; `normalized_latency` is the mean over requests of seconds per
-    output token. Of ours also `tokens`, those scheduled, and `scheduling`, the CPU seconds that
-    this took."""
+    """Result of serving a trace in `num_slots` slots; `normalized_latency` is the mean over
+    requests of seconds per output token. Of ours also `tokens`, those scheduled, and `scheduling`,
+    the CPU seconds that this took."""
 
+    num_slots: int
     requests: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # the clock
     latency: float = 0.0
     row_seconds: float = 0.0
     busy_seconds: float = 0.0
@@ -118,16 +100,31 @@ class Outcome:
     def normalized_latency(self) -> float:
         return self.latency / self.requests
 
-    def finish(self, seconds_since_arrival: float, output: int) -> None:
+    def step(
+        self, seconds: float, rows: int, held: int, final: int, taken: int, waits: bool
+    ) -> None:
+        """
+        Counts a step of some seconds.
+
+        Args:
+            held, final (`int`): Tokens of the running requests now, and at their ends.
+            taken (`int`): Their slots.
+            waits (`bool`): Whether requests wait for room: only then memory is counted.
+        """
+        self.seconds += seconds
+        self.busy_seconds += seconds
+        self.row_seconds += seconds * rows
+        self.steps += 1
+        if waits:
+            self.usage.used += seconds * held
+            self.usage.reserved += seconds * (final - held)
+            self.usage.internal += seconds * (taken - final)
+            self.usage.external += seconds * (self.num_slots - taken)
+
+    def finish(self, trace: Trace, index: int) -> None:
         """Records that a request has ended."""
         self.requests += 1
-        self.latency += seconds_since_arrival / output
-
-
-def sum_of_products(steps: int, a: float, da: float, b: float, db: float) -> float:
-    """Sum of `(a + j * da) * (b + j * db)` for `j` from 1 to `steps`."""
-    ones, squares = steps * (steps + 1) / 2, steps * (steps + 1) * (2 * steps + 1) / 6
-    return steps * a * b + (a * db + b * da) * ones + da * db * squares
+        self.latency += (self.seconds - trace.arrivals[index]) / trace.outputs[index]
 
 
 def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
@@ -135,44 +132,26 @@ def serve_static(trace: Trace, cost: StepCost, num_slots: int) -> Outcome:
     widest prompt and the longest output; the batch size is what fits if every row has the longest
     sequence. First come, first served; answers return when the batch ends.
     """
-    outcome = Outcome()
-    usage = outcome.usage
+    outcome, first = Outcome(num_slots), 0
     most = min(MAX_SEQS, num_slots // LONGEST)
-    first, now = 0, 0.0
     while first < len(trace):
-        now = max(now, trace.arrivals[first])
+        now = outcome.seconds = max(outcome.seconds, trace.arrivals[first])
         end = first + 1
         while end < len(trace) and end - first < most and trace.arrivals[end] <= now:
             end += 1
-        rows, is_full = end - first, end < len(trace) and trace.arrivals[end] <= now
-        prompts, outputs = trace.prompts[first:end], trace.outputs[first:end]
-        width, longest = max(prompts), max(outputs)
-        started, done = now, 0
-        alive = sorted(zip(outputs, prompts))
-        while alive:  # one iteration per end of a row
-            until = alive[0][0]
-            step_da = cost.per_context * rows
-            step_a = cost.work(rows) + step_da * (width + done - 1)
-            held = sum(prompt for _, prompt in alive) + len(alive) * (done - 1)
-            steps = until - done
-            used = sum_of_products(steps, step_a, step_da, held, len(alive))
-            seconds = sum_of_products(steps, step_a, step_da, 1, 0)
-            if not done:  # the first step computes the prompts
-                extra = cost.work(rows * width) - cost.work(rows)
-                used, seconds = used + extra * (held + len(alive)), seconds + extra
-            if is_full:
-                final = sum(prompt + output for output, prompt in alive)
-                usage.add(seconds, used, final, rows * LONGEST, num_slots)
-            now += seconds
-            outcome.row_seconds += seconds * len(alive)
-            done = until
-            alive = [row for row in alive if row[0] > until]
-        outcome.busy_seconds += now - started
-        outcome.steps += longest
+        rows, waits = end - first, end < len(trace) and trace.arrivals[end] <= now
+        pairs = list(zip(trace.prompts[first:end], trace.outputs[first:end]))
+        width = max(prompt for prompt, _ in pairs)
+        for done in range(max(output for _, output in pairs)):
+            alive = [pair for pair in pairs if pair[1] > done]
+            held = sum(prompt for prompt, _ in alive) + len(alive) * done
+            # the first step computes the prompts
+            seconds = cost.seconds(rows if done else rows * width, rows * (width + done))
+            final = sum(map(sum, alive))
+            outcome.step(seconds, len(alive), held, final, rows * LONGEST, waits)
         for index in range(first, end):
-            outcome.finish(now - trace.arrivals[index], trace.outputs[index])
+            outcome.finish(trace, index)
         first = end
-    outcome.seconds = now
     return outcome
 
 
@@ -183,66 +162,35 @@ def serve_reserved(
     first served; prompts run beside decodes. `policy` sets the memory reserved on admission, from a
     buddy allocator.
     """
-    outcome = Outcome()
-    usage = outcome.usage
-    buddy = Buddy(num_slots)
+    outcome, buddy = Outcome(num_slots), Buddy(num_slots)
     running: list[tuple[int, int, int]] = []  # end step, request, start of its chunk
-    step = held = reserved = final = 0  # tokens held now, reserved, and held at the end
-    head, now, count = 0, 0.0, len(trace)
-    while head < count or running:
+    held = reserved = final = head = 0  # tokens held now, reserved, and held at the end
+    while head < len(trace) or running:
         if not running:
-            now = max(now, trace.arrivals[head])
-        prompt_tokens = admitted = 0
+            outcome.seconds = max(outcome.seconds, trace.arrivals[head])
+        decodes = new = len(running)
         waits = False
-        while head < count and trace.arrivals[head] <= now:
+        while head < len(trace) and trace.arrivals[head] <= outcome.seconds and not waits:
             prompt, output = trace.prompts[head], trace.outputs[head]
-            size = policy(prompt, output)
-            has_budget = not admitted or prompt_tokens + prompt + len(running) <= MAX_TOKENS
+            size, admitted = policy(prompt, output), len(running) - decodes
+            has_budget = not admitted or new + admitted + prompt <= MAX_TOKENS
             start = buddy.allocate(size) if has_budget and len(running) < MAX_SEQS else None
-            if start is None:
-                waits = True
-                break
-            heapq.heappush(running, (step + output, head, start))
-            prompt_tokens, admitted = prompt_tokens + prompt, admitted + 1
-            reserved, final = reserved + size, final + prompt + output
-            head += 1
-        rows = len(running)
-        decodes = rows - admitted
-        if admitted:
-            steps, growth = 1, prompt_tokens + decodes
-        else:
-            steps, growth = running[0][0] - step, rows
-            if head < count and not waits:
-                steps = min(steps, _steps_until(trace.arrivals[head] - now, cost, rows, held))
-        a, da = cost.work(growth) + cost.per_context * held, cost.per_context * growth
-        seconds = sum_of_products(steps, a, da, 1, 0)
-        if waits:
-            used = sum_of_products(steps, a, da, held, growth)
-            usage.add(seconds, used, final, reserved, num_slots)
-        now, step, held = now + seconds, step + steps, held + steps * growth
-        outcome.steps += steps
-        outcome.row_seconds += seconds * rows
-        outcome.busy_seconds += seconds
-        while running and running[0][0] == step:
+            waits = start is None
+            if start is not None:
+                heapq.heappush(running, (outcome.steps + output, head, start))
+                new, reserved, final = new + prompt, reserved + size, final + prompt + output
+                head += 1
+        held += new
+        outcome.step(cost.seconds(new, held), len(running), held, final, reserved, waits)
+        while running and running[0][0] == outcome.steps:
             _, index, start = heapq.heappop(running)
             prompt, output = trace.prompts[index], trace.outputs[index]
-            size = policy(prompt, output)
-            buddy.release(start, size)
-            reserved, final = reserved - size, final - prompt - output
+            buddy.release(start, policy(prompt, output))
+            reserved, final = reserved - policy(prompt, output), final - prompt - output
             held -= prompt + output - 1  # the last token's K/V are never computed
-            outcome.finish(now - trace.arrivals[index], output)
+            outcome.finish(trace, index)
     assert buddy.num_free == num_slots and not (held or reserved or final)
-    outcome.seconds = now
     return outcome
-
-
-def _steps_until(seconds: float, cost: StepCost, rows: int, held: int) -> int:
-    """Decode steps of `rows` rows that begin within `seconds`; at least 1."""
-    a, slope = cost.work(rows) + cost.per_context * held, cost.per_context * rows / 2
-    if slope == 0:
-        return max(1, math.ceil(seconds / a))
-    b = a + slope  # k * a + slope * k * (k + 1) = seconds
-    return max(1, math.ceil((math.sqrt(b * b + 4 * slope * seconds) - b) / (2 * slope)))
 
 
 def serve_paged(
@@ -254,38 +202,30 @@ def serve_paged(
 ) -> Outcome:
     """Our scheduler and block manager, as the engine runs them; only the forward is left out. Ends
     early once `most_tokens` tokens are scheduled."""
-    outcome = Outcome()
-    usage = outcome.usage
-    pool = BlockPool(num_slots // block_size)
+    outcome, pool = Outcome(num_slots), BlockPool(num_slots // block_size)
     blocks = manager_of([PoolGroup(pool)], block_size, prefix_caching=False)
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )
-    head, now, count, held = 0, 0.0, len(trace), 0
-    while outcome.tokens < most_tokens and (head < count or scheduler.has_unfinished):
+    head = held = 0
+    while outcome.tokens < most_tokens and (head < len(trace) or scheduler.has_unfinished):
         if not scheduler.has_unfinished:
-            now = max(now, trace.arrivals[head])
-        while head < count and trace.arrivals[head] <= now:
+            outcome.seconds = max(outcome.seconds, trace.arrivals[head])
+        while head < len(trace) and trace.arrivals[head] <= outcome.seconds:
             prompt, output = trace.prompts[head], trace.outputs[head]
             scheduler.add(Request(head, [Sequence([0] * prompt)], prompt + output))
             head += 1
         start = time.process_time()
         batch = scheduler.schedule()
         scheduler.commit(batch)
-        new = batch.num_tokens
-        outcome.tokens += new
+        outcome.tokens += batch.num_tokens
         if batch.preempted:  # recompute: their tokens are computed again
             held = sum(table.num_tokens for table in blocks.tables(0))
             outcome.preemptions += len(batch.preempted)
         else:
-            held += new
-        seconds = cost.seconds(new, held)
-        now += seconds
-        outcome.steps += 1
-        outcome.row_seconds += seconds * len(batch)
-        outcome.busy_seconds += seconds
-        if scheduler.num_waiting:
-            usage.add(seconds, seconds * held, held, pool.num_used * block_size, num_slots)
+            held += batch.num_tokens
+        seconds, taken = cost.seconds(batch.num_tokens, held), pool.num_used * block_size
+        outcome.step(seconds, len(batch), held, held, taken, bool(scheduler.num_waiting))
         for sequence in batch.sequences:
             token_ids = sequence.token_ids
             if sequence.num_computed_tokens == len(token_ids):
@@ -293,9 +233,7 @@ def serve_paged(
                 request = sequence.request
                 if len(token_ids) >= request.max_num_tokens:
                     held -= sequence.num_computed_tokens
-                    index = request.request_id
                     scheduler.finish(request)
-                    outcome.finish(now - trace.arrivals[index], trace.outputs[index])
+                    outcome.finish(trace, request.request_id)
         outcome.scheduling += time.process_time() - start
-    outcome.seconds = now
     return outcome

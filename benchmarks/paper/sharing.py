@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.paper.measured import OPT_13B_KV_BYTES
-from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
+from benchmarks.paper.rows import NONE, PAPER, READ, TOLD, Published, Row, Size, ranged
 from benchmarks.paper.serving import BLOCK_SIZE
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
 from hf_paged.cache.block_manager import BlockManager
@@ -70,18 +70,20 @@ def sampling(size: Size) -> list[Row]:
     requests = max(4, size.short // 125)
     for lengths in (ALPACA, SHAREGPT):
         for count in (2, 4, 6, 8, 16):
-            published = SAMPLES[lengths.name].get(count, "")
             seeds = range(size.seeds)
             saved = ranged([sampling_saving(lengths, count, requests, seed) for seed in seeds])
-            why = (
-                "the prompt's share of the tokens depends on the spread of the lengths and on how"
-                " the two go together, which the paper does not give"
-            )
-            source = f"{PAPER}, figure 15a, section 6.3 ({READ})" if published else ""
+            found = SAMPLES[lengths.name].get(count)
+            source = f"{PAPER}, figure 15a, section 6.3 ({READ})"
+            published = Published(found, source, _WHY) if found else NONE
             name = f"saved by sharing, {count} samples, {lengths.name}"
-            why = why if published else ""
-            rows.append(Row(name, published, saved, "% of the blocks", source, why))
+            rows.append(Row(name, saved, "% of the blocks", *published))
     return rows
+
+
+_WHY = (
+    "the prompt's share of the tokens depends on the spread of the lengths and on how the two go"
+    " together, which the paper does not give"
+)
 
 
 def example(size: Size) -> list[Row]:
@@ -104,14 +106,13 @@ def example(size: Size) -> list[Row]:
         f"{apart / together:.3g} times less by S4's own formula, P + N O tokens against N (P + O)"
     )
     why_together = f"{together} tokens: {ratio}; S4's two figures are {26.4 / 4.8:.3g} times apart"
-    first = "16 samples of 2048 + 128, each with its own copy"
-    computed = "the same, prompt shared, by arithmetic"
-    taken = "the same, prompt shared, blocks that ours takes"
-    saved = 100 * (1 - peak * BLOCK_SIZE / apart)
-    blocks = {"blocks": peak}
+    prompt_shared = "the same, prompt shared, "
+    together_there = Published("4.8", TOLD, why_together)
+    saved, taken = 100 * (1 - peak * BLOCK_SIZE / apart), peak * BLOCK_SIZE * gib
+    own = "16 samples of 2048 + 128, each with its own copy"
     return [
-        Row(first, "26.4", apart * gib, "GiB", TOLD, why_apart),
-        Row(computed, "4.8", together * gib, "GiB", TOLD, why_together),
-        Row(taken, "4.8", peak * BLOCK_SIZE * gib, "GiB", TOLD, why_together, blocks),
-        Row("saved", "82", saved, "%", TOLD, why_together),
+        Row(own, apart * gib, "GiB", "26.4", TOLD, why_apart),
+        Row(f"{prompt_shared}by arithmetic", together * gib, "GiB", *together_there),
+        Row(f"{prompt_shared}blocks that ours takes", taken, "GiB", *together_there),
+        Row("saved", saved, "%", "82", TOLD, why_together),
     ]

@@ -7,11 +7,10 @@ import os
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
-from benchmarks.paper.rows import Size
+from benchmarks.paper.rows import NONE, Published, Row, Size
 from hf_paged.kernels import VARIABLE
 
 Times = dict[str, list[float]]
@@ -64,6 +63,14 @@ def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:
     return f"{value:{digits}} ({low:{digits}}..{high:{digits}}), {turns}"
 
 
-def details_of(values: Sequence[float]) -> dict[str, Any]:
-    """For the JSON: the ratios of all turns, and the interval of their median."""
-    return {"turns": len(values), "interval": paired.interval(values), "ratios": list(values)}
+def timed_row(
+    name: str,
+    values: Sequence[float],
+    size: Size,
+    published: Published = NONE,
+    more: str = "",
+    unit: str = "times",
+    digits: str = ".3f",
+) -> Row:
+    """A row of values turn by turn, which the JSON file keeps; `more` is said behind them."""
+    return Row(name, said(values, size, digits) + more, unit, *published, list(values))

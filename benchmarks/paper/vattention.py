@@ -20,18 +20,9 @@ from transformers.cache_utils import DynamicLayer
 import hf_paged
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper.rows import READ, TOLD_S1, VATTENTION, Row, Size, ranged
+from benchmarks.paper.rows import NONE, READ, TOLD_S1, VATTENTION, Published, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import (
-    Times,
-    backend,
-    details_of,
-    measured,
-    said,
-    small_shape,
-    times_of,
-)
-from benchmarks.systems import checked
+from benchmarks.paper.turns import backend, measured, small_shape, timed_row, times_of
 from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
@@ -42,6 +33,8 @@ BATCHES = (1, 2, 4, 8)
 BLOCKS, LARGE = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel"
 GATHERED, VIRTUAL = "blocks of 16, gathered for SDPA", "virtual, SDPA in place"
 RESERVED, DYNAMIC = "contiguous, reserved", "contiguous, copied (DynamicCache)"
+MAPS_NOTHING, ON_DEMAND = "blocks, nothing to map", "virtual, mapped on demand"
+AHEAD = "virtual, a block ahead"
 PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
 """A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
 
@@ -82,47 +75,65 @@ def reserved(shape: Shape, longest: int) -> Cache:
     return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
 
 
-def contiguous_first_token(model: Any, shape: Shape, ids: Tensor) -> int:
-    """First token after a prompt `[1, n]`, computed in chunks as transformers' loop does."""
-    cache = reserved(shape, ids.shape[1])
-    for part in ids.split(CHUNK, dim=1):
-        hidden = model.model(part, **{compat.OUTPUT_CACHE: cache}, use_cache=True).last_hidden_state
-    return int(model.lm_head(hidden[0, -1]).argmax())
+LAYOUTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
+    BLOCKS: ({"block_size": 16}, None),
+    LARGE: ({"block_size": 128}, None),
+    GATHERED: ({"block_size": 16}, "gather"),
+    VIRTUAL: ({"storage": "virtual"}, "gather"),
+    RESERVED: (None, None),
+    DYNAMIC: (None, None),
+    MAPS_NOTHING: ({"storage": "blocks"}, None),
+    ON_DEMAND: ({"storage": VirtualStorage()}, "gather"),
+    AHEAD: ({"storage": VirtualStorage(blocks_ahead=1)}, "gather"),
+}
+"""By contender: the config of its `PagedCache`, if it has one, and a backend that is forced."""
+
+
+class Forwards:
+    """Forwards of a small random model in float32 over the caches of contenders."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.plain, self.paged = (build(shape, "cpu", torch.float32) for _ in range(2))
+        self.paged.set_attn_implementation("hf_paged")
+
+    def cache(self, name: str, longest: int) -> Any:
+        """An empty cache, for at most `longest` tokens."""
+        config, _ = LAYOUTS[name]
+        if config is not None:
+            return PagedCache(self.paged.config, config)
+        return (
+            reserved(self.shape, longest)
+            if name == RESERVED
+            else DynamicCache(config=self.plain.config)
+        )
+
+    @torch.no_grad()
+    def run(self, name: str, cache: Any, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
+        """Seconds of a forward of each part after the one before, and the last logits."""
+        config, forced = LAYOUTS[name]
+        model = self.plain if config is None else self.paged
+        options = {compat.OUTPUT_CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+        with backend(forced):
+            seconds, found = runner.clocked(lambda: [model(part, **options) for part in parts])
+        return seconds, found[-1].logits
 
 
 def prefill_cases(size: Size) -> Iterator[runner.Case]:
     """Times to the first token of one prompt, by context length."""
-    shape = small_shape(size, 2)
-    model = build(shape, "cpu", torch.float32)
-    common = {"prefix_caching": False, "capture": False, "max_num_batched_tokens": CHUNK}
-    systems = {
-        BLOCKS: ("blocks", None),
-        GATHERED: ("blocks", "gather"),
-        VIRTUAL: ("virtual", "gather"),
-    }
-    engines = {
-        name: hf_paged.PagedEngine(model, {"storage": kind, **common})
-        for name, (kind, _) in systems.items()
-    }
-    options = {"max_new_tokens": 1, "do_sample": False}
-
-    @torch.no_grad()
-    def first_token(turn: int, name: str, prompt: list[int]) -> list[int]:
-        if name == RESERVED:
-            return [contiguous_first_token(model, shape, torch.tensor([prompt]))]
-        with backend(systems[name][1]):
-            (result,) = checked(engines[name].generate([prompt], options))
-        return result.token_ids
-
+    forwards = Forwards(small_shape(size, 2))
     for context in contexts(size):
-        (prompt,) = texts(random.Random(context), [context], shape.vocab)
-        works = {
-            name: functools.partial(first_token, name=name, prompt=prompt)
-            for name in (RESERVED, *systems)
-        }
-        yield runner.Case(str(context), runner.compared(works))
-    for engine in engines.values():
-        engine.free()
+        (prompt,) = texts(random.Random(context), [context], forwards.shape.vocab)
+        parts = torch.tensor([prompt]).split(CHUNK, dim=1)
+
+        def work(turn: int, name: str, parts: Any = parts, longest: int = context) -> runner.Turn:
+            cache = forwards.cache(name, longest)
+            seconds, logits = forwards.run(name, cache, parts)
+            cache.reset()
+            return runner.Turn(seconds, [logits.argmax(-1).flatten().tolist()])
+
+        names = RESERVED, BLOCKS, GATHERED, VIRTUAL
+        yield runner.Case(str(context), runner.each(work, names))
 
 
 def prefill(size: Size) -> list[Row]:
@@ -133,38 +144,31 @@ def prefill(size: Size) -> list[Row]:
     support (PyTorch's SDPA), over rows contiguous in virtual addresses and over contiguous tensors.
     Different: a CPU; two layers of a small random model in float32, so that turns of long prompts
     take seconds; contexts of thousands of tokens, not up to 192 thousand. The CPU's alternative for
-    a kernel without paging support is a copy: gathered. Times are until the first token, from the
-    engine; for contiguous tensors, a loop computes the chunks with the model, which repeats the K/V
-    of grouped heads, as transformers does with a mask.
+    a kernel without paging support is a copy: gathered. Times are of the forwards until the first
+    token; over contiguous tensors transformers repeats the K/V of grouped heads under a mask.
     """
-    shortest, *_, longest = contexts(size)
+    shortest, *_, longest = map(str, contexts(size))
     unchanged = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
+    at_most = "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)"
+    source = f"{VATTENTION}, abstract ({READ}); 16K: S1"
     published = {
-        (BLOCKS, shortest): ("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
-        (BLOCKS, longest): (
-            "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)",
-            f"{VATTENTION}, abstract ({READ}); 16K: S1",
-            _WHY_PREFILL,
-        ),
-        (RESERVED, longest): ("1", unchanged, _WHY_RESERVED),
+        (BLOCKS, shortest): Published("about 1 at some thousand tokens", TOLD_S1, _WHY_PREFILL),
+        (BLOCKS, longest): Published(at_most, source, _WHY_PREFILL),
+        (RESERVED, longest): Published("1", unchanged, _WHY_RESERVED),
     }
     rows = []
     for context, found in measured(prefill_cases, size).items():
-        times = times_of(found)
-        title = f"prompt of {context} tokens: throughput"
-        case, tokens = {"context": int(context)}, int(context)
-        bases = BLOCKS, GATHERED, RESERVED
-        rows += compared(title, times, bases, case, tokens, published, size, ".0f")
+        title, bases = f"prompt of {context} tokens: throughput", (BLOCKS, GATHERED, RESERVED)
+        rows += compared(title, found, bases, context, published, size, ".0f")
     return rows
 
 
 def compared(
     title: str,
-    times: Times,
+    found: Mapping[str, runner.Data],
     bases: Sequence[str],
-    case: dict[str, int],
-    tokens: int,
-    published: Mapping[tuple[str, int], tuple[str, str, str]],
+    case: str,
+    published: Mapping[tuple[str, str], Published],
     size: Size,
     digits: str,
 ) -> list[Row]:
@@ -172,19 +176,16 @@ def compared(
     Throughput of `VIRTUAL` in one case, over that of each base.
 
     Args:
-        case (`dict[str, int]`): Name and value of what differs between the cases.
-        tokens (`int`): Of a measurement.
-        published (`Mapping`): Figure, source and reason, by base and value of the case.
+        case (`str`): Number of tokens of a measurement.
+        published (`Mapping`): By base and case.
     """
-    speed = {name: tokens / statistics.median(seconds) for name, seconds in times.items()}
-    rows, (value,) = [], case.values()
+    times, rows = times_of(found), []
+    speed = {name: int(case) / statistics.median(seconds) for name, seconds in times.items()}
     for base in bases:
-        ratios = paired.ratios(times[base], times[VIRTUAL])
-        figure, source, why = published.get((base, value), ("", "", ""))
-        rates = f"{speed[VIRTUAL]:{digits}} over {speed[base]:{digits}} tokens/s"
-        details = {**case, "base": base, "tokens_per_second": speed, **details_of(ratios)}
-        name, ours = f"{title} of {VIRTUAL}, over {base}", f"{said(ratios, size)}; {rates}"
-        rows.append(Row(name, figure, ours, "times", source, why, details))
+        rates = f"; {speed[VIRTUAL]:{digits}} over {speed[base]:{digits}} tokens/s"
+        ratios, name = paired.ratios(times[base], times[VIRTUAL]), f"{title} of {VIRTUAL}"
+        told = published.get((base, case), NONE)
+        rows.append(timed_row(f"{name}, over {base}", ratios, size, told, rates))
     return rows
 
 
@@ -192,10 +193,7 @@ _WHY_PREFILL = (
     "the paged kernel there is FlashAttention's of 2024 on a GPU; here it is a CPU kernel that was"
     " made for blocks, and the unmodified one is PyTorch's"
 )
-_WHY_RESERVED = (
-    "the engine's time has its scheduling in it; transformers repeats keys of grouped heads under a"
-    " mask"
-)
+_WHY_RESERVED = "transformers repeats keys of grouped heads under a mask"
 
 
 def filled(cache: Any, states: list[tuple[Tensor, Tensor]]) -> Any:
@@ -216,41 +214,27 @@ def random_states(shape: Shape, rows: int, length: int) -> list[tuple[Tensor, Te
 
 def decode_cases(size: Size) -> Iterator[runner.Case]:
     """Times of a decode step, by rows."""
-    shape, steps = small_shape(size, 4), 8 if size.turns > 1 else 2
-    own, ours = (build(shape, "cpu", torch.float32) for _ in range(2))
-    ours.set_attn_implementation("hf_paged")
+    forwards, steps = Forwards(small_shape(size, 4)), 8 if size.turns > 1 else 2
     context = contexts(size)[-1]
     for rows in BATCHES:
-        states, longest = random_states(shape, rows, context), context + steps * (size.turns + 1)
-        systems: dict[str, tuple[Any, Any, str | None]] = {
-            BLOCKS: (ours, PagedCache(ours.config, {"block_size": 16}), None),
-            LARGE: (ours, PagedCache(ours.config, {"block_size": 128}), None),
-            VIRTUAL: (ours, PagedCache(ours.config, {"storage": "virtual"}), "gather"),
-            RESERVED: (own, reserved(shape, longest), None),
-            DYNAMIC: (own, DynamicCache(config=own.config), None),
-        }
-        for _, cache, _ in systems.values():
-            filled(cache, states)
-        token, logits = torch.full((rows, 1), 5), dict[str, Tensor]()
+        states = random_states(forwards.shape, rows, context)
+        longest = context + steps * (size.turns + 1)
+        names = BLOCKS, LARGE, VIRTUAL, RESERVED, DYNAMIC
+        caches = {name: filled(forwards.cache(name, longest), states) for name in names}
+        tokens, logits = [torch.full((rows, 1), 5)] * steps, dict[str, Tensor]()
 
-        @torch.no_grad()
         def work(
-            turn: int, name: str, token: Tensor = token, systems: Any = systems, out: Any = logits
+            turn: int, name: str, tokens: Any = tokens, caches: Any = caches, out: Any = logits
         ) -> float:
-            model, cache, forced = systems[name]
-            with backend(forced):
-                start = time.perf_counter()
-                for _ in range(steps):
-                    # every cache grows by the same number of tokens in each turn
-                    options = {compat.OUTPUT_CACHE: cache, "use_cache": True}
-                    out[name] = model(token, **options).logits
-                return (time.perf_counter() - start) / steps
+            # every cache grows by the same number of tokens in each turn
+            seconds, out[name] = forwards.run(name, caches[name], tokens)
+            return seconds / steps
 
-        yield runner.Case(str(rows), {name: functools.partial(work, name=name) for name in systems})
+        yield runner.Case(str(rows), runner.each(work, names))
         for name, found in logits.items():
             near = dict(atol=1e-3, rtol=1e-3, msg=f"{name} differs")
             torch.testing.assert_close(found, logits[DYNAMIC], **near)
-        if systems[VIRTUAL][1].counters.gathered:
+        if caches[VIRTUAL].counters.gathered:
             raise RuntimeError("keys and values of rows side by side were gathered")
 
 
@@ -265,32 +249,26 @@ def decode(size: Size) -> list[Row]:
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
     abstract = f"{VATTENTION}, abstract"
+    kernel, other = "(vLLM's kernel, Yi-6B)", "about 1 (FlashAttention's paged kernel)"
+    source = f"{abstract} ({READ}); batch: S1"
     published = {
-        (BLOCKS, 1): ("1.3 (vLLM's kernel, Yi-6B)", TOLD_S1, _WHY_DECODE),
-        (BLOCKS, 8): (
-            "1.97 (vLLM's kernel, Yi-6B)",
-            f"{abstract} ({READ}); batch: S1",
-            _WHY_DECODE,
-        ),
-        (LARGE, 8): ("about 1 (FlashAttention's paged kernel)", TOLD_S1, _WHY_DECODE),
-        (RESERVED, 8): ("1", f"{abstract}: kernels unchanged ({READ})", ""),
+        (BLOCKS, "1"): Published(f"1.3 {kernel}", TOLD_S1, _WHY_DECODE),
+        (BLOCKS, "8"): Published(f"1.97 {kernel}", source, _WHY_DECODE),
+        (LARGE, "8"): Published(other, TOLD_S1, _WHY_DECODE),
+        (RESERVED, "8"): Published("1", f"{abstract}: kernels unchanged ({READ})"),
     }
-    rows, found = [], measured(decode_cases, size)
-    for batch, contenders in found.items():
-        times = times_of(contenders)
-        title = f"{batch} rows of {context} tokens: decode throughput"
-        case, bases = {"rows": int(batch)}, (BLOCKS, LARGE, RESERVED, DYNAMIC)
-        rows += compared(title, times, bases, case, int(batch), published, size, ".1f")
-    needed = int(batch) / statistics.median(times[VIRTUAL]) * shape.kv_bytes(1, 4)
+    rows = []
+    for batch, found in measured(decode_cases, size).items():
+        title, bases = f"{batch} rows of {context} tokens", (BLOCKS, LARGE, RESERVED, DYNAMIC)
+        rows += compared(f"{title}: decode throughput", found, bases, batch, published, size, ".1f")
+    seconds = statistics.median(found[VIRTUAL]["seconds"])
+    needed = int(batch) / seconds * shape.kv_bytes(1, 4) / 1e6
     why = (
         f"{shape.layers} layers of {shape.kv_heads} heads; the paper's models have more of both and"
         " run on a GPU"
     )
     name = f"bytes that {batch} rows grow by while they decode"
-    rows.append(
-        Row(name, "some hundred", needed / 1e6, "MB/s", TOLD_S1, why, {"bytes_per_second": needed})
-    )
-    return rows
+    return [*rows, Row(name, needed, "MB/s", "some hundred", TOLD_S1, why)]
 
 
 _WHY_DECODE = (
@@ -299,7 +277,7 @@ _WHY_DECODE = (
 )
 
 
-def map_seconds(turn: int, page: int, total: int, writes: bool) -> float:
+def map_seconds(turn: int, writes: bool, *, page: int, total: int) -> float:
     """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
     with `writes` to write once to each Linux page in them, which allocates the page."""
     from hf_paged.virtual import pages
@@ -320,11 +298,7 @@ MAPPED = {"mapped": False, "mapped and written to once": True}
 def allocation_cases(size: Size) -> Iterator[runner.Case]:
     for page in PAGE_BYTES:
         sizes = {"page": page, "total": size.context * 1024 * 256}
-        arms = {
-            what: functools.partial(map_seconds, **sizes, writes=writes)
-            for what, writes in MAPPED.items()
-        }
-        yield runner.Case(str(page), arms)
+        yield runner.Case(str(page), runner.each(functools.partial(map_seconds, **sizes), MAPPED))
 
 
 def allocation(size: Size) -> list[Row]:
@@ -336,19 +310,17 @@ def allocation(size: Size) -> list[Row]:
     mapped. So there are two figures: mapping alone, and with the first write to each page of 4 KiB;
     the second is comparable with a GPU's.
     """
-    total = size.context * 1024 * 256
-    rows = []
+    total, rows = size.context * 1024 * 256, []
     for page, found in measured(allocation_cases, size).items():
-        count, name = total // int(page), named(int(page))
+        count = total // int(page)
         for what, seconds in times_of(found).items():
             rates = ranged([total / one / 1e9 for one in seconds], ".3g")
             most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
-            is_first = int(page) == PAGE_BYTES[1] and what != "mapped"
-            published, source = ("up to 7.6 (size not said)", TOLD_S1) if is_first else ("", "")
-            why = _WHY_ZEROS if source else ""
-            title = f"groups of {name}, {what}"
-            details = {"page_bytes": int(page), "bytes": total, "seconds": seconds}
-            rows.append(Row(title, published, rates + most, "GB/s", source, why, details))
+            is_told = int(page) == PAGE_BYTES[1] and what != "mapped"
+            published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
+            title = f"groups of {named(int(page))}, {what}"
+            told = published if is_told else NONE
+            rows.append(Row(title, rates + most, "GB/s", *told, seconds))
     return rows
 
 
@@ -402,24 +374,19 @@ def page_sizes(size: Size) -> list[Row]:
     trace = make_trace(SHAREGPT, max(4, min(48, size.short // 200)))
     lengths = [prompt + output for prompt, output in zip(trace.prompts, trace.outputs)]
     rows = []
-    for page in PAGE_BYTES:
+    for page, most_there in WASTED.items():
         for name, (layers, heads, dim) in HEADS.items():
             tokens, needed, held, whole = wasted_bytes(page, heads, dim, lengths)
             most = (tokens - 1) * 2 * heads * dim * 2 * layers
             shares = [100 * (1 - needed / taken) for taken in (held, whole)]
-            published, source = "", ""
-            if page in WASTED:
-                published = f"{WASTED[page]} MB at most"
-                is_told = page == 1 << 21
-                source = TOLD_S1 if is_told else f"{VATTENTION}, section 7.4, three models ({READ})"
+            source = f"{VATTENTION}, section 7.4, three models ({READ})"
+            source = TOLD_S1 if page == 1 << 21 else source
+            published = Published(f"{most_there} MB at most", source, _WHY_GROUPS)
             group = f"groups of {named(page)}, heads of {name}"
             title = f"{group}: most that a request's blocks waste, and shares"
             parts = f"{shares[0]:.1f}% of the pages, {shares[1]:.1f}% of whole blocks"
             ours, unit = f"{most / MIB:.3g} MiB at most; {parts}", f"with {tokens} tokens a block"
-            details = {"page_bytes": page, "model": name, "tokens": tokens, "most_bytes": most}
-            details |= {"percent_of_pages": shares[0], "percent_of_blocks": shares[1]}
-            why = _WHY_GROUPS if source else ""
-            rows.append(Row(title, published, ours, unit, source, why, details))
+            rows.append(Row(title, ours, unit, *published))
     return rows
 
 
@@ -428,11 +395,6 @@ _WHY_GROUPS = (
 )
 
 
-MECHANISMS: dict[str, Any] = {
-    "blocks, nothing to map": "blocks",
-    "virtual, mapped on demand": VirtualStorage(),
-    "virtual, a block ahead": VirtualStorage(blocks_ahead=1),
-}
 MANY_HEADS = Shape("12 layers of 8 heads", "llama", 256, 12, 8, 8, 64, 256, 2048)
 """More than a thousand runs of pages for 8 rows, as with models of billions of parameters, in steps
 of milliseconds."""
@@ -454,41 +416,28 @@ def mmaps() -> Iterator[list[int]]:
         yield sizes
 
 
-def latencies(
-    model: Any, storage: Any, states: list[tuple[Tensor, Tensor]], steps: int
-) -> list[tuple[float, int]]:
-    """Seconds and `mmap` calls of each decode step after these states, in a separate cache."""
-    cache = filled(PagedCache(model.config, {"storage": storage}), states)
-    token, found = torch.full((states[0][0].shape[0], 1), 5), []
-    with backend(None if storage == "blocks" else "gather"), mmaps() as calls:
-        for _ in range(steps):
-            before, start = len(calls), time.perf_counter()
-            model(token, **{compat.OUTPUT_CACHE: cache}, use_cache=True)
-            found.append((time.perf_counter() - start, len(calls) - before))
-    cache.reset()
-    return found
-
-
 def spike_cases(size: Size) -> Iterator[runner.Case]:
     """By mechanism: the median of the steps that map less that of the others."""
-    shape = MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"]
+    forwards = Forwards(MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"])
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
-    model = build(shape, "cpu", torch.float32)
-    model.set_attn_implementation("hf_paged")
-    states = random_states(shape, rows, length)
+    states, token = random_states(forwards.shape, rows, length), torch.full((rows, 1), 5)
 
-    @torch.no_grad()
     def work(turn: int, name: str) -> runner.Turn:
-        # the first step maps the existing blocks
-        taken = latencies(model, MECHANISMS[name], states, steps)[1:]
-        seconds = [one for one, _ in taken]
-        maps = [one for one, calls in taken if calls]
-        others = [one for one, calls in taken if not calls]
+        cache, seconds = filled(forwards.cache(name, length + steps), states), []
+        maps: list[float] = []
+        others: list[float] = []
+        with mmaps() as calls:
+            forwards.run(name, cache, [token])  # maps the existing blocks
+            for _ in range(steps - 1):
+                before = len(calls)
+                seconds.append(forwards.run(name, cache, [token])[0])
+                (others if len(calls) == before else maps).append(seconds[-1])
+        cache.reset()
         more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
         return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    yield runner.Case("spikes", {name: functools.partial(work, name=name) for name in MECHANISMS})
+    yield runner.Case("spikes", runner.each(work, (MAPS_NOTHING, ON_DEMAND, AHEAD)))
 
 
 def spikes(size: Size) -> list[Row]:
@@ -505,17 +454,14 @@ def spikes(size: Size) -> list[Row]:
     """
     rows = []
     for name, row in measured(spike_cases, size)["spikes"].items():
-        published, source, why = "", "", ""
-        if name == "virtual, mapped on demand":
-            published, source, why = "10 and more", TOLD_S1, _WHY_SPIKES
+        published = Published("10 and more", TOLD_S1, _WHY_SPIKES)
         figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
-        title = f"steps that map, beyond the others: {name}"
-        step = f"median step {1e3 * figures['median']:.2f} ms"
+        step = f"; median step {1e3 * figures['median']:.2f} ms"
         most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
         maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
-        ours = f"{said(more, size)}; {step}, {most}; {maps}"
-        details = {"mechanism": name, "more_ms": more}
-        rows.append(Row(title, published, ours, "ms", source, why, details))
+        title, told = f"steps that map, beyond the others: {name}", name == ON_DEMAND
+        ours = f"{step}, {most}; {maps}"
+        rows.append(timed_row(title, more, size, published if told else NONE, ours, "ms"))
     return rows
 
 

@@ -122,11 +122,3 @@ def test_compiling_that_takes_too_long_is_given_up_for_the_run(monkeypatch):
     assert flex.missing(data.setting) == "failed: compiling took more than 0.05 s"
     with time_limit(10):
         pass  # the alarm is off again
-
-
-@pytest.mark.parametrize("argument, valid", [("--device", "cpu"), ("--phase", "prefill")])
-def test_bad_arguments_name_the_valid_ones(argument, valid, capsys):
-    with pytest.raises(SystemExit):
-        attention.main([argument, "nonsense"])
-    message = capsys.readouterr().err
-    assert "nonsense" in message and valid in message

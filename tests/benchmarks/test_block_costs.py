@@ -16,7 +16,7 @@ from hf_paged.kernels import costs
 
 def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(block_costs, "SIZES", [4, 16])
-    block_costs.run("cpu", 1, True, tmp_path)
+    block_costs.main("cpu", 1, True, tmp_path)
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     times, source = costs.find_costs(torch.device("cpu"), torch.float32)
     assert list(times) == [4, 16] and all(time > 0 for time in times.values())
@@ -29,18 +29,17 @@ def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("stored", ["float32", *KV_DTYPES])
 def test_what_is_timed_is_right(stored: str) -> None:
-    problem = block_costs.Problem.make(stored, 64, 4, (2, 3, 21, 1), "cpu")
-    problem.check(backends.gather, stored)
-    wrong = block_costs.Problem.make(stored, 64, 4, (2, 3, 21, 2), "cpu")
+    calls = block_costs.calls_of(stored, 64, 4, (2, 3, 21, 2), "cpu")
+    block_costs.check(calls, backends.gather, stored)
     with pytest.raises(RuntimeError, match="other numbers than the reference"):
-        problem.check(_Other(wrong), stored)
+        block_costs.check(calls, _Other(calls[1]), stored)
 
 
 class _Other:
-    """A backend that attends to the wrong K/V."""
+    """A backend that attends to the K/V of another call."""
 
-    def __init__(self, problem: block_costs.Problem) -> None:
-        self.blocks = problem.calls[1].blocks  # of another layer
+    def __init__(self, other: backends.AttentionCall) -> None:
+        self.blocks = other.blocks
 
     def attend(self, call: backends.AttentionCall) -> torch.Tensor:
         return backends.reference.attend(call._replace(blocks=self.blocks))

@@ -14,7 +14,7 @@ from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System
-from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload, poisson_times, sharegpt_like
+from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload
 
 TINY = SHAPES["llama-tiny"]
 
@@ -75,7 +75,7 @@ def test_quick_serves_arrivals_by_every_system(quick):
     assert all(row["seconds"][0] > 0 and min(row["figures"].values()) > 0 for row in rows)
     pytest.importorskip("matplotlib")
     drawn = pictures.draw_all(data, path.with_suffix(""))
-    assert len(drawn) == 3 and all(0 < one.stat().st_size < 100_000 for one in drawn)
+    assert len(drawn) == 2 and all(0 < one.stat().st_size < 100_000 for one in drawn)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_second_process_that_dies_leaves_the_turns_of_the_first(tmp_path, monk
 
     monkeypatch.setattr(runner, "in_processes", dies)
     workload = replace(WORKLOADS["W6"].scaled(1.0, 0.1), repeats=2, fewest=2)
-    monkeypatch.setitem(WORKLOADS, "W6", workload)
+    monkeypatch.setitem(generate.ALL, "W6", workload)
     told: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *args, **_: told.append(str(args[0])))
     limits = Ceilings(1e10, {"bfloat16": 1e11, "float32": 1e10})
@@ -247,11 +247,10 @@ def test_times_belong_to_tokens(model):
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-tiny"])
 def test_every_shape_builds_and_all_systems_agree(name):
     """Fewer and narrower layers of the same family."""
-    window = 8 if SHAPES[name].window else None
     sizes = dict(
         hidden=128, layers=6, heads=4, kv_heads=2, head_dim=32, intermediate=192, vocab=500
     )
-    shape = replace(SHAPES[name], window=window, **sizes)
+    shape = replace(SHAPES[name], **sizes)
     model = build(shape, "cpu", torch.float32)
     workload = Workload("agree", "", 3, (12, 20), (4, 9), 0, GREEDY)
     batch = workload.batch(0, shape.vocab)
@@ -263,21 +262,10 @@ def test_every_shape_builds_and_all_systems_agree(name):
     assert len({token for row in expected for token in row}) > 8  # no loop of a few tokens
 
 
-def test_the_trace_is_the_papers():
-    times = poisson_times(4000, 5.0)
-    assert (
-        times[0] == 0.0
-        and times == sorted(times)
-        and times[-1] == pytest.approx(4000 / 5.0, rel=0.05)
-    )
-    batch = sharegpt_like(4000, 1.0, 100)
-    assert sum(map(len, batch.prompts)) / 4000 == pytest.approx(161, rel=0.06)
-    assert sum(batch.new_tokens) / 4000 == pytest.approx(338, rel=0.06)
+def test_repeats_of_a_trace_have_other_words():
     first, second = (Trace.make("cpu", True, 2048, 1.0, repeat) for repeat in (1, 2))
-    assert (
-        first.batch.new_tokens == second.batch.new_tokens
-        and first.batch.prompts != second.batch.prompts
-    )
+    assert first.batch.new_tokens == second.batch.new_tokens
+    assert first.batch.prompts != second.batch.prompts
 
 
 def test_figures_of_arrivals_by_hand():

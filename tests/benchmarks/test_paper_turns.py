@@ -66,7 +66,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
 
     own = MemoryFile.map
     with vattention.mmaps() as sizes:
-        vattention.map_seconds(0, 1 << 16, 1 << 20, writes=True)
+        vattention.map_seconds(0, True, page=1 << 16, total=1 << 20)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 
@@ -118,4 +118,4 @@ def test_committed_results_have_the_rows_of_the_runner(module):
         for run in data.get("runs", [data]):
             assert run["rows"] and run["facts"]["revision"]
             assert all(row["case"] and row["system"] for row in run["rows"])
-    assert "| case | system |" in module.BENCHMARK.section()
+    assert not names or "| case | system |" in module.BENCHMARK.section()

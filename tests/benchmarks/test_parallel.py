@@ -1,9 +1,6 @@
-"""`benchmarks.parallel`: the computed table, and a run of the measured one."""
+"""`benchmarks.parallel`: the computed table."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
@@ -20,14 +17,3 @@ def test_a_gpu_holds_its_part_of_the_weights_and_of_the_keys_and_values() -> Non
     assert two["kv_tokens"] > 2 * one["kv_tokens"]  # a larger share of the memory is left
     assert two["ratio"] > 2
     assert ("LLaMA-33B", 8) not in rows  # its 52 heads cannot be split by 8
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_it_runs(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    assert parallel.main(["--quick", "--json", str(path)]) == 0
-    one, two = json.loads(path.read_text())["rows"]
-    (held,) = one["figures"]
-    assert two["figures"][held] * 2 == one["figures"][held] and two["equal"] == 1
-    assert (one["system"], two["system"]) == ("1 process", "2 processes")

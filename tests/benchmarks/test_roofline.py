@@ -43,15 +43,6 @@ def test_prompts_that_begin_alike_are_computed_once_and_read_by_every_row():
     assert seconds == pytest.approx(prefill + decode)
 
 
-def test_windows_bound_the_bytes_of_most_layers():
-    gemma = SHAPES["gemma3-1b"]
-    per_layer = 2 * gemma.kv_heads * gemma.head_dim * 2
-    assert gemma.full_layers == 4
-    assert gemma.kv_bytes(100, 2) == 26 * 100 * per_layer
-    assert gemma.kv_bytes(1000, 2) == (4 * 1000 + 22 * 512) * per_layer
-    assert gemma.config().layer_types.count("full_attention") == 4
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
     shape = Shape("small", "llama", 16, 1, 2, 1, 8, 32, 64, tied=tied)
@@ -70,7 +61,6 @@ def test_parameters_of_the_named_shapes():
         "llama-3.1-8b": 8.03,
         "qwen2.5-0.5b": 0.49,
         "qwen3-0.6b": 0.60,
-        "gemma3-1b": 1.0,
     }
     for name, expected in sizes.items():
         with torch.device("meta"):
@@ -82,8 +72,6 @@ def test_parameters_of_the_named_shapes():
 
 def test_latency_figures():
     times = [[1.0, 1.5, 2.5], [3.0]]
-    assert latency.first_tokens(times, [0.0, 1.0]) == [1.0, 2.0]
-    assert latency.between_tokens(times) == [0.5, 1.0]
     found = latency.summary(times, [0.0, 1.0])
     assert found["TTFT p50, ms"] == pytest.approx(1500) and found["TPOT p99, ms"] == pytest.approx(
         995

@@ -1,8 +1,7 @@
-"""The benchmark of speculation runs and reports its measurements."""
+"""The models and the figures of the benchmark of speculation."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -11,34 +10,6 @@ import torch
 
 from benchmarks import speculation, trained
 from benchmarks.systems import Answer
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_quick_prints_and_writes_its_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "rows.json"
-    speculation.main(["--quick", "--json", str(path)])
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["case"][:2] for row in rows[::2]] == ["W7", "W8", "32", "on", "8 "]
-    for off, on in zip(rows[::2], rows[1::2]):
-        assert off["equal"] == on["equal"] == 1 and len(on["seconds"]) == 1
-        assert 0 <= on["figures"]["acceptance, %"] <= 100
-        stages = [spent for name, spent in on["figures"].items() if name.endswith(", s")]
-        assert (
-            sum(stages) == pytest.approx(on["seconds"][0]) and "target, steps, s" in on["figures"]
-        )
-    assert "assistant, s" in rows[-1]["figures"]
-    out = capsys.readouterr().out
-    assert "| W7: 32 rows, edit a text of 96 words | n-grams | 1, 1 |" in out
-    assert "at least 1.33: " in out and "break-even" in out
-
-
-def test_an_unknown_part_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        speculation.main(["--only", "W7,W9"])
-    assert "'W9' (choose from W7, W8, random, assistants)" in capsys.readouterr().err
 
 
 def test_the_target_and_its_tenth_are_as_large_as_the_issue_asks() -> None:

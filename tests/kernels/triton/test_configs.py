@@ -102,11 +102,13 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
     for this machine."""
     monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
     torch.manual_seed(0)
-    decode = tune.Problem.make(16, torch.float32, 2, 1, 40, DEVICE)
-    chunks = tune.Problem.make(16, torch.float32, 2, 5, 40, DEVICE)
-    found = decode.decode(LaunchConfig(tile=16)), chunks.prefill(LaunchConfig(16, 16, 4, 1))
-    for problem, output in zip((decode, chunks), found):
-        torch.testing.assert_close(output, problem.run(reference), atol=2e-5, rtol=2e-5)
+    for kind, queries, config in (
+        ("decode", 1, LaunchConfig(tile=16)),
+        ("prefill", 5, LaunchConfig(16, 16, 4, 1)),
+    ):
+        call = tune.call_of(16, torch.float32, (2, queries, 40), DEVICE)
+        found = tune.launch(kind, call, config)
+        torch.testing.assert_close(found, reference.attend(call), atol=2e-5, rtol=2e-5)
 
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:

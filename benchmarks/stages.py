@@ -1,0 +1,199 @@
+"""Stages of a run: processes with limits, one benchmark each, which write a JSON file each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import machine, report
+from benchmarks.peers import kill_group
+
+ROOT, PACKAGE = Path(__file__).resolve().parent.parent, "benchmarks"
+QUICK_MINUTES, START_SECONDS, LEAST_SECONDS, GRACE_SECONDS = 4.0, 60.0, 25.0, 10.0
+OVERRUN = 1.4  # times its minutes, after which a stage is ended
+LOG_CHARACTERS = 3000  # of a stage's output, kept in its entry
+NO_TIME = "no time was left"
+
+
+class Stage(NamedTuple):
+    """
+    Args:
+        minutes (`float`): Of a run of `Options.of` minutes; 0: all that is left.
+        command (`str`): Module of this package, and its arguments.
+        full (`str`): Arguments of a run that is not quick.
+        file (`str`): Name of the JSON file.
+        peers (`Sequence[str]`): Engines for processors that run beside us.
+        title (`str`): What it shows.
+        is_beside (`bool`): Whether it runs beside the stages after it, up to the first that
+            `is_timed`: while that one measures time, nothing else may run.
+        variables (`dict[str, str]`): Of its environment.
+    """
+
+    name: str
+    minutes: float
+    command: str
+    full: str = ""
+    file: str = ""
+    peers: Sequence[str] = ()
+    title: str = ""
+    is_beside: bool = False
+    is_timed: bool = False
+    variables: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    Args:
+        minutes, of (`float`): Length of the run, and of the run that stages' minutes are part of.
+        out (`Path`): Folder of the files.
+        quick (`bool`): Whether the stages are small and only show that they run.
+        peers (`Sequence[str]`): Of the stages' peers, those that run.
+        arguments (`Sequence[str]`): Of every stage.
+    """
+
+    minutes: float
+    of: float
+    out: Path
+    quick: bool = False
+    peers: Sequence[str] = ()
+    arguments: Sequence[str] = ()
+
+    def command(self, stage: Stage, minutes: float) -> list[str]:
+        module, *arguments = shlex.split(stage.command)
+        command = [sys.executable, "-X", "faulthandler", "-m", f"{PACKAGE}.{module}", *arguments]
+        if peers := [name for name in stage.peers if name in self.peers]:
+            command += ["--peers", *peers]
+        command += ["--quick"] if self.quick else shlex.split(stage.full)
+        path = os.path.relpath(self.out / f"{stage.file}.json", ROOT)
+        return [*command, *self.arguments, "--minutes", f"{minutes:g}", "--json", path]
+
+
+class Running:
+    """The process of a stage that was started; it has at most `left` seconds."""
+
+    def __init__(self, stage: Stage, options: Options, left: float) -> None:
+        minutes = stage.minutes * options.minutes / options.of or left / 60
+        minutes = max(minutes, LEAST_SECONDS / 60)
+        self._stage, self._path = stage, options.out / f"{stage.file}.json"
+        planned = max(minutes, QUICK_MINUTES) if options.quick else minutes
+        limit = START_SECONDS + OVERRUN * 60 * planned
+        self._start, self._seconds = time.monotonic(), min(left, limit)
+        self._log = tempfile.TemporaryFile()
+        own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **stage.variables}
+        self._process = subprocess.Popen(
+            options.command(stage, minutes),
+            cwd=ROOT,
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # what it starts ends with it
+        )
+
+    def finish(self) -> dict[str, Any]:
+        """Waits for the end, at most until the limit; returns the stage's entry in the list of
+        stages."""
+        reason, status = "", 0
+        try:
+            status = self._process.wait(max(0.0, self._start + self._seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            reason = f"ended after {self._seconds:.0f} s"
+            for number in (signal.SIGINT, signal.SIGABRT):  # the log says where it was
+                with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                    self._process.wait(GRACE_SECONDS)
+        finally:
+            self.kill()
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - 4 * LOG_CHARACTERS))  # a character has at most 4 bytes
+        log = self._log.read().decode(errors="replace")[-LOG_CHARACTERS:]
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        if status:
+            reason = f"exit status {status}: {lines[-1][:200] if lines else ''}"
+        elif not reason and not self._path.exists():
+            reason = "left no file"
+        return entry_of(self._stage, reason, round(time.monotonic() - self._start, 1), log)
+
+    def kill(self) -> None:
+        """Ends the process and all that it started."""
+        kill_group(self._process)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            self._process.wait(GRACE_SECONDS)
+
+
+def entry_of(stage: Stage, reason: str, seconds: float = 0.0, log: str = "") -> dict[str, Any]:
+    """What a list of stages tells of one; `reason`: why it failed."""
+    entry = {"name": stage.name, "file": stage.file, "seconds": seconds, "reason": reason}
+    return entry | ({"log": log} if reason else {})
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, a lost terminal and `kill` raise, as Ctrl-C does, so that stages end, too. Under
+    `nohup` the loss of the terminal ends nothing."""
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {
+        number: signal.signal(number, lambda number, _: sys.exit(128 + number))
+        for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
+    """Runs the stages; returns their entries, which are also in the JSON file of this name, with
+    the machine's facts."""
+    end = time.monotonic() + 60 * options.minutes
+    data: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
+    entries = data["stages"] = list[dict[str, Any]]()
+    running: list[Running] = []
+
+    def finish(process: Running) -> None:
+        add(process.finish())
+        running.remove(process)
+
+    def add(entry: dict[str, Any]) -> None:
+        entries.append(entry)
+        report.replace_file(options.out / f"{name}.json", json.dumps(data, indent=1) + "\n")
+        said = f"{entry['name']}: {entry['seconds']:.0f} s {entry['reason']}"
+        print(said.strip(), file=sys.stderr, flush=True)
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ended_by_signals():
+        try:
+            for stage in stages:
+                while stage.is_timed and running:
+                    finish(running[0])
+                (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
+                left = end - time.monotonic()
+                if left < LEAST_SECONDS:
+                    add(entry_of(stage, NO_TIME))
+                    continue
+                running.append(Running(stage, options, left))
+                if not stage.is_beside:
+                    finish(running[-1])
+            while running:
+                finish(running[0])
+        finally:
+            for process in running:
+                process.kill()
+    return entries

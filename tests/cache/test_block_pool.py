@@ -1,5 +1,5 @@
 """The rules of pools and of block tables, one by one; any order of them is played in
-`tests/batching/scheduling/test_scheduler_machine.py`."""
+`tests/support/engine_machine.py`."""
 
 import pytest
 

@@ -47,9 +47,11 @@ def filled(length: int = 9, storage: str = "blocks") -> tuple[PagedCache, Tensor
 @pytest.mark.parametrize("storage", ["blocks", "virtual"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", sorted(WRITES))
-def test_writes_in_place_to_keys_and_values_are_refused(name: str, mode: Callable[[], Any]) -> None:
+def test_writes_in_place_to_keys_and_values_are_refused(
+    name: str, mode: Callable[[], Any], storage: str
+) -> None:
     """To those that layers show, and to those that an update returned."""
-    cache, states = filled()
+    cache, states = filled(storage=storage)
     handles = *cache.update(states, states, 1), *cache.update(states, -states, 0)
     assert all(isinstance(handle, PagedTensor) for handle in handles)
     layer, expected = cache.layers[0], torch.cat((states, states), dim=2)

@@ -1,18 +1,14 @@
 """The prefix index: windows, epochs, and what it tells of blocks that go. Any order of fills,
-evictions and undone steps is played in `tests/batching/scheduling/test_scheduler_machine.py`."""
+evictions and undone steps is played in `tests/support/engine_machine.py`."""
 
 from __future__ import annotations
 
 import pytest
 
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.prefix_index import Link, Node, PrefixIndex
+from hf_paged.cache.prefix_index import PrefixIndex
 
 SIZE = 2
-
-
-def nodes_of(links: list[Link]) -> list[Node]:
-    return [link.node for link in links if link.node is not None]
 
 
 def fill(

@@ -123,6 +123,7 @@ def test_numbers_that_are_not_numbers() -> None:
     check(lambda x: x.amax(-1, keepdim=True) + x, x)
 
 
+@pytest.mark.parametrize("width", [64, 2048])
 def test_one_number_a_row_in_place(width: int) -> None:
     """No part of a row may change the number that all of its parts share."""
 

@@ -19,9 +19,10 @@ from hf_paged.attention import eager
 from hf_paged.attention.eager import with_key_len
 from hf_paged.cache.handles import RowTensor
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
-from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built, Case
+from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.attention import Case
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -11,12 +11,13 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation import configuration_utils
 
 from hf_paged import PagedEngine
-from tests.batching.test_engine import Recorder, engine_of
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
+    Recorder,
     assert_drained,
     assert_same_as_lone,
+    engine_of,
     lone_run,
     prompts,
     run_all,

@@ -17,7 +17,6 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.model.layout import PromptsVerdict
-from tests.batching.test_engine import Recorder
 from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -29,7 +28,7 @@ from tests.support.checks import (
     generate_both,
     in_threads,
 )
-from tests.support.engine_helpers import run_all
+from tests.support.engine_helpers import Recorder, run_all
 
 LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
 # models whose own forward may begin behind cached text; older ones of Gemma3 get no

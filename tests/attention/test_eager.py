@@ -22,7 +22,7 @@ from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
 from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.attention import Case
+from tests.support.attention import PackedCase as Case
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -144,7 +144,6 @@ def test_a_config_as_a_dict_is_that_config() -> None:
 
 # -------------------------------------------------------------------- a request's own code raises
 
-Fault = Callable[[Countdown], dict[str, Any]]
 FAULTS = {
     "processor": lambda countdown: {"logits_processor": [FailingProcessor(countdown)]},
     "criteria": lambda countdown: {"stopping_criteria": [FailingCriteria(countdown)]},

@@ -55,7 +55,7 @@ _LOOP_OUTPUTS_REASON = (
     "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
 )
 _CONFIG_REASON = (
-    "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
+    "an engine's `PagedConfig` sets the memory and the forwards of all requests. Leave it out"
 )
 # options that an engine restricts: the values that it accepts, and why it rejects others
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -99,7 +99,7 @@ class LoopCall(NamedTuple):
 @dataclasses.dataclass
 class Capture:
     """Records the calls of a model's decoding loops instead of running them: each call returns its
-    ids and an EOS token."""
+    ids, followed by an EOS token (by 0 without EOS)."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
@@ -120,9 +120,10 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
-    encoder's outputs, if any, but raw images, which only the first forward encodes. Runs no loop
-    and allocates no paged memory. Raises `generate`'s errors, and `ServedByGenerateError` if
-    `generate` does not run exactly one loop. The caller holds the model's `step_lock`."""
+    encoder's outputs, if any; images are not encoded yet, since only the first forward does that.
+    Runs no loop and allocates no paged memory. Raises the errors of `generate` from before its
+    first loop, and `ServedByGenerateError` if `generate` does not call exactly one loop. The caller
+    holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
@@ -422,7 +423,7 @@ def _pickled(value: Any) -> bytes | None:
     """Returns the pickled value; `None` if it cannot be pickled."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # an object in it may raise any type
+    except Exception:  # objects in `value` may raise any error
         return None
 
 

@@ -93,7 +93,7 @@ class ObservedCriteria(StoppingCriteriaList):
 class SampleDecoding(Decoding):
     """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
     processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
-    the same tokens. Ended rows leave `open_rows` if the criteria include EOS, and no scores or
+    the same tokens. Ended rows leave `open_rows` if the criteria include EOS and no scores or
     logits are returned; otherwise all rows stay open until the last one ends. With EOS, ended rows
     get padding. Raises `ValueError` if EOS can end a row and there is no padding token."""
 
@@ -137,8 +137,8 @@ class SampleDecoding(Decoding):
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.length_bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # rows can be split if no caller's code reads the batch, and no row depends on when others
-        # end (but after a split, sampled rows consume their common random numbers in another order)
+        # Rows can be split if no caller's code reads the batch, and no row depends on when others
+        # end. After a split, sampled rows consume their common random numbers in another order.
         streams_by_row = streamer is None or isinstance(streamer, RowStreamers)
         reads_batch = checker.callers_criteria or not streams_by_row
         ends_independently = checker.has_eos or not checker.stop_strings
@@ -174,7 +174,8 @@ class SampleDecoding(Decoding):
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the `(open rows, vocab)` logits as float32, and the scores that the processors
-        make of them. Raises `TypeError` or `RuntimeError` for an invalid result of a processor."""
+        make of them; records both where the caller requested them. Raises `TypeError` or
+        `RuntimeError` for an invalid result of a processor."""
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
@@ -233,7 +234,8 @@ class SampleDecoding(Decoding):
 
     def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:
         """Appends the chosen tokens to the open rows, evaluates the stopping criteria, and sends
-        the tokens to the streamer. `records`: one per token, if log-probabilities are recorded."""
+        the tokens to the streamer. `records`: one per token if log-probabilities are recorded,
+        otherwise none."""
         rows = self.open_rows
         checker = self.stop_checker
         running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]

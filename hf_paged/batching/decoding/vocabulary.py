@@ -35,7 +35,7 @@ def check_vocabulary(
     # embeddings and encoder outputs are read in place of the ids
     are_read = inputs.get("inputs_embeds") is None and inputs.get("encoder_outputs") is None
     if len(input_ids) and are_read:
-        size = _num_embeddings_of(model, "get_encoder") if has_encoder else _num_all_embeddings(model)
+        size = _num_embeddings_of(model, "get_encoder") if has_encoder else _num_with_extra(model)
         _check_ids(model, input_ids, size, inputs)
     decoder_ids = inputs.get("decoder_input_ids")
     if has_encoder and isinstance(decoder_ids, Tensor) and decoder_ids.numel():
@@ -67,7 +67,7 @@ def _check_ids(
         )
 
 
-def _num_all_embeddings(model: PreTrainedModel) -> int:
+def _num_with_extra(model: PreTrainedModel) -> int:
     """Returns `num_embeddings` plus the number of rows of an additional embedding, such as Idefics
     has for its placeholders."""
     try:

@@ -65,7 +65,7 @@ class SampledTokens(NamedTuple):
     tokens: list[int]
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
-    finished: list[int]  # rows that need no more forwards
+    finished: list[int]  # rows that need no forward after this step
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
@@ -186,9 +186,10 @@ def stop_string_hits(
 
 
 class Draft:
-    """A row's draft for one step. The step's forward computes the logits after each draft token.
-    Tokens are chosen from these logits as usual, one position after another, up to the first token
-    that differs from the draft. The scheduler may shorten `tokens`."""
+    """A row's draft for one step. The step's forward computes the logits after the row's last token
+    and after each draft token. Tokens are chosen from these logits as usual, one position after
+    another, up to the first token that differs from the draft. The scheduler may shorten
+    `tokens`."""
 
     is_drawn = False  # whether `sample` draws the tokens of a row with `do_sample`
 
@@ -230,7 +231,7 @@ class Decoding:
         self.num_rows, self.length = inputs.input_ids.shape
         # rows whose logits the next step takes, in this order; the K/V of other rows can be freed
         self.open_rows = list(range(self.num_rows))
-        # by returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
+        # by returned sequence: "eos", "stop_string", "criteria" or "length"; `None` until it ends
         self.finish_reasons: list[str | None] = [None] * num_returned
         # by returned sequence and new token, if log-probabilities are recorded
         self.records: list[list[Record]] = [[] for _ in range(num_returned)]
@@ -245,7 +246,9 @@ class Decoding:
         self._ids = inputs.input_ids
         # by step, the tokens of all rows, as far as they are not in `_ids` yet
         self._new_tokens: list[list[int]] = []
-        self._runs_stock_code = True  # whether no caller's code reads the batch
+        # whether no row's scores depend on other rows and, with beams, no criterion of the caller
+        # reads the batch
+        self._is_row_wise = True
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
 

@@ -88,12 +88,12 @@ class BeamDecoding(Decoding):
             num_eos = len(eos)
         self.beams_to_keep = max(2, 1 + num_eos) * num_beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
-        self._runs_stock_code = is_row_wise and not self.stop_checker.callers_criteria
+        self._is_row_wise = is_row_wise and not self.stop_checker.callers_criteria
         # a model's own search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
-        self.runs_callers_code = not (self._runs_stock_code and is_stock_search)
+        self.runs_callers_code = not (self._is_row_wise and is_stock_search)
         returns_dict = config.return_dict_in_generate
-        self._can_close_early = is_stock_search and self._runs_stock_code and not returns_dict
+        self._can_close_early = is_stock_search and self._is_row_wise and not returns_dict
         # by step: the log-probabilities of each chosen (row, next token), and each row's
         # alternatives
         self._records_by_step: list[

@@ -22,7 +22,7 @@ from .base import (
     stop_string_hits,
 )
 from .returned import explain_scores_error
-from .scores import BatchableProcessors, are_row_wise, draw, for_rows, select_rows
+from .scores import BatchableProcessors, are_row_wise, draw, narrow_processors, select_rows
 
 
 class RowStreamers(BaseStreamer):
@@ -116,14 +116,14 @@ class SampleDecoding(Decoding):
             self._pad_token_id = int(pad)
         self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: not ended
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
-        self._runs_stock_code = are_row_wise(processors, self.num_rows)
+        self._is_row_wise = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
         runs_callers_streamer = streamer is not None and package != "transformers"
         self.runs_callers_code = (
-            not self._runs_stock_code or bool(checker.callers_criteria) or runs_callers_streamer
+            not self._is_row_wise or bool(checker.callers_criteria) or runs_callers_streamer
         )
         # whether the processors run only on open rows, since no caller's code reads the others
-        self._selects_rows = self._runs_stock_code and not self._keeps_scores
+        self._selects_rows = self._is_row_wise and not self._keeps_scores
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         needs_scores = self.do_sample or self.record_logprobs or processors
         self.chooses_argmax = self._selects_rows and not needs_scores
@@ -185,12 +185,12 @@ class SampleDecoding(Decoding):
         if self.record_logprobs:
             raw = logits.clone()
         scores = logits
-        if self.logits_processor or not self._runs_stock_code:
+        if self.logits_processor or not self._is_row_wise:
             ids = self.input_ids
             if self._selects_rows:
                 ids = select_rows(ids, rows)
                 if self._open_processors[0] != rows:
-                    narrowed = for_rows(self.logits_processor, rows, self.num_rows)
+                    narrowed = narrow_processors(self.logits_processor, rows, self.num_rows)
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
             try:
@@ -202,7 +202,7 @@ class SampleDecoding(Decoding):
             if has_wrong_shape:
                 raise RuntimeError(
                     f"the logits processors returned scores {tuple(scores.shape)} for logits"
-                    f" {tuple(logits.shape)}"
+                    f" {tuple(logits.shape)}: they must return one row of scores per row of logits"
                 )
         if self.scores is not None:
             self.scores += (scores,)
@@ -383,7 +383,7 @@ class SampleDecoding(Decoding):
             )
         parts = []
         for row in range(self.num_rows):
-            processors = for_rows(self.logits_processor, [row], self.num_rows)
+            processors = narrow_processors(self.logits_processor, [row], self.num_rows)
             inputs = replace(
                 self.inputs,
                 input_ids=self.input_ids[[row]],

@@ -51,7 +51,7 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 _MIN_LENGTH_PROCESSORS = (stock.MinLengthLogitsProcessor, stock.MinNewTokensLengthLogitsProcessor)
 
 # Processors that decodings can share (`BatchableProcessors`), and processors that compute each row
-# from that row alone. Some of the latter hold a value for each row (`for_rows`).
+# from that row alone. Some of the latter hold a value for each row (`narrow_processors`).
 _BATCHABLE = {*_SEQUENCE_FREE, *_LENGTH_BOUND, _REPETITION_PENALTY}
 _ROW_WISE = {
     *_BATCHABLE,
@@ -86,7 +86,7 @@ def can_run_on_drafts(processor: Any) -> bool:
     return kind not in _LENGTH_BOUND or kind in _MIN_LENGTH_PROCESSORS
 
 
-def for_rows(
+def narrow_processors(
     processors: LogitsProcessorList,
     rows: Sequence[int],
     num_rows: int,

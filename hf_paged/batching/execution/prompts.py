@@ -233,7 +233,7 @@ class Prompts(PromptInputs):
         `cache`. If there is a single row, its first `num_cached` tokens may be stored already.
         Returns logits `(all rows, vocab_size)`, and the bool mask `(all rows, length)` of
         `LookAhead.look_ahead_mask`, or `None` if it is unknown. Raises `ValueError` if the model
-        stores another number of tokens than the prompts have."""
+        does not store `length` tokens per row, padding included."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
         rectangle = self.make_rectangle(model, cache, rows)

@@ -43,12 +43,12 @@ class Runner:
 
     model: PreTrainedModel
     memory: PagedMemory
-    is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
+    is_packed: bool = False  # whether decodes and prompts may share a forward, without padding
     recorder: Recorder | None = None  # records and replays steps, given the model's state (`begin`)
     supports_drafts: bool = False  # whether it computes `Sequence.draft` after the last token
     # whether a failed step may have advanced states, so that its rows must be recomputed
     has_states: bool = False
-    num_captured_steps: int = 0  # steps that were replays
+    num_captured_steps: int = 0  # forwards that were replaced by replays
     # begun forwards of the model's own code, without replays; a packed runner does not count those
     # of whole prompts
     num_forwards: int = 0
@@ -58,7 +58,8 @@ class Runner:
     product_context: AbstractContextManager[Any] = NOTHING
 
     def choose_products(self, modules: list[nn.Module]) -> None:
-        """Sets `product_context` for a model with these modules, if there is the room `tape`."""
+        """Sets `product_context` for a model with these modules, if the room `tape` is
+        installed."""
         if is_installed("tape"):
             tape: TapeRoom = room("tape", "half-precision products")
             self.product_context = tape.kernel_products(modules)
@@ -95,7 +96,7 @@ class Runner:
     def unpack(self, reason: str | None = None) -> str | None:
         """Stops packing rows. `reason`: why a packed step raised [`NotPackable`]; without a reason,
         stops only if the model's current structure rules out packed forwards. Returns the reason;
-        `None` if rows were not packed, or must stay packed."""
+        `None` if the call changed nothing."""
         return None
 
     def ordered(self) -> AbstractContextManager[None]:
@@ -108,11 +109,11 @@ class Runner:
         return None
 
     def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
-        """Runs prompts that the model's own forward computes as a whole: those with an equal
-        `merge_key` in one forward or, if it fails, each in a separate one, so that a
-        [`PromptsError`] ends only the requests of its prompts. Prompts that begin after cached
-        tokens run alone. Returns the logits of the rows that it computed, and the indices in the
-        step of all other rows."""
+        """Runs prompts that the model's own forward computes as a whole. Those with an equal
+        `merge_key` share forwards; if such a forward fails, each of its prompts gets a separate
+        one, so that a [`PromptsError`] ends only the requests of its prompts. Prompts that begin
+        after cached tokens run alone. Returns the logits of the rows that it computed, and the
+        indices in the step of all other rows."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
@@ -164,7 +165,7 @@ class Runner:
                 raise
             if not other_prompts:
                 raise PromptsError(prompts, error) from error
-            logger.debug("a forward of prompts of several calls failed, now one by one: %s", error)
+            logger.debug("a forward of several calls' prompts failed, now one by one: %s", error)
         return [part for single in whole_prompts for part in self._run_or_split([single], plan)]
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:

@@ -90,8 +90,8 @@ class PackedRunner(Runner):
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
         """Called between forwards: from now on each forward, except those of whole prompts, passes
-        the hidden states of its tokens after the last layer, `(1, n, hidden_size)`, to `store`,
-        while the cache still holds the forward's steps."""
+        the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the cache
+        still holds the forward's steps."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None = None) -> str | None:
@@ -338,7 +338,7 @@ class PackedRunner(Runner):
             or num_tokens > MAX_GATHERED_EXPERT_TOKENS
         ):
             return NOTHING
-        # Uses the expert products with which `generate` decodes for few tokens on a GPU: in dtypes
+        # For few tokens on a GPU, uses the expert products with which `generate` decodes: in dtypes
         # other than bfloat16, grouped products synchronize with the device, so they cannot be
         # recorded.
         expert_context: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
@@ -388,7 +388,7 @@ class PackedRunner(Runner):
             context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:
-            arguments["output_hidden_states"] = -1  # selects those after the last layer
+            arguments["output_hidden_states"] = -1  # selects the last ones
         arguments[self._cache_name] = cache
         self.num_forwards += 1
         if self._state is not None:

@@ -59,7 +59,7 @@ class Prompts(PromptInputs):
 
     # determines which other rows these rows may join in rectangles; `None`: no others
     join_key: JoinKey | None = None
-    # prompts with equal keys share one forward; `None`: these prompts share it with no others
+    # prompts with equal keys may share a forward; `None`: these prompts share it with no others
     merge_key: Hashable | None = None
 
     def set_join_keys(self, requirements: tuple[bool, bool] | None) -> None:

@@ -124,7 +124,7 @@ class BeamDecoding(Decoding):
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
         candidates = torch.arange(self.beams_to_keep, device=device)
-        self._top_beams = candidates < num_beams
+        self._is_top_beam = candidates < num_beams
 
     @property
     def lengths(self) -> list[int]:
@@ -172,24 +172,24 @@ class BeamDecoding(Decoding):
             explain_criteria_error(len(ids), error)
             raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
-        step = self.length - self.prompt_length
-        candidates: Any = dict(
+        num_generated = self.length - self.prompt_length
+        arguments: Any = dict(
             top_continuations,
             next_token_hits_stopping_criteria=ends,
             num_beams=self.num_beams,
         )
         self.running, self.running_scores, self.running_indices = compat.running_beams(
             self.model,
-            **candidates,
+            **arguments,
         )
         self.sequences, self.beam_scores, self.beam_indices, self.is_finished = (
             compat.update_finished_beams(
                 self.model,
-                **candidates,
+                **arguments,
                 **self._finished_beams(),
                 sequences=self.sequences,
                 beam_indices=self.beam_indices,
-                top_num_beam_mask=self._top_beams,
+                top_num_beam_mask=self._is_top_beam,
             )
         )
         self.length += 1
@@ -203,7 +203,7 @@ class BeamDecoding(Decoding):
         )
         state = self.may_improve, self.is_finished, ends
         is_unfinished = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
-        parents = self.running_indices[..., step].flatten().tolist()
+        parents = self.running_indices[..., num_generated].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         if is_unfinished:
             finished = self._close_final_prompts()
@@ -249,8 +249,8 @@ class BeamDecoding(Decoding):
                 batch_size=self.num_prompts,
             )
         if self.record_logprobs:
-            step = self.length - self.prompt_length
-            rows = indices[:, :, step].flatten().long()
+            num_generated = self.length - self.prompt_length
+            rows = indices[:, :, num_generated].flatten().long()
             tokens = sequences[:, :, self.length].flatten()
             before = values_at(raw, rows, tokens).tolist()
             after = log_probs[rows, tokens].tolist()

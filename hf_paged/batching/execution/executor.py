@@ -119,9 +119,9 @@ class Executor:
     def open(self, span: StableSpan) -> None:
         """Called before the first step of a span, and before each further step of an engine. Before
         the first, begins the guard's period and makes the next `check_model` check the model;
-        before the others, calls `doubt_model`."""
+        before the others, calls `mark_unverified`."""
         if span.is_open:
-            self.doubt_model()  # another thread may change the model without pausing the engine
+            self.mark_unverified()  # another thread may change the model without pausing the engine
         else:
             with self.lock:
                 self.guard.begin_period()
@@ -209,7 +209,7 @@ class Executor:
         if not self._state.is_same() and self._read_model():
             self._unpack()
 
-    def doubt_model(self) -> None:
+    def mark_unverified(self) -> None:
         """Makes the next replay check whether user code has replaced modules or tensors."""
         if self._state is not None:
             self._state.mark_unverified()
@@ -232,8 +232,8 @@ class Executor:
         if state is not None:
             if self.runs_user_code:
                 state.accept()
-            # replays of a call do not check the model again unless its forwards or `doubt_model`
-            # require it, so the addresses that they read must stay valid
+            # in a call, replays check the model again only after `mark_unverified`, so the
+            # addresses that they read must stay valid
             if not self._switches_attention:
                 state.keep_memory()
         recorded_state = None if self.runner.recorder is None else state

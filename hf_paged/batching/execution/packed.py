@@ -140,12 +140,12 @@ class PackedRunner(Runner):
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
         parts, other_indices = self.run_whole_prompts(plan)
-        for indices in self._divide(plan, other_indices):
+        for indices in self._group_rows(plan, other_indices):
             logits = self._run_packed(plan.select(indices), context)
             parts.append((indices, logits))
         return in_order(parts, plan.num_logits)
 
-    def _divide(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
+    def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
         """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
         set positions have equally many position axes. A padded forward has one row, or rows of one
         token each; without `can_mix_lengths`, these have equal lengths."""
@@ -206,19 +206,19 @@ class PackedRunner(Runner):
             replayed = self._replay(tokens, context)
             if replayed is not None and (self.recorder is None or self.recorder.is_checked):
                 return replayed
-        extra_tokens = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
+        extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
             names = None
             if context is not None:
                 names = context.names
-            self._processes.run(tokens, extra_tokens, names)
+            self._processes.run(tokens, extra_indices, names)
         unpacked_plan = None
         if not self.is_packed:
             unpacked_plan = plan
-        logits = self.compute(tokens, extra_tokens, unpacked_plan, context)
+        logits = self.compute(tokens, extra_indices, unpacked_plan, context)
         end = len(tokens.last)
-        for recording, position, prompt_tokens in recordings:
-            stop = end + len(prompt_tokens)
+        for recording, position, indices in recordings:
+            stop = end + len(indices)
             recording.record(position, logits[end:stop])
             end = stop
         logits = logits[: len(tokens.last)]
@@ -264,23 +264,23 @@ class PackedRunner(Runner):
     def compute(
         self,
         tokens: PackedTokens,
-        extra_tokens: list[int],
+        extra_indices: list[int],
         unpacked_plan: StepPlan | None = None,
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a replay; returns logits `(n, vocab_size)` of the packed tokens
-        `tokens.last`, then of those with the indices `extra_tokens`; if both are empty, of the last
-        token. `unpacked_plan`: the step's plan if its rows are not packed; then each row has one
-        token, or there is one row."""
+        with the indices `tokens.last`, then of those with the indices `extra_indices`; if both are
+        empty, of the last token. `unpacked_plan`: the step's plan if its rows are not packed; then
+        each row has one token, or there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
         logit_indices = None
-        logit_tokens = None
+        host_logit_indices = None
         arguments = {}
-        if extra_tokens or len(tokens.last) < num_tokens:
+        if extra_indices or len(tokens.last) < num_tokens:
             # at least one token, since a head with another library's weights may fail without any
-            logit_tokens = tokens.last + extra_tokens or [num_tokens - 1]
-            logit_indices = numbers_on(self.device, logit_tokens)
+            host_logit_indices = tokens.last + extra_indices or [num_tokens - 1]
+            logit_indices = numbers_on(self.device, host_logit_indices)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:
@@ -293,7 +293,7 @@ class PackedRunner(Runner):
                 steps,
                 logit_indices,
                 context,
-                logit_tokens,
+                host_logit_indices,
                 unpacked_plan,
                 **arguments,
             )
@@ -356,14 +356,14 @@ class PackedRunner(Runner):
         steps: list[StepMetadata],
         logit_indices: Tensor | None,
         context: ForwardContext | None,
-        logit_tokens: list[int] | None = None,
+        host_logit_indices: list[int] | None = None,
         unpacked_plan: StepPlan | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
-        `(k, vocab_size)` of the packed tokens `logit_indices`, `(k,)` int64, or of all tokens.
-        `logit_tokens`: `logit_indices`, if known on the host. `unpacked_plan` as in `compute`.
-        `arguments`: further arguments of the model's forward."""
+        `(k, vocab_size)` of the packed tokens with the indices `logit_indices`, `(k,)` int64, or of
+        all tokens. `host_logit_indices`: `logit_indices`, if known on the host. `unpacked_plan` as
+        in `compute`. `arguments`: further arguments of the model's forward."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
         has_kept_logits = logit_indices is not None and self._takes_logits_to_keep and is_one_row
         if has_kept_logits:
@@ -384,7 +384,7 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
         if context is not None:
-            head_tokens = logit_tokens or [] if has_kept_logits else None
+            head_tokens = host_logit_indices or [] if has_kept_logits else None
             context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:

@@ -126,26 +126,26 @@ class Runner:
             while row in prompt_rows.get((prompts, repeat), ()):
                 repeat += 1
             prompt_rows.setdefault((prompts, repeat), {})[row] = index
-        sized = []
+        entries = []
         for (prompts, _), index_by_row in prompt_rows.items():
             kind: Hashable = None if count_cached(index_by_row, plan) else prompts.merge_key
             if kind is None:
                 kind = object()  # equal to no other kind
-            sized.append((kind, len(prompts.paddings), prompts.length, (prompts, index_by_row)))
+            entries.append((kind, len(prompts.paddings), prompts.length, (prompts, index_by_row)))
         parts: list[LogitsPart] = []
-        for whole_prompts in self.divide(sized):
+        for whole_prompts in self.divide(entries):
             parts += self._run_or_split(whole_prompts, plan)
         return parts, other_indices
 
-    def divide(self, sized: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
+    def divide(self, entries: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and
         at most `max_num_batched_tokens` tokens, including padding, unless one member alone has
-        more. `sized`: for each member, its kind, its number of rows, their length, and itself."""
+        more. `entries`: for each member, its kind, its number of rows, their length, and itself."""
         max_tokens = self.memory.config.max_num_batched_tokens
         forwards: list[list[Member]] = []
         last_forwards: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
         by_length = operator.itemgetter(2)
-        for kind, num_rows, length, member in sorted(sized, key=by_length, reverse=True):
+        for kind, num_rows, length, member in sorted(entries, key=by_length, reverse=True):
             members, num_earlier, width = last_forwards.get(kind, ([], 0, length))
             if not members or (num_earlier + num_rows) * width > max_tokens:
                 members, num_earlier, width = [], 0, length

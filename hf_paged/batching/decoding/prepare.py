@@ -80,7 +80,7 @@ class LoopCall(NamedTuple):
 
     method: str  # name of the loop in `GenerationMixin`
     arguments: Keywords
-    # token ids and other model inputs, before rows were repeated
+    # token ids and other model inputs, before rows were repeated; `None` if they were not recorded
     unexpanded: tuple[Tensor, Keywords] | None
 
     def inputs(self, *options: Any) -> LoopInputs:
@@ -98,8 +98,8 @@ class LoopCall(NamedTuple):
 
 @dataclasses.dataclass
 class Capture:
-    """Records the calls of a model's decoding loops instead of running them: each call returns its
-    ids, followed by an EOS token (by 0 without EOS)."""
+    """Records the calls of a model's decoding loops instead of running them. Each of these calls
+    returns its ids, followed by an EOS token (or by 0 without EOS)."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)

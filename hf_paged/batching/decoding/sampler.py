@@ -267,8 +267,8 @@ def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
         return decodings[0].draw(probs)
     is_drawable = probs.sum(dim=-1) > 0
     if not probs.is_cpu or not is_drawable.all():
-        # rows whose scores allow no token still draw, uniformly, so that the rows after them get
-        # the same random numbers as otherwise
+        # rows whose scores allow no token still draw, uniformly, so that they do not change the
+        # random numbers of the rows after them
         probs = torch.where(is_drawable[:, None], probs, 1.0)
     return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
 

@@ -231,8 +231,7 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
             scores = scores.masked_fill(scores < thresholds, first.filter_value)
         else:  # in transformers' formula, a `(rows, 1)` column takes the place of a number
             column = numbers_on(scores.device, values, torch.double)[:, None]
-            # transformers rounds `1 - top_p` to float32; of the other numbers, the numbers
-            # themselves
+            # transformers rounds `1 - top_p`, and the other numbers themselves, to float32
             if name == "top_p":
                 column = 1 - (1 - column).float().double()
             else:

@@ -42,9 +42,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StableSpan:
-    """A span of time in which no other code changes the model, a period of
-    `model.weights.WeightsGuard`: one step of an engine, or a call that runs its requests to their
-    ends."""
+    """A span of time in which no other code changes the model: one step of an engine, or a call
+    that runs its requests to their ends. It is a period of `model.weights.WeightsGuard`."""
 
     is_call: bool = False
     is_open: bool = False  # whether its first step has begun

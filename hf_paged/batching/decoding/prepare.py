@@ -237,7 +237,7 @@ def _prepared_request(
         assistant_options["assistant_tokenizer"] = options.assistant_tokenizer
         if tokenizer is not None:
             assistant_options["tokenizer"] = tokenizer
-    config = _prepared_config(model, ids, keywords, assistant_options)
+    config = _loop_config(model, ids, keywords, assistant_options)
     method = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
     _check_stock(model, (method, *compat.REPLACED_METHODS[method]))
     processors = compat.get_logits_processor(
@@ -393,7 +393,7 @@ _config_cache = weakref.WeakKeyDictionary()
 _MAX_CACHED_CONFIGS = 64
 
 
-def _generation_config(model: Any, keywords: Keywords) -> GenerationConfig:
+def _cached_config(model: Any, keywords: Keywords) -> GenerationConfig:
     """Returns the config that transformers prepares from these options; the caller may change it.
     Since transformers copies and checks about seventy attributes twice, the configs are cached:
     later requests with the same options get copies, while the model's configs are unchanged. The
@@ -427,7 +427,7 @@ def _pickled(value: Any) -> bytes | None:
         return None
 
 
-def _prepared_config(
+def _loop_config(
     model: Any,
     ids: Tensor,
     keywords: Keywords,
@@ -438,7 +438,7 @@ def _prepared_config(
     defaults = model.generation_config
     has_default_max = defaults.max_length is None and _option_value(keywords, "max_length") is None
     has_default_min = defaults.min_length is None and _option_value(keywords, "min_length") is None
-    config = _generation_config(model, keywords)
+    config = _cached_config(model, keywords)
     mode = _checked_mode(config, assistant_options.get("assistant_model"))
     compat.validate_generation_mode(model, mode, config, assistant_options)
     compat.prepare_special_tokens(model, config, True, device=ids.device, batch_size=1)

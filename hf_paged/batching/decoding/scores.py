@@ -68,7 +68,7 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether each row's scores depend on that row alone, and no caller's code reads the `num_rows`
     rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
-    # with fewer prompts than rows, transformers' version decides which rows this kind affects
+    # with fewer prompts than rows, it depends on transformers' version which rows this kind affects
     for processor in processors:
         if type(processor) is kind and len(processor.encoder_input_ids) != num_rows:
             return False

@@ -73,9 +73,9 @@ def pack(
         count = plan.counts[row]
         draft = sequence.draft
         end = start + count
-        first = len(token_ids)
-        stop = first + count
-        if num_decodes == first and (draft or count == 1):  # all earlier rows are decodes
+        first_index = len(token_ids)
+        end_index = first_index + count
+        if num_decodes == first_index and (draft or count == 1):  # all earlier rows are decodes
             num_decodes += count
         if is_ahead:
             token_ids += [0] * count
@@ -83,8 +83,8 @@ def pack(
             token_ids += sequence.token_ids[start : end - len(draft)]
             token_ids += draft
         positions += range(start, end)
-        query_start += _row_ends(first, count, draft)
-        last += range(stop - plan.num_logits[row], stop)
+        query_start += _row_ends(first_index, count, draft)
+        last += range(end_index - plan.num_logits[row], end_index)
         if rope is not None:
             num_prompt_tokens = sequence.request.num_prompt_tokens
             length = max(end, len(sequence.token_ids))

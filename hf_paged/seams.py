@@ -424,7 +424,7 @@ class Processes(Protocol):
 
     def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
         """Announces the next `PackedRunner.compute` to the other processes, with its `tokens`, its
-        `extra_tokens` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
+        `extra_indices` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises

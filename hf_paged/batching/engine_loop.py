@@ -136,7 +136,7 @@ class EngineLoop:
         loop was made. Called while the loop has unfinished requests."""
         if self.loop is None:
             return
-        loop_dtype = self.loop.executor.autocast
+        loop_dtype = self.loop.executor.autocast_dtype
         dtype = autocast_dtype(compute_device(self.model))
         if dtype != loop_dtype:
             raise ValueError(

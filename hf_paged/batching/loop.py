@@ -248,7 +248,7 @@ class StepLoop:
             if runs_callers_code:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
-                self.executor.doubt_model()
+                self.executor.mark_unverified()
             logits = map(_LOGITS, ready)
             results += sample_step(list(zip(decodings, logits)), fetch)
             # a caller's code may choose any id, and the model's head may have more rows than its
@@ -283,7 +283,7 @@ class StepLoop:
         finally:
             self.executor.is_unchecked |= runs_callers_code
             if runs_foreign_code:
-                self.executor.doubt_model()
+                self.executor.mark_unverified()
         return interrupt
 
     def _compute(self) -> tuple[StepPlan, Tensor | None]:

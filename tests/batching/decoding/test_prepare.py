@@ -16,7 +16,7 @@ from tests.support import models
 def made(model: Any, **options: Any) -> dict[str, Any]:
     keywords = {"generation_config": None, **options}
     own, _ = compat.prepare_generation_config(model, **keywords)
-    config = prepare._generation_config(model, keywords)
+    config = prepare._cached_config(model, keywords)
     assert vars(config) == vars(own)
     return vars(config)
 
@@ -31,12 +31,12 @@ def test_equal_options_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(compat, "prepare_generation_config", counted)
     keywords = {"generation_config": None, "max_new_tokens": 5}
-    first = prepare._generation_config(model, keywords)
+    first = prepare._cached_config(model, keywords)
     first.max_new_tokens = 7
-    assert prepare._generation_config(model, dict(keywords)).max_new_tokens == 5
+    assert prepare._cached_config(model, dict(keywords)).max_new_tokens == 5
     assert len(calls) == 1
-    prepare._generation_config(model, {**keywords, "max_new_tokens": 6})
-    prepare._generation_config(models.build("llama"), keywords)
+    prepare._cached_config(model, {**keywords, "max_new_tokens": 6})
+    prepare._cached_config(models.build("llama"), keywords)
     assert len(calls) == 3
 
 

@@ -29,7 +29,7 @@ from hf_paged.batching.decoding.scores import (
     BatchableProcessors,
     are_row_wise,
     argmax,
-    for_rows,
+    narrow_processors,
     process_together,
 )
 from tests.batching.decoding.driver import (
@@ -717,7 +717,8 @@ def test_processors_that_hold_a_value_for_each_row() -> None:
     rows = [4, 1, 3]
     assert are_row_wise(processors, 6) and not are_row_wise(processors, 12)
     assert torch.equal(
-        for_rows(processors, rows, 6)(ids[rows], scores[rows]), processors(ids, scores)[rows]
+        narrow_processors(processors, rows, 6)(ids[rows], scores[rows]),
+        processors(ids, scores)[rows],
     )
 
 

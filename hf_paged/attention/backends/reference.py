@@ -80,7 +80,7 @@ class AttentionCall(NamedTuple):
         return torch.cat(outputs)
 
 
-def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
+def paired_blocks(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
     """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
     combines keys and values of different layers, or if the pool grew after the model got one of the
     handles."""

@@ -90,8 +90,9 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Returns the adapter in a folder, after checking its config and the shapes of its weights.
-    Raises [`AdapterError`] if the adapter cannot be served or read, or if PEFT is missing."""
+    """Returns the adapter in a folder, after checking its config and the names and sizes of its
+    weights. Raises [`AdapterError`] if the adapter cannot be served or read, or if PEFT is
+    missing."""
     path = os.path.realpath(name)
     try:
         _read_config(path)
@@ -186,8 +187,8 @@ def _digest(file: str, *stat: int) -> str:
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
     """Loads an adapter's weights to the CPU, by module of `model`; converts half precision to
-    float32 as PEFT does. Raises [`AdapterError`] if the weights do not fit this model, or if the
-    files have changed since the request named them."""
+    float32 as PEFT does. Raises [`AdapterError`] if the files cannot be read or have changed since
+    the request named them, or if the weights do not fit this model."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
@@ -244,8 +245,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter that a thread loads. If the thread has ended without setting `parts`, because
-    loading failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
+    """An adapter that a thread loads. If the thread ends without setting `parts`, because loading
+    failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
@@ -254,7 +255,7 @@ class _Loading:
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
     the pool evicts the adapter and `forget` is called. For a model that is not on the CPU, copies
-    of the last used adapters also stay in host memory."""
+    of the adapters that became resident last also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -273,7 +274,7 @@ class AdapterStore:
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
-        parts = self._cpu_weights(file)
+        parts = self._take_cpu_weights(file)
         resident = {}
         is_copied = False
         for module, lora in parts.items():
@@ -286,7 +287,7 @@ class AdapterStore:
             self._keep_on_host(file, parts)
         return adapter
 
-    def _cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+    def _take_cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
         """Takes the weights on the CPU from host memory or a prefetch; otherwise loads them."""
         parts = self._host.pop(file, None)
         if parts is not None:
@@ -322,8 +323,8 @@ class AdapterStore:
         self._resident.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops all prefetched weights, and the other weights of every adapter on a module that is
-        not among the model's current `modules`."""
+        """Drops all prefetched weights, and the weights on devices and in host memory of every
+        adapter on a module that is not among the model's current `modules`."""
         for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.parts):
                 self._resident.pop(file, None)

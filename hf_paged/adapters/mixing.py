@@ -104,10 +104,10 @@ class Mix(ForwardContext):
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
         out = output.reshape(-1, output.shape[-1])
-        step = recorded_deltas.get()
+        recorded = recorded_deltas.get()
         deltas: Deltas | RecordedDeltas | None = None
-        if step is not None:
-            deltas = step[module]
+        if recorded is not None:
+            deltas = recorded[module]
         elif self._has_one_adapter:
             deltas = self._deltas_of(module, ((self._ranges[0][0], 0, len(x)),))
         elif self._head_tokens is not None and module is self._head:
@@ -177,7 +177,7 @@ def key_of(ranges: Ranges) -> tuple[Any, ...]:
 
 
 active_mix: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
-"""The mix of this thread's forwards; `None` if all rows run with one adapter of the model."""
+"""The mix of this thread's forwards; `None` outside of `mixing`."""
 
 
 recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(

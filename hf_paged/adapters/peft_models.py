@@ -116,18 +116,19 @@ def _is_activated(config: Any) -> bool:
 
 
 def has_activated(model: nn.Module) -> bool:
+    """Whether the model has an activated LoRA (`_is_activated`)."""
     return any(map(_is_activated, _configs(model).values()))
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
-    """Raises [`AdapterError`] if PEFT's layers in the model do not suffice to switch to the adapter
-    `name` and to compute it; `None`: to compute the active adapters."""
+    """Raises [`AdapterError`] unless PEFT's layers in the model can switch to the adapter `name`
+    and compute it or, if `name` is `None`, compute the active adapters."""
     reason = None if name is None else _unswitchable_reason(model)
     if reason is not None:
         raise AdapterError(
             name,
-            f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it by"
-            " `peft_model.set_adapter`, or disable all, and leave `adapter` out",
+            f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it with"
+            " `peft_model.set_adapter`, or disable all adapters, and leave `adapter` out",
         )
     configs = _configs(model)
     reasons = {adapter_name: wrapper_reason(config) for adapter_name, config in configs.items()}
@@ -309,8 +310,8 @@ def find_adapter(
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
         if not is_peft_layer or unmixable_reason(base) is not None:
             return (
-                f"the base of adapter {name!r} is quantized, or not a plain linear layer, in"
-                f" {type(base).__name__}"
+                f"adapter {name!r} is on a {type(base).__name__} that is quantized or not a plain"
+                " linear layer"
             )
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0) > 0:
@@ -341,7 +342,7 @@ def find_adapter(
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
     """Returns what identifies an adapter's state: options and identities of tensors of PEFT's
-    layers and of their base layers; `None` if some no longer exist."""
+    layers and of their base layers; `None` if one of these no longer exists."""
     state: list[Any] = []
     try:
         for layer, base in sources:

@@ -71,7 +71,7 @@ def local_shard(
     styles = _COLWISE | _ROWWISE
     if not isinstance(module, nn.Linear) or style not in styles:
         raise ValueError(
-            f"{name} is split over processes in a way that adapters cannot be ({style!r})"
+            f"{name} is split over processes as {style!r}, and adapters cannot be split like that"
         )
 
     def shard_of(whole: Tensor) -> Tensor:

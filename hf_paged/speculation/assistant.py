@@ -108,10 +108,12 @@ class Assistant:
             if not self.rows:
                 self.executor.go_idle()
 
-    def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+    def make_strategy_and_processors(
+        self, decoding: SampleDecoding
+    ) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
         logits processors for these: those of transformers' assistant, which include the target's,
-        except processors that hold a state or force a token."""
+        that can run on drafts (`can_run_on_drafts`)."""
         strategy, processors = compat.assisted_candidates(
             decoding.input_ids,
             self.model,
@@ -167,7 +169,7 @@ class Assistant:
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
         """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
-        computed yet, and for all rows during a pause."""
+        computed yet, and for all rows during a pause, or if a forward runs out of blocks."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -241,14 +243,14 @@ class Assistant:
         return is_allocated
 
     def _allocate_missed(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
-        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all;
-        returns the rows that have tokens to compute, with their numbers."""
+        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all.
+        Returns the rows that got blocks, each with its number of tokens to compute."""
         budget = self._max_catch_up
         row_counts = []
         for row in rows:
             count = row.sequence.num_to_compute
             if count > budget:
-                # if not all positions fit, computes only some that depend on no draft token
+                # if not all positions fit, computes only positions that depend on no draft token
                 count = min(budget, count + 1 - self.depth)
             if count > 0 and self._allocate(row, count):
                 row_counts.append((row, count))
@@ -320,7 +322,7 @@ class AssistantRow(Source):
         self.assistant = assistant
         config = decoding.config
         ids = decoding.input_ids
-        self.strategy, self.processors = assistant.strategy_and_processors(decoding)
+        self.strategy, self.processors = assistant.make_strategy_and_processors(decoding)
         self.do_sample = bool(config.do_sample)
         self.device = ids.device
         eos_tokens = compat.special_token(config, "eos")

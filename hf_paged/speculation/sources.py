@@ -89,8 +89,8 @@ class Source:
         return None
 
     def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
-        """Returns how many tokens to draft in step number `step`, at most `max_tokens` (at least
-        1), at this `StepCosts.price`; if that is 0, begins a pause."""
+        """Returns how many tokens to draft in step number `step`, given the `StepCosts.price`: at
+        most `max_tokens`, which is at least 1. If the number is 0, begins a pause."""
         if self.length is None:
             return max_tokens
         count = self.length.choose(price, max_tokens)
@@ -136,7 +136,7 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step, unless it took exceptionally long."""
+        """Adds a step, unless it took exceptionally long. If earlier steps did, drops those."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # perhaps a graph was recorded, or the machine was busy
             return
@@ -148,7 +148,7 @@ class StepCosts:
 
     def price(self, num_rows: int, draft_seconds: float = 0.0) -> float:
         """Returns the cost of a draft token in a step of `num_rows` rows, as a fraction of the time
-        that an accepted token saves. `draft_seconds`: time to draft one token for every row."""
+        that an accepted token saves. `draft_seconds`: the time to draft one token for each row."""
         num_rows = max(num_rows, 1)
         seconds_per_draft_token = draft_seconds / num_rows
         weight, x, xx, y, xy = self._sums
@@ -164,7 +164,8 @@ class StepCosts:
 class DraftLength:
     """Chooses the lengths of a row's drafts: the `k`-th token pays off while the probability that
     the first `k` tokens are all accepted exceeds the price of a token. A row pauses when too few
-    are accepted or its source has no draft: longer every time, until a token is accepted."""
+    are accepted or its source has no draft. Pauses grow, up to a maximum, until a token is
+    accepted."""
 
     DECAY = 0.8  # of a draft's weight in the acceptance rate, per later draft
     FIRST_PAUSE = 8  # pauses are in steps
@@ -193,7 +194,7 @@ class DraftLength:
         return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:
-        """Begins a pause, at first of no step, since the source had no draft."""
+        """Begins a pause, since the source had no draft. The first such pause has 0 steps."""
         self.pause = self._empty_pause
         self._empty_pause = min(2 * self._empty_pause + 1, self.MAX_EMPTY_PAUSE)
 
@@ -236,7 +237,7 @@ class NgramIndex:
         ngram: list[int],
         namespace: bytes = b"",
     ) -> list[int]:
-        """Returns the tokens that followed an n-gram; empty if it is not in the index."""
+        """Returns the tokens that followed an n-gram; none if the n-gram is not in the index."""
         continuation = self._continuations.get(namespace + _packed(ngram), b"")
         return array("q", continuation).tolist()
 
@@ -301,8 +302,8 @@ class Ngrams(Source):
             self._add_to_index(end)
 
     def _add_to_index(self, end: int) -> None:
-        """Adds to the index what followed each of the row's tokens before position `end`, except
-        those added already."""
+        """Adds to the index the tokens that followed each n-gram of the row that ends before
+        position `end`, except for n-grams added already."""
         first = max(0, self._num_indexed - NGRAM_SIZE)
         tokens = self._token_ids[first:]
         self.index.add(tokens, self._num_indexed - first, end - first, self.namespace)
@@ -314,7 +315,7 @@ class Ngrams(Source):
 
 class CandidateSource(Source):
     """Drafts up to `max_tokens` tokens for one row with one of transformers' candidate generators.
-    If `is_sampled` and the row has a `generator`, tokens are drawn with that."""
+    If `is_sampled` and the row has a `generator`, tokens are drawn with that generator."""
 
     def __init__(
         self,

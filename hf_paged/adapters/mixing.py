@@ -35,8 +35,8 @@ class Mix(ForwardContext):
     """The adapters of a packed step's tokens, and the products that they add to modules'
     outputs."""
 
-    def __init__(self, ranges: Ranges, head: nn.Module | None, can_record: bool = False) -> None:
-        """`head`: the linear layer that computes logits, if any. `can_record`: whether one recorded
+    def __init__(self, ranges: Ranges, head: nn.Module | None, reads_ranges: bool = False) -> None:
+        """`head`: the linear layer that computes logits, if any. `reads_ranges`: whether one recorded
         step can serve all ranges of these adapters (`takes_ranges`)."""
         distinct_adapters = dict.fromkeys(adapter for adapter, *_ in ranges)
         self.adapters = [adapter for adapter in distinct_adapters if adapter is not NO_ADAPTER]
@@ -49,10 +49,10 @@ class Mix(ForwardContext):
         self._deltas = {module: self._deltas_of(module, ranges) for module in self.weights}
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
-        self.is_fixed = not can_record
+        self.is_fixed = not reads_ranges
         # in a recorded step with chunks, the ranges of the rows that the head gets are unknown
-        self.takes_chunks = can_record and head not in self._deltas
-        if can_record:
+        self.takes_chunks = reads_ranges and head not in self._deltas
+        if reads_ranges:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
             self.num_ranges = len(self.adapters)
         parts = itertools.chain.from_iterable(self.weights.values())

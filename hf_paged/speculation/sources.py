@@ -124,7 +124,8 @@ class Source:
 
 
 class StepCosts:
-    """Fits a line to the seconds of recent decode steps as a function of their tokens."""
+    """Fits a line to the seconds of recent decode steps as a function of the steps' token
+    counts."""
 
     DECAY = 0.97  # of a step's weight, per later step
     MIN_STEPS = 8  # before which the price is the default

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 # address space for a layer's blocks, unless more blocks are reserved; growing beyond it moves them
 MAX_RESERVED_BYTES = 64 << 30
-# a pool without a limit grows by at least this many runs of `1 + blocks_ahead` blocks, so that new
-# rows find free runs
+# with `blocks_ahead`, a pool without a limit grows by at least this many runs of `1 + blocks_ahead`
+# blocks, so that new rows find free runs
 RUNS_PER_GROWTH = 16
 
 

@@ -34,16 +34,16 @@ unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
     "hf_paged_unsupported_reasons", default=None
 )
 """The set that collects, for the route of a call, why decode steps in this context gather keys and
-values; `None`: reasons are not collected. Reasons against Triton kernels are logged instead."""
+values; `None`: reasons are not collected. Why `triton` does not support calls is only logged."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
     """Returns the backend for a call: the forced one, else `triton` on a GPU and `cpp` on the CPU;
-    `gather` if that backend is unavailable or does not support the call. Logs each reason why
-    `triton` does not support a call once, and adds those of decodes on other backends to
-    `unsupported_reasons`. Raises the errors of `kernels.preferred`.
+    `gather` if that backend is unavailable or does not support the call. Logs, once, each reason
+    why `triton` does not support calls; adds other reasons to `unsupported_reasons`, for decodes
+    and without a forced backend. Raises the errors of `kernels.preferred`.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
     is_cpu = call.query.is_cpu

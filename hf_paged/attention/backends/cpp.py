@@ -23,9 +23,9 @@ from .reference import AttentionCall
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""Maximum queries per row that the kernel computes for plain bfloat16 calls on a CPU with AMX,
-unless results must be batch-invariant. For more, PyTorch is faster, since the kernel uses AMX tiles
-for scores, but not for sums of values."""
+"""On a CPU with AMX, plain bfloat16 calls with more queries per row go to `gather`, unless they are
+recorded or must be batch-invariant. PyTorch is faster for them, since the kernel uses AMX tiles for
+scores, but not for sums of values."""
 
 
 def is_available() -> bool:

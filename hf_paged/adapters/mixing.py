@@ -36,8 +36,8 @@ class Mix(ForwardContext):
     outputs."""
 
     def __init__(self, ranges: Ranges, head: nn.Module | None, reads_ranges: bool = False) -> None:
-        """`head`: the linear layer that computes logits, if any. `reads_ranges`: whether one recorded
-        step can serve all ranges of these adapters (`takes_ranges`)."""
+        """`head`: the linear layer that computes logits, if any. `reads_ranges`: whether one
+        recorded step can serve all ranges of these adapters (`takes_ranges`)."""
         distinct_adapters = dict.fromkeys(adapter for adapter, *_ in ranges)
         self.adapters = [adapter for adapter in distinct_adapters if adapter is not NO_ADAPTER]
         self._ranges = ranges

@@ -392,7 +392,7 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     num_tokens = step.num_tokens
     is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
     if is_whole and step.lengths is None:  # a recorded step must not read the mask
-        matches_causal = torch.where(step.plan(_is_past), added == 0, added <= MAX_HIDING_BIAS)
+        matches_causal = torch.where(step.plan(_past_keys_mask), added == 0, added <= MAX_HIDING_BIAS)
         if bool(matches_causal.all()):
             return None
     return added
@@ -405,7 +405,7 @@ def _bias_where(step: StepMetadata, mask: Tensor, hidden_value: bool) -> Tensor 
     return _bias(step, added.masked_fill_(hidden, -math.inf))
 
 
-def _is_past(step: StepMetadata) -> Tensor:
+def _past_keys_mask(step: StepMetadata) -> Tensor:
     """Returns a mask `(T, key_len)` bool of the keys at or before each token's position."""
     positions: list[int] = []
     for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):

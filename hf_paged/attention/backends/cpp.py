@@ -181,8 +181,8 @@ def _signature(call: AttentionCall) -> tuple[object, ...]:
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """Returns the call's `Attention`, which the blocks keep for the next call. Raises the errors of
-    its constructor, `TypeError` if the kernel does not support the call's tensors."""
+    """Returns the call's `Attention`, which the blocks keep for the next call. Raises the
+    constructor's errors, among them `TypeError` if the kernel does not support the tensors."""
     query = call.query
     blocks = call.blocks
     kernel = blocks.attention

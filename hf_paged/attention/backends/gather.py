@@ -21,14 +21,13 @@ from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
 MIN_UNPACKED_QUERIES = 64
-"""With fewer queries per row, the query heads of a K/V head are packed with the queries into one
-matrix of `group * query_len` rows, which is up to 3.5 times as fast in half precision. With at
-least this many, SDPA on the CPU lays out K and V itself and skips keys that causal masking
-hides."""
+"""With fewer queries per row, the queries of all heads of a K/V head are packed as the rows of one
+matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on the CPU
+lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
 """The stride of a mask's rows is a multiple of this many elements. On a GPU, PyTorch's fused
-kernels would pad other masks in every layer."""
+kernels would pad masks with other strides in every layer."""
 
 
 class _Scratch(threading.local):
@@ -223,7 +222,8 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             enable_gqa=group > 1,
         )
         return result.to(query.dtype).transpose(1, 2)
-    packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
+    # [rows, kv_heads, group * queries, dim]
+    packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
     mask = _mask(call.step, part, queries, keys, dtype, heads=group)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
         # for a single query, half-precision SDPA on the CPU takes two to three times as long

@@ -1,4 +1,4 @@
-"""LoRA adapters in folders that PEFT saved: checks, loading, and the store of loaded weights.
+"""LoRA adapters that PEFT saved in folders: checks, loading, and the store of loaded weights.
 `pages.py` holds the blocks that account for the weights."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class AdapterFile(NamedTuple):
 
 
 def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
-    """Resolves the adapter name of a request, which names an adapter of the model or, failing that,
-    a folder that PEFT saved. `takes_ids`: whether the prompt is plain token ids. Raises
+    """Resolves the adapter name of a request: the name of an adapter of the model or, failing that,
+    of a folder in which PEFT saved one. `takes_ids`: whether the prompt is plain token ids. Raises
     [`AdapterError`] if the adapter cannot be served, and `ValueError` if it is in a folder and the
     prompt has other inputs."""
     check_served(model, name)
@@ -130,8 +130,8 @@ def read_adapter_file(name: str) -> AdapterFile:
 
 
 def _read_config(path: str) -> Any:
-    """Returns PEFT's config of a folder. Raises [`AdapterError`] if such adapters cannot be loaded
-    on demand, and `ImportError` without PEFT."""
+    """Returns the PEFT config in a folder. Raises [`AdapterError`] if adapters with this config
+    cannot be loaded on demand, and `ImportError` without PEFT."""
     try:
         import peft
     except ImportError as error:
@@ -263,7 +263,7 @@ class AdapterStore:
         self._loading: dict[AdapterFile, _Loading] = {}
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
         self._last_number = 0  # in `Adapter.key`
-        self.num_loads = 0  # from files, so far
+        self.num_loads = 0  # adapters loaded from files so far
 
     def __contains__(self, file: AdapterFile) -> bool:
         """Whether the adapter's weights are resident."""
@@ -288,7 +288,7 @@ class AdapterStore:
         return adapter
 
     def _take_cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-        """Takes the weights on the CPU from host memory or a prefetch; otherwise loads them."""
+        """Returns the weights on the CPU, taken from host memory or a prefetch, or else loaded."""
         parts = self._host.pop(file, None)
         if parts is not None:
             return parts

@@ -245,7 +245,7 @@ class LoopAdapters:
 
     def load(self, file: AdapterFile) -> Adapter:
         """Returns an adapter's weights; loads them first if needed, in all processes that hold
-        shards of the model. Raises [`AdapterError`] if one of these cannot."""
+        shards of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
@@ -286,12 +286,13 @@ class LoopAdapters:
 
     def check_mixing(self, module_names: tuple[str, ...]) -> str | None:
         """Checks in short forwards whether rows with different adapters on these modules get the
-        same results together as alone. Returns why not; `None` if they do."""
+        same results together as alone. Returns why they do not, or why that cannot be checked;
+        `None` if they do."""
         if self._processes is not None:
             self._processes.adapters("check_mixing", module_names)
         try:
             adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
-        except ValueError as error:  # one of the layers is sharded in a way that adapters cannot be
+        except ValueError as error:  # adapters cannot be sharded as one of the layers is
             return Topic.ADAPTERS(str(error))
         adapters.append(NO_ADAPTER)
 
@@ -333,7 +334,7 @@ def _make_mix(
 
 def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: int) -> Adapter:
     """Returns a random adapter on the modules of these names, the same in every process. Raises
-    `ValueError` if one of them is sharded in a way that adapters cannot be."""
+    `ValueError` if adapters cannot be sharded as one of the modules is."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
 

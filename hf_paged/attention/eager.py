@@ -392,7 +392,9 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     num_tokens = step.num_tokens
     is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
     if is_whole and step.lengths is None:  # a recorded step must not read the mask
-        matches_causal = torch.where(step.plan(_past_keys_mask), added == 0, added <= MAX_HIDING_BIAS)
+        matches_causal = torch.where(
+            step.plan(_past_keys_mask), added == 0, added <= MAX_HIDING_BIAS
+        )
         if bool(matches_causal.all()):
             return None
     return added

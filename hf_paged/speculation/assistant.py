@@ -91,7 +91,7 @@ class Assistant:
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
-        self.seconds_per_token = 0.0  # moving average: seconds to draft one token for every row
+        self.seconds_per_token = 0.0  # moving average: seconds to draft one token for all rows
         self._next_pause = 1  # steps
         self._num_paused = 0  # remaining steps of the current pause
 
@@ -112,8 +112,8 @@ class Assistant:
         self, decoding: SampleDecoding
     ) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
-        logits processors for these: those of transformers' assistant, which include the target's,
-        that can run on drafts (`can_run_on_drafts`)."""
+        logits processors for these tokens: those of transformers' assistant, which include the
+        target's, as far as they can run on drafts (`can_run_on_drafts`)."""
         strategy, processors = compat.assisted_candidates(
             decoding.input_ids,
             self.model,
@@ -169,7 +169,8 @@ class Assistant:
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
         """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
-        computed yet, and for all rows during a pause, or if a forward runs out of blocks."""
+        computed yet, and for all rows during a pause, or if a forward runs out of blocks or cannot
+        be packed."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)

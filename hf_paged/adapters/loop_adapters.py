@@ -269,7 +269,7 @@ class LoopAdapters:
         if name is None:
             name = active_adapter(self._model)
         if not isinstance(name, str):
-            return "several adapters are active at once, or adapters are disabled in some layers"
+            return "no single adapter is active in all layers"
         if name == BASE:
             return NO_ADAPTER
         previous = self._model_adapters.get(name)

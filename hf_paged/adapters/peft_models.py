@@ -255,8 +255,8 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """Returns the name of the active adapter: `"__base__"` if there is none, `None` if several are
-    active, or if only some layers are disabled."""
+    """Returns the name of the active adapter: `"__base__"` if all layers are disabled, `None` if
+    only some are, or if not exactly one adapter is active."""
     are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
     if False not in are_disabled:
         return BASE

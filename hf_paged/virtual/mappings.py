@@ -50,8 +50,8 @@ class PlaneLayout:
         page_bytes: int,
     ) -> PlaneLayout | None:
         """Returns a layout of `blocks` `(n, heads, block_size, dim)` in which every block fills
-        whole pages of each plane; `None` if there is none. `num_parts`: as the field, for planes of
-        one head."""
+        whole pages of each plane; `None` if there is none. `num_parts`: the field's value if each
+        plane has one head."""
         _, num_heads, block_size, dim = blocks.shape
         by_head = cls(num_heads, 1, dim, block_size, blocks.dtype, num_parts)
         all_heads = cls(1, num_heads, dim, block_size, blocks.dtype, 1)
@@ -208,8 +208,8 @@ class RowMappings:
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
-        # keeps no reference to the region: in a cycle its pages would be freed at the next garbage
-        # collection instead of with their last user
+        # keeps no reference to the region: in a cycle, the region's pages would be freed at the
+        # next garbage collection instead of with their last user
         layout = region.layout
         num_slots, max_len = self.shape
         planes_per_part = layout.num_planes // layout.num_parts

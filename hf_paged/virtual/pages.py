@@ -32,7 +32,7 @@ PLANE_BYTES = 1 << 38
 
 
 class Addresses:
-    """A reserved address range, which is freed once this object and all its tensors are."""
+    """A reserved address range, freed after this object and all of its tensors."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class CudaPages:
         minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         granularity = self._call_in_context("cuMemGetAllocationGranularity", properties, minimum)
         self.granularity = int(granularity)
-        # driver's handles of existing pages, of `granularity` bytes each, by offset
+        # the driver's handles of existing pages, of `granularity` bytes each, by offset
         self._handles: dict[int, Any] = {}
         self._mapped: set[int] = set()  # addresses of mapped pages
         self._size = 0  # of the offset space

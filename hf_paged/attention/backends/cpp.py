@@ -29,7 +29,7 @@ scores, but not for sums of values."""
 
 
 def is_available() -> bool:
-    """Whether the kernel was built and agrees with PyTorch."""
+    """Whether the kernel can be called and agrees with PyTorch."""
     return kernels_cpp.is_available() and _agrees()
 
 

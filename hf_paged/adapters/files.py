@@ -114,13 +114,13 @@ def read_adapter_file(name: str) -> AdapterFile:
         unknown_keys = sorted(layers.keys() - set(_SUFFIXES))
         if unknown_keys:
             raise _unsupported(name, f"{unknown_keys[0]!r} does not belong to a linear layer")
-        a, b, bias = (layers[suffix] for suffix in _SUFFIXES)
-        incomplete = sorted((a ^ b) | (bias - a))
+        a_layers, b_layers, bias_layers = (layers[suffix] for suffix in _SUFFIXES)
+        incomplete = sorted((a_layers ^ b_layers) | (bias_layers - a_layers))
         if incomplete:
             raise ValueError(
                 f"{incomplete[0]} is missing some LoRA weights: save the adapter again"
             )
-        if not a:
+        if not a_layers:
             raise ValueError("it has no weights")
     except AdapterError:
         raise

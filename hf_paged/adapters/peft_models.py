@@ -20,7 +20,7 @@ from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
 from ..topics import Topic, TopicError
-from .shards import is_split, local, local_weights
+from .shards import is_split, local_weights, to_local
 
 BASE = "__base__"  # PEFT's name for "no adapter"
 _STATE_ATTRIBUTES = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
@@ -351,7 +351,7 @@ def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | No
                 layer.scaling[name],
                 layer.lora_dropout[name].training,
             ]
-            for tensor in map(local, (base.weight, *_tensors(layer, name))):
+            for tensor in map(to_local, (base.weight, *_tensors(layer, name))):
                 state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
     except (AttributeError, KeyError):
         return None

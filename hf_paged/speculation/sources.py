@@ -152,13 +152,14 @@ class StepCosts:
         that an accepted token saves. `draft_seconds`: the time to draft one token for all rows."""
         num_rows = max(num_rows, 1)
         seconds_per_draft_token = draft_seconds / num_rows
-        weight, x, xx, y, xy = self._sums
-        spread = weight * xx - x * x
+        weight, tokens, squares, seconds, products = self._sums
+        spread = weight * squares - tokens * tokens
         if self._num_steps < self.MIN_STEPS or spread < 1e-2 * weight * weight:
-            return self.DEFAULT_PRICE + (seconds_per_draft_token * weight / y if y else 0)
-        fitted = (weight * xy - x * y) / spread
-        slope = min(max(fitted, 0.0), y / x)  # seconds per token
-        fixed = max(y / weight - slope * x / weight, 1e-9)  # seconds per step
+            relative_cost = seconds_per_draft_token * weight / seconds if seconds else 0
+            return self.DEFAULT_PRICE + relative_cost
+        fitted = (weight * products - tokens * seconds) / spread
+        slope = min(max(fitted, 0.0), seconds / tokens)  # seconds per token
+        fixed = max(seconds / weight - slope * tokens / weight, 1e-9)  # seconds per step
         return (slope + seconds_per_draft_token) / (fixed / num_rows + slope)
 
 

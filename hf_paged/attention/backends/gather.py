@@ -81,7 +81,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape
-    group = heads // kv_heads
+    group_size = heads // kv_heads
     bias = call.bias
     if bias is not None:
         length = bias.shape[-1]
@@ -92,7 +92,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         new_output = query.new_empty if is_complete else query.new_zeros
         out = new_output(batch, query_len, heads, blocks.values.shape[3])
     for part in parts:
-        query_heads = slice(part.heads.start * group, part.heads.stop * group)
+        query_heads = slice(part.heads.start * group_size, part.heads.stop * group_size)
         queries = query[part.rows, query_heads, part.first_query :]
         part_bias = None
         if bias is not None:
@@ -195,9 +195,9 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     dtype = query.dtype
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
-    group = heads // kv_heads
+    group_size = heads // kv_heads
     needs_scores = call.softcap is not None or call.sinks is not None
-    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group == 1 and queries > 1)
+    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group_size == 1 and queries > 1)
     if is_unpacked or not call.is_plain:
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
@@ -219,12 +219,12 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             mask,
             is_causal=is_causal,
             scale=call.scale,
-            enable_gqa=group > 1,
+            enable_gqa=group_size > 1,
         )
         return result.to(query.dtype).transpose(1, 2)
-    # [rows, kv_heads, group * queries, dim]
-    packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
-    mask = _mask(call.step, part, queries, keys, dtype, heads=group)
+    # [rows, kv_heads, group_size * queries, dim]
+    packed = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
+    mask = _mask(call.step, part, queries, keys, dtype, heads=group_size)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
         # for a single query, half-precision SDPA on the CPU takes two to three times as long
         scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
@@ -236,7 +236,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         result = F.scaled_dot_product_attention(packed, key, value, mask, scale=call.scale)
     if queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
-    return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return result.unflatten(2, (group_size, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _mask(

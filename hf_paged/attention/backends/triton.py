@@ -1,5 +1,5 @@
-"""Attention by the Triton kernels, in one launch for decodes and one for chunks, or by a cascade
-for decodes that share blocks. Calls that the kernels do not support go to `gather`."""
+"""Attention by the Triton kernels, with separate launches for decodes and for chunks, or by a
+cascade for decodes that share blocks. Calls that the kernels do not support go to `gather`."""
 
 from __future__ import annotations
 

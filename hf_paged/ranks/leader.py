@@ -80,8 +80,8 @@ class TableHistory:
 
 class RankLeader:
     """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
-    blocks and models in the same order. Orders that need no answer are queued for the next message,
-    which is sent at the next step at the latest."""
+    blocks and models in the same order. Orders that need no answer are queued and sent with the
+    next message, at the latest in the next step."""
 
     leads = True
 

@@ -33,8 +33,8 @@ from ..plan import StepPlan
 from ..step import NotPackable
 from .sources import DrawnDraft, Source
 
-# up to this many missed tokens of a row run as rows of one token each, so that the step can be a
-# replay
+# up to this many missed tokens of a row run as rows of one token each, so that the step can replay
+# a recording
 MAX_CATCH_UP_ROWS = 16
 _assistant_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _assistant_numbers_lock = forks.lock()
@@ -268,7 +268,7 @@ class Assistant:
         for row, count in row_counts:
             if 1 < count <= MAX_CATCH_UP_ROWS and count == row.sequence.num_to_compute:
                 rows_with_drafts.append(row)
-                row.move_tail_to_draft(count - 1)  # so that the step can be a replay
+                row.move_tail_to_draft(count - 1)  # so that the step can replay a recording
         row_counts.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
         try:

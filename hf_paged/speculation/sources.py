@@ -224,7 +224,7 @@ class NgramIndex:
         namespace: bytes = b"",
     ) -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
-        end)` from `NGRAM_SIZE` on. `namespace`: a digest."""
+        end)` of at least `NGRAM_SIZE`. `namespace`: a digest."""
         packed = _packed(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES

@@ -1,5 +1,5 @@
-"""Assigns rows to slots (address ranges), alike in all layers, and plans the portable attention of
-rows in slots. `mappings.py` maps the blocks of rows in their slots."""
+"""Assigns rows to slots (address ranges), the same in all layers, and plans the portable attention
+of rows in slots. `mappings.py` maps the blocks of rows in their slots."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes `_attend_part` for consecutive queries and the keys that any of them sees; in at
+    """Computes `_attend_part` for consecutive queries and the keys that any of them sees. Uses at
     least float32 if there is a bias, a softcap or sinks. A query that sees no keys gets zeros, as
     in PyTorch's SDPA."""
     query = call.query
@@ -210,7 +210,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             bias = bias.to(dtype)
             mask = bias if mask is None else bias + mask
         if needs_scores:
-            # without a bias, the mask leaves every query a key
+            # without a bias, every query sees a key
             return reference.attend_densely(call, key, value, mask, bias is None)
         result = F.scaled_dot_product_attention(
             query.to(dtype),

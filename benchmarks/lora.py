@@ -67,7 +67,7 @@ def arm(
             next(forwards)
             return run(*args)
 
-        apart = patch(LoopAdapters, "_mixable", lambda *_: {})
+        apart = patch(LoopAdapters, "_get_mixable", lambda *_: {})
         with patch(model_runner, "run", counted), contextlib.nullcontext() if mixes else apart:
             start = time.perf_counter()
             results = engine.generate(texts[turn], options, adapter=adapters)

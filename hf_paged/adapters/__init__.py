@@ -1,6 +1,6 @@
 """PEFT's LoRA adapters for a model's requests: rows with different adapters share packed forwards,
-and adapters in folders take memory of the block pool. Implements `rooms.AdaptersRoom`; imports no
-other room."""
+and the weights of adapters in folders are charged to the block pool. Implements
+`rooms.AdaptersRoom`; imports no other room."""
 
 from .files import resolve_adapter
 from .loop_adapters import LoopAdapters as make_adapters

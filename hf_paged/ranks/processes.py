@@ -37,7 +37,7 @@ class Ranks:
 
     Methods that communicate are collective: all members must call them in the same order. If a
     member ends, the others get a [`RankLostError`]; if it lives but does not call, they wait, for
-    `_FAILURE_TIMEOUT` in `check_all_failed` and for `_IDLE_TIMEOUT` in the others. `reserving`,
+    `_FAILURE_TIMEOUT` in `check_all_failed`, for `_IDLE_TIMEOUT` in other methods. `reserving`,
     `reserve`, `release`, `run`, `moved` and `adapters` do not communicate, and `forward` only after
     an error."""
 

@@ -190,7 +190,7 @@ def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
     )
     cache = out.past_key_values
     assert cache.get_seq_length() == 14
-    with pytest.raises(ValueError, match="first 5 positions of that row were padding"):
+    with pytest.raises(ValueError, match="row's first 5 positions were padding"):
         model.generate(
             out.sequences, attention_mask=torch.ones_like(out.sequences), past_key_values=cache
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import MaskPattern, PagedMask, parse, unpadded_columns
+from hf_paged.attention.masks import MaskPattern, PagedMask, parse_mask, unpadded_columns
 from hf_paged.attention.observers import LookAhead
 
 PAD = torch.zeros(2, dtype=torch.long)
@@ -49,7 +49,7 @@ PAD = torch.zeros(2, dtype=torch.long)
     ],
 )
 def test_parse(function: Any, pattern: MaskPattern | None) -> None:
-    assert parse(function) == pattern
+    assert parse_mask(function) == pattern
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def arguments(**kwargs: Any) -> dict[str, Any]:
 
 
 def made(arguments: dict[str, Any], implementation: str) -> PagedMask:
-    pattern = parse(arguments.get("mask_function", masking_utils.causal_mask_function))
+    pattern = parse_mask(arguments.get("mask_function", masking_utils.causal_mask_function))
     assert pattern is not None
     return PagedMask(arguments, implementation, pattern)
 

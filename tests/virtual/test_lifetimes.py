@@ -304,7 +304,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     call = {"cache_implementation": "paged", "cache_config": {"storage": "virtual"}}
     expected = model.generate(ids, **options)
-    own, num_calls = mappings._num_boundaries, 0
+    own, num_calls = mappings._count_boundaries, 0
 
     def count(*args: Any) -> int:
         nonlocal num_calls
@@ -313,7 +313,7 @@ def test_an_interrupt_while_mappings_are_noted(at: int, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
         return own(*args)
 
-    monkeypatch.setattr(mappings, "_num_boundaries", count)
+    monkeypatch.setattr(mappings, "_count_boundaries", count)
     with pytest.raises(KeyboardInterrupt):
         model.generate(ids, **options, **call)
     assert torch.equal(model.generate(ids, **options, **call), expected)

@@ -52,8 +52,8 @@ def decode_attention(
 ) -> Any:
     """Computes attention of a step with the same `query_len` in every row, at most `MAX_QUERIES`.
     The arguments, result and errors are as in `prefill_attention`, except that `bias` broadcasts to
-    `(rows, heads, query_len, max seq_len)`. With `return_lse`, also returns the log-sum-exp of the
-    scores, `(T, heads)` float32, including the sink."""
+    `(rows, heads, query_len, >= max seq_len)`. With `return_lse`, also returns the log-sum-exp of
+    the scores, `(T, heads)` float32, including the sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -158,20 +158,21 @@ def prefill_attention(
         query: `(T, heads, key_dim)`, the queries of all rows, row after row.
         key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
-        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all
+        bias: Added to the scores; broadcasts to `(rows, heads, 1, >= max seq_len)`, shared by all
             queries of a row.
         query_index: `(T,)` int32: query `i` is `query[query_index[i]]`.
         num_splits: The number of parts into which each row's keys are split; by default enough to
-            fill the multiprocessors, at most one per `MIN_PREFILL_SPLIT` tokens of block tables.
+            fill the multiprocessors, but at most one per `MIN_PREFILL_SPLIT` tokens of the longest
+            block table.
         is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp
             of their scores, `(splits, T, heads)`, both float32. The first part includes the sink.
 
     Returns:
-        `Tensor`: `(T, heads, value_dim)`, contiguous, in the query's dtype.
+        `Tensor`: `(T, heads, value_dim)`, contiguous, in the query's dtype, if `is_merged`.
 
     Raises:
         IndexError: if `bias` has fewer keys than the longest row.
-        LaunchFailedError: if the kernel does not run.
+        LaunchFailedError: if the kernel cannot be launched.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads = query.shape[1]
@@ -183,7 +184,7 @@ def prefill_attention(
             "prefill", key_dim, value_dim, query.dtype, max_query_rows, query.device
         )
         # A bias is loaded element by element, since its rows may have any alignment. Codes are
-        # converted in registers, from which the tensor cores of most chips read. In both cases
+        # converted in registers, where the tensor cores of most chips then read them. In both cases
         # large tiles would spill registers.
         is_converted = quantized.is_quantized(key_blocks) and not has_shared_operands(
             chip_name(query.device)

@@ -119,7 +119,7 @@ def _attend_tile(
     anchor = new_max_score
     if MASKED:
         anchor = tl.where(new_max_score == float("-inf"), 0.0, new_max_score)
-    if bias is not None:  # multiplied by `log2_factor`, a bias at the dtype's minimum would be -inf
+    if bias is not None:  # a bias at the dtype's minimum, times `log2_factor`, would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * log2_factor)
     else:  # one fused multiply-add per score
         weights = tl.exp2(scores * log2_factor - (anchor * log2_factor)[:, None])
@@ -255,8 +255,8 @@ def attention_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    """Computes attention of one tile of a row's queries over all keys of that row, or over a part
-    of them.
+    """Computes attention of one tile of a row's queries over all keys of the row, or over one part
+    of these keys.
 
     With `BY_LENGTH` the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries, and
     with `SPLIT` the keys of longer rows are split into more items. Without it the grid is `(tiles,

@@ -1,5 +1,5 @@
 """A Triton kernel that merges attention results over disjoint sets of keys, by the log-sum-exp of
-their scores. If it does not run, PyTorch computes the merge."""
+their scores. If it cannot be launched, PyTorch computes the merge."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def merge(
 ) -> None:
     """Merges the attention results over parts of the keys into the result over all keys, and writes
     it to `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of parts whose
-    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel does not run, merges
-    in PyTorch rather than raising: computing the parts again would take longer.
+    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel cannot be launched,
+    merges in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)`, and `(parts, n, heads)` float32: the
@@ -125,8 +125,9 @@ def merge(
             then merged as another part; may be the same tensor as `out_lse`.
         index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
         row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
-            the number of its parts, at most `max_parts`. Then `n` is the number of queries per row,
-            and rows with one part are not written.
+            the number of its parts. Then `n` is the number of queries per row, and rows with one
+            part are not written.
+        max_parts: The most parts of a row; by default all `parts`.
     """
     parts, queries, heads, value_dim = partials.shape
     num_tokens = queries if row_items is None else len(out)

@@ -45,7 +45,8 @@ def sample_together(
 ) -> dict[str, GenerationOutput] | None:
     """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
     by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
-    cannot return all that was requested, exceeds `max_num_seqs`, or has an invalid prompt."""
+    cannot return all that was requested, has an encoder or no `max_new_tokens`, exceeds
+    `max_num_seqs`, or has an invalid prompt."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:

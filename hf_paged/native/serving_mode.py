@@ -1,4 +1,5 @@
-"""The mode in which continuous batching serves models: entering it and leaving it. Runs no step."""
+"""The mode in which continuous batching serves models: evaluation mode, with attention that
+`PagedEngine` can replace."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class _ServedModel:
                     self.attention_names.append((config, name))
 
     def evaluate(self, model: PreTrainedModel) -> None:
-        """Sets evaluation mode, and records the modules that were in training mode, if any."""
+        """Sets evaluation mode, and records which modules were in training mode, if any were."""
         self.training_modules = _training_modules(model) or self.training_modules
         model.eval()
 
@@ -48,7 +49,8 @@ _served_lock = forks.lock()
 
 
 def evaluate_again(model: PreTrainedModel) -> None:
-    """Sets evaluation mode within `serving_mode`, whose end restores a mode that a caller set."""
+    """Sets evaluation mode again within `serving_mode`. If a caller has set training mode
+    meanwhile, the end of `serving_mode` restores training mode."""
     _served_models[model].evaluate(model)
 
 

@@ -94,8 +94,9 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Multiplies ROWS rows of `shrunk` by the transpose of a part's B, adds the bias, scales the sum,
-    # and adds it, [ROWS, WIDTH], to the layer's output. Rounds where PyTorch's operations would.
+    # Multiplies ROWS rows of `shrunk` by the transpose of a part's B, adds the bias, scales it,
+    # and adds the result [ROWS, WIDTH] to the layer's output. Rounds where PyTorch's operations
+    # would.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)

@@ -42,10 +42,10 @@ def find_costs(
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
     """Returns the nanoseconds per context token, by block size (in tokens), of the kernel that
-    computes attention of a model in `dtype` on `device`, and a text that names their source. If
-    none were measured, returns an empty `dict` and a text with the reason. `kv_dtype` is that of
-    `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level that
-    has some. Raises the errors of `kernels.preferred_backend`."""
+    computes attention of a model in `dtype` on `device`, and a sentence that says where they were
+    measured. If none were, returns an empty `dict` and a sentence with the reason. `kv_dtype` is
+    that of `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level
+    that has some. Raises the errors of `kernels.preferred_backend`."""
     kernel = preferred_backend(torch.empty(0, device=device))
     entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"

@@ -54,8 +54,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
         model ([`PreTrainedModel`]): Any model that [`PagedEngine`] serves.
         generation_config ([`GenerationConfig`]): The default options of requests. They override the
             model's options, and each request may override them.
-        continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED` lists the
-            fields that have an effect, `IGNORED` the others.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED_FIELDS`
+            lists the fields that have an effect, `IGNORED_FIELDS` the others.
         workload_hints: Ignored.
 
     Raises:

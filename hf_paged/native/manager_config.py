@@ -13,7 +13,7 @@ from ..batching.arguments import check_generation_config
 from ..config import PagedConfig
 from .one_call import EffectiveOptions
 
-MAPPED: dict[str, str] = {
+MAPPED_FIELDS: dict[str, str] = {
     "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
     "block_size": "`block_size`; deprecated name of `page_size` since transformers 5.18",
     "num_blocks": "`num_blocks`",
@@ -37,7 +37,7 @@ MAPPED: dict[str, str] = {
 """The fields of `ContinuousBatchingConfig` that have an effect, each with the option that it sets,
 or with its effect."""
 
-IGNORED: dict[str, str] = {
+IGNORED_FIELDS: dict[str, str] = {
     "max_blocks_per_request": "sizes the block table of a flash kernel; hf_paged's tables grow",
     "use_async_batching": "the engine launches the next step ahead whenever it can",
     "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
@@ -49,7 +49,7 @@ IGNORED: dict[str, str] = {
     "safety_margin": (
         "blocks that transformers' scheduler leaves free; the engine preempts requests instead"
     ),
-    "auto_switch_to_flash": "changes the model's attention; hf_paged sets and restores its own",
+    "auto_switch_to_flash": "ignored: hf_paged sets and restores its own attention",
     "cpu_offload_space_safety_threshold": "bounds a buffer that hf_paged does not allocate",
     "per_request_processors": "each request always has its own options",
     "drop_unsupported_processors": "all processors work as in `generate`, so none is dropped",
@@ -76,7 +76,7 @@ def make_paged_config(
     a `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for such
     fields if they are unknown, and for values that cannot be served."""
     changed_fields = _changed_fields(cb_config)
-    unknown = sorted(set(changed_fields) - set(MAPPED) - set(IGNORED))
+    unknown = sorted(set(changed_fields) - set(MAPPED_FIELDS) - set(IGNORED_FIELDS))
     if unknown:
         raise ValueError(
             f"`ContinuousBatchingConfig` has fields that hf_paged does not know, {unknown}: leave"

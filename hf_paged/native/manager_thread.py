@@ -28,7 +28,7 @@ from ..interrupts import restoring
 from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
 from .pending import PendingRequest
-from .serving_mode import evaluate_again, serving_mode
+from .serving_mode import serving_mode, set_eval_mode_again
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class ManagerThread:
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
             if was_paused:
-                evaluate_again(self.engine.model)
+                set_eval_mode_again(self.engine.model)
             return True
 
     def _take_requests(self) -> None:

@@ -43,7 +43,7 @@ _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-
 # seconds that a process waits for another's build before it builds a library for itself alone
 MAX_WAIT = 600.0
 
-VARIABLE = "HF_PAGED_ISA"
+ISA_VARIABLE = "HF_PAGED_ISA"
 # the instructions that compute bfloat16 products, slowest first, and their numbers in C++
 PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}
 
@@ -96,11 +96,11 @@ def best_path() -> int:
     """Returns the number of the best of `PATHS` that this CPU supports, or of a lower one that
     `HF_PAGED_ISA` names. Raises `ValueError` for unknown names."""
     best = kernel("linear_path")(b"")
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(ISA_VARIABLE)
     if name and name not in PATHS:
         raise ValueError(
-            f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset"
-            " the variable"
+            f"{ISA_VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or"
+            " unset the variable"
         )
     return min(best, PATHS[name]) if name else best
 

@@ -173,7 +173,7 @@ def _attend_tile(
 # values are specialized for alignment, so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
-        "rows",
+        "num_rows",
         "num_tokens",
         "window",
         "table_row",
@@ -201,7 +201,7 @@ def attention_kernel(
     lse,
     seq_lens,
     block_tables,
-    rows,
+    num_rows,
     num_tokens,
     window,
     table_row,
@@ -277,7 +277,7 @@ def attention_kernel(
                 seq_lens,
                 starts,
                 item,
-                rows,
+                num_rows,
                 tl.num_programs(0),
                 target_programs,
                 window,
@@ -286,7 +286,7 @@ def attention_kernel(
                 MIN_SPLIT,
                 BLOCK_ROWS,
             )
-            if row >= rows:
+            if row >= num_rows:
                 return
             if (tl.program_id(0) == 0) & (part == 0):
                 tl.store(row_items + 2 * row, first_item)
@@ -295,7 +295,7 @@ def attention_kernel(
     else:
         # The last tiles see the most keys, so they start first.
         row, tile = find_row(
-            query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M
+            query_start, tl.num_programs(0) - 1 - tl.program_id(0), num_rows, GROUP, BLOCK_M
         )
         kv_head = tl.program_id(1)
         first_query = tl.load(query_start + row)

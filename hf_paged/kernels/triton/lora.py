@@ -55,7 +55,7 @@ def _shrink_kernel(
     TYPE: tl.constexpr,
 ):
     # Multiplies ROWS rows of a part by the transpose of the part's A: [ROWS, RANK], zero in columns
-    # past the part's rank.
+    # past the part's rank. `x_row` is the stride between rows of `x`.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -96,7 +96,7 @@ def _expand_kernel(
 ):
     # Multiplies ROWS rows of `shrunk` by the transpose of a part's B, adds the bias, scales it,
     # and adds the result [ROWS, WIDTH] to the layer's output. Rounds where PyTorch's operations
-    # would.
+    # would. `out_row` is the stride between rows of `out`.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)

@@ -74,7 +74,7 @@ def _store_states(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "num_slots", "slots_row", "slots_token"],
+    do_not_specialize=["num_tokens", "num_slots", "slots_row", "slots_token"],
     do_not_specialize_on_alignment=["slots"],
 )
 def _store_kernel(
@@ -83,7 +83,7 @@ def _store_kernel(
     key_blocks,
     value_blocks,
     slots,
-    tokens,
+    num_tokens,
     num_slots,
     slots_row,
     slots_token,
@@ -115,10 +115,11 @@ def _store_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    # Each program stores one token and BLOCK_HEADS heads. Offsets are int64, since the states of a
-    # long prompt may exceed 2^31 elements.
-    row = (tl.program_id(0) // tokens).to(tl.int64)
-    token = (tl.program_id(0) % tokens).to(tl.int64)
+    # Each program stores one token and BLOCK_HEADS heads. `name_x` (`key_row`, `slots_token`) is
+    # the stride of `name` along the axis `x`. Offsets are int64, since the states of a long prompt
+    # may exceed 2^31 elements.
+    row = (tl.program_id(0) // num_tokens).to(tl.int64)
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
     # Slots outside the pool are skipped, as -1 is: a captured graph cannot raise, and must not
     # write outside the pool.

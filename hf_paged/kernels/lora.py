@@ -43,7 +43,7 @@ Part = tuple[int, int, LoraWeights]
 
 class Deltas:
     """Adds the deltas of one layer, with a separate product for each part (segmented products, as
-    in Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in
+    in Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 5.3): adapters may differ in
     rank and dtype, and a row's delta depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -89,7 +89,7 @@ class RecordedDeltas:
 
     def add(self, out: Tensor, x: Tensor) -> None:
         """Adds the deltas as [`Deltas.add`] does. Raises [`NotCapturable`] for tensors that the
-        kernels do not support, or if a kernel fails."""
+        kernels do not support, or if a kernel cannot be launched."""
         from .triton import lora
 
         if not lora.supports(out, x):

@@ -4,10 +4,11 @@
 // One task is (some queries of a row, K/V head): the query heads of a group times these queries are the M rows of two
 // small matrix products per tile of 64 tokens, so that K and V are read once for all of them. Tiles and parts begin
 // where position + origin is a multiple of kTile or kPart. Each query sums the tiles of a part one after the other, then
-// merges the parts by log-sum-exp (Flash-Decoding), so that the result does not depend on how rows are cut into tasks.
-// Decodes whose tables begin with the same blocks share a task that reads these blocks once (Hydragen, arXiv 2402.05099),
-// and continue from its sums. Computes in float32; on CPUs with instructions for bfloat16, these sum products of
-// bfloat16 in pairs. Never reads a slot that no query of its row sees.
+// merges the parts by log-sum-exp (Flash-Decoding). This order does not depend on how rows are cut into tasks. With
+// `is_fixed`, the choice of instructions does not depend on M either, so the result is the same bit for bit. Decodes
+// whose tables begin with the same blocks share a task that reads these blocks once (Hydragen, arXiv 2402.05099), and
+// continue from its sums. Computes in float32; on CPUs with instructions for bfloat16, these sum products of bfloat16
+// in pairs. Never reads a slot that no query of its row sees.
 
 // Fields of the call, the step and the layer, in this order. Strides in elements; dtypes: 0 float32, 1 bfloat16, 2
 // float16. Keys and values are `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3). The
@@ -30,7 +31,7 @@ struct AttentionCall {
 
 namespace {
 
-constexpr int kNoMemory = 6;  // in addition to the errors of `plan`
+constexpr int kNoMemory = 6;  // the error number in addition to those of `plan`
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread is faster than several
 constexpr int64_t kPart = 512;       // tokens that are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time

@@ -1,6 +1,6 @@
 """Kernels on plain tensors, in C++ for the CPU and in Triton for GPUs. This module says which
-attention backend a process prefers, and whether other kernels run in Triton;
-`attention.backends` chooses a backend per call.
+attention backend a process prefers (`attention.backends` chooses one per call), and whether other
+kernels run in Triton.
 
 `HF_PAGED_ATTENTION=reference|gather|cpp|triton` forces a backend.
 """

@@ -109,7 +109,7 @@ struct GatherCall {
     char* out;  // [rows][heads][length], `bytes` each
     int64_t heads, num_blocks, strides[3], bytes;
     const int32_t *tables, *origins;
-    const int32_t* lengths;  // tokens of each row: later columns are zeros; null: rows have tokens in all later columns
+    const int32_t* lengths;  // tokens of each row: later columns are zeros; null: no column is later
     int64_t rows, first, length, table_stride, max_blocks, block_size, threads;
 };
 

@@ -178,8 +178,8 @@ inline void put(Float16* p, float x) {
     p->bits = h | ((u >> 16) & 0x8000);
 }
 
-// Round a number in the range of the codes to a code, but not by adding a constant to it: the compiler would fuse that
-// sum with the product that computed `x`, which must be rounded first, as in kernels/quantized.py.
+// Round a number in the range of the codes to a code. Int8 does not round by adding a constant: the compiler would fuse
+// this sum with the product that computed `x`, which must be rounded first, as in kernels/quantized.py.
 inline void put(Int8* p, float x) { p->bits = (uint8_t)(int32_t)__builtin_rintf(x); }
 template <int kMantissa, int kBias> inline uint8_t code8(float x) {
     constexpr int kShift = 23 - kMantissa;

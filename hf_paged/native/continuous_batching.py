@@ -341,7 +341,7 @@ def _init_manager(
         if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
             cached.generation_config = config
             return cached
-        model.destroy_cached_continuous_batching_manager()  # its config differs
+        model.destroy_cached_continuous_batching_manager()  # it has another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
@@ -391,7 +391,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # raises for active adapters that compute more than the model's layers do
+    # raises for active adapters that PEFT's layers in the model do not compute on their own
     base_adapters = adapters_for(base_model(model))
     if base_adapters is not None:
         base_adapters.check_served(base_model(model), None)
@@ -436,7 +436,7 @@ def _generate_batch(
             raise RuntimeError("the engine's thread died") from manager.fatal_error
     errors = [output.error for output in outputs.values() if output.error is not None]
     if errors:
-        message = "%d of %d requests failed, with the errors in their outputs; the first one is: %s"
+        message = "%d of %d sequences failed, and their outputs hold the errors; the first is: %s"
         logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
     return outputs
 

@@ -64,9 +64,9 @@ def find_item(
 def find_row(query_start, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
-    the tiles that it needs; a tile belongs to the last row that begins at or before it. Counts the
-    rows that begin there, with one load per 256 rows; a binary search over 256 rows would take
-    eight loads, each waiting for the one before."""
+    the tiles that it needs. A tile belongs to the last row that begins at or before it. Counting
+    such rows takes one load per 256 rows; a binary search over 256 rows would take eight loads,
+    each waiting for the one before."""
     row = -1
     for first_row in range(0, num_rows, 256):
         i = first_row + tl.arange(0, 256)

@@ -160,8 +160,8 @@ def make_range_table(
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether the kernels support these weights together: they must be on `device`, contiguous, of
-    the same dtype in `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or of none."""
+    """Whether the kernels support these weights together: they must be contiguous on `device`, of
+    the same dtype in `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or none."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (

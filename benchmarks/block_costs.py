@@ -32,7 +32,7 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
-from hf_paged.kernels import costs, preferred
+from hf_paged.kernels import costs, preferred_backend
 from hf_paged.step import StepMetadata
 
 SIZES = [
@@ -103,7 +103,7 @@ class Problem:
 def cells(device: str, quick: bool) -> Iterator[tuple[str, str]]:
     """Pairs of kernel and storage dtype to measure."""
     kernels = ["gather"] if device == "cpu" else []
-    first = preferred(torch.empty(0, device=device))
+    first = preferred_backend(torch.empty(0, device=device))
     if first not in kernels:
         kernels.insert(0, first)
     dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]

@@ -49,7 +49,7 @@ class BlockCopier:
         num_blocks = min(map(len, tensors))
         if max_block_id >= num_blocks:
             raise IndexError(f"cannot copy block {max_block_id}: there are {num_blocks} blocks")
-        addresses = copy.describe(tensors)
+        addresses = copy.locate_blocks(tensors)
         old_addresses, table = self._tables.get(pairs.device, (None, None))
         if table is None or old_addresses != addresses:
             table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(pairs.device)

@@ -19,7 +19,7 @@ from ..attention.switch import model_attention, switchable_configs
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..compiled import FUNCTION_ATTRIBUTES, replaced_forward
-from ..kernels import forced
+from ..kernels import forced_backend
 from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
@@ -105,7 +105,7 @@ class Capability:
         device = compute_device(self._model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
-        uses_cpp = cpp.is_available() and forced() in (None, "cpp")
+        uses_cpp = cpp.is_available() and forced_backend() in (None, "cpp")
         if not uses_cpp:
             return Topic.BATCH_INVARIANT("the C++ kernels are not used")
         return self._verdict(invariance_check, "packed")

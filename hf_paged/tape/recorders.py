@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..attention.backends import cpp
 from ..interrupts import restoring
-from ..kernels import forced, uses_triton
+from ..kernels import forced_backend, uses_triton
 from ..model.trial import excess_of, first_line
 from ..seams import RecordedContext
 from ..step import NotCapturable
@@ -84,7 +84,7 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
     """Returns the backend that records steps on `device`; `None` if there is none, or if the C++
     (CPU) or Triton (GPU) kernels are unavailable or not selected."""
     if device.type == "cpu":
-        if not cpp.is_available() or forced() not in (None, "cpp"):
+        if not cpp.is_available() or forced_backend() not in (None, "cpp"):
             return None
         return Tapes()
     if device.type != "cuda":

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention
-from hf_paged.kernels.cpp.build import PATHS, VARIABLE, batch_invariant, best_path
+from hf_paged.kernels.cpp.build import ISA_VARIABLE, PATHS, batch_invariant, best_path
 from hf_paged.step import Lengths, StepMetadata
 from hf_paged.tape.invariant import (
     NotInvariant,
@@ -165,7 +165,7 @@ def test_other_families(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_portable_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "wide")
+    monkeypatch.setenv(ISA_VARIABLE, "wide")
     best_path.cache_clear()
     try:
         for dtype in (torch.bfloat16, torch.float16):
@@ -251,7 +251,7 @@ def test_attention(
 ) -> None:
     """Queries of long rows alone, in chunks, in a batch with rows that share their first blocks, on
     any number of threads, and after freed tokens."""
-    monkeypatch.setenv(VARIABLE, path)
+    monkeypatch.setenv(ISA_VARIABLE, path)
     best_path.cache_clear()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     generator = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...kernels import forced, preferred
+from ...kernels import forced_backend, preferred_backend
 from ...kernels.triton.launch import LaunchFailedError
 from ...step import NotCapturable, StepMetadata
 from ...topics import Topic
@@ -43,7 +43,7 @@ def select(call: AttentionCall) -> ModuleType:
     """Returns the backend for a call: the forced one, else `triton` on a GPU and `cpp` on the CPU;
     `gather` if that backend is unavailable or does not support the call. Logs, once, each reason
     why `triton` does not support calls; adds other reasons to `unsupported_reasons`, for decodes
-    and without a forced backend. Raises the errors of `kernels.preferred`.
+    and without a forced backend. Raises the errors of `kernels.preferred_backend`.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
     is_cpu = call.query.is_cpu
@@ -73,7 +73,7 @@ def select(call: AttentionCall) -> ModuleType:
         return gather
     reasons = unsupported_reasons.get()
     is_decode = call.step.query_start[:2] == (0, 1)
-    if reasons is not None and is_decode and not forced():
+    if reasons is not None and is_decode and not forced_backend():
         device = "the CPU" if is_cpu else call.query.device
         reasons.add(Topic.GATHERED(f"decode steps gather keys and values on {device}: {reason}"))
     return gather
@@ -81,9 +81,9 @@ def select(call: AttentionCall) -> ModuleType:
 
 def _preferred(step: StepMetadata) -> str:
     """Returns the name of the backend that a step's calls try first, in every layer. Reads the
-    environment variable, and raises as `kernels.preferred` does."""
-    name = preferred(step.block_tables)
-    if name == "cpp" and not forced() and not cpp.is_available():
+    environment variable, and raises as `kernels.preferred_backend` does."""
+    name = preferred_backend(step.block_tables)
+    if name == "cpp" and not forced_backend() and not cpp.is_available():
         return "gather"
     return name
 

@@ -55,7 +55,7 @@ def test_copies_what_the_plain_one_copies(
         for tensor in blocks(9, shapes, dtype, offset)
     ]
     copy_portable([tensor.view(torch.uint8) for tensor in expected], pairs)
-    places = copy.describe(tensors)
+    places = copy.locate_blocks(tensors)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
     for found, wanted in zip(tensors, expected):
         assert torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8))
@@ -74,7 +74,7 @@ def test_blocks_around_the_targets_stay(block_bytes: int) -> None:
     from hf_paged.kernels.triton import copy
 
     tensor = torch.randint(0, 255, (6, block_bytes), dtype=torch.uint8).to(DEVICE)
-    before, places = tensor.clone(), copy.describe([tensor])
+    before, places = tensor.clone(), copy.locate_blocks([tensor])
     copy.copy_blocks(
         places, torch.tensor(places, device=DEVICE), torch.tensor([[5, 2], [0, 4]], device=DEVICE)
     )
@@ -90,7 +90,7 @@ def test_no_pairs_and_empty_blocks() -> None:
         ([tensor], none),
         ([empty], none + torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)),
     ):
-        places = copy.describe(tensors)
+        places = copy.locate_blocks(tensors)
         copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
     assert tensor.sum() == 6
 
@@ -101,7 +101,7 @@ def test_blocks_past_2_to_the_31_bytes() -> None:
 
     tensor = torch.zeros((1 << 16) + 3, 1 << 16, dtype=torch.uint8, device=DEVICE)
     tensor[-1] = torch.arange(1 << 16, device=DEVICE)
-    places = copy.describe([tensor])
+    places = copy.locate_blocks([tensor])
     pairs = torch.tensor([[len(tensor) - 1, 1], [len(tensor) - 1, len(tensor) - 2]], device=DEVICE)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
     assert (

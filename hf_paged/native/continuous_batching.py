@@ -75,8 +75,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         cache_config = _find_cache_config(model, generation_config)
-        config = make_paged_config(continuous_batching_config, cache_config)
-        self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
+        self.paged_config = make_paged_config(continuous_batching_config, cache_config)
+        num_queued = continuous_batching_config.max_queue_size
+        self._thread = ManagerThread(model, self.paged_config, num_queued)
         self._request_numbers = itertools.count()  # added to the config's seed
         self._default_ids = itertools.count()  # of requests without a `request_id`
         self.warmed_up = False
@@ -338,7 +339,13 @@ def _init_manager(
     cb_config = _choose_cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
-        if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
+        if continuous_batching_config is None:
+            cb_config = cached.continuous_batching_config
+        paged_config, cache_config = cached.paged_config, _find_cache_config(model, config)
+        if cache_config is not None:
+            paged_config = make_paged_config(cb_config, cache_config)
+        is_same_engine = paged_config == cached.paged_config
+        if is_same_engine and cb_config == cached.continuous_batching_config:
             cached.generation_config = config
             return cached
         model.destroy_cached_continuous_batching_manager()  # it has another config

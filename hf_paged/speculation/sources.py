@@ -192,7 +192,7 @@ class DraftLength:
             self.pause = self._reject_pause
             self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
             # an acceptance rate of at least a half, so that drafts may be tried after the pause
-            self._accepted, self._tried = max(self._accepted, 0.5), 1.0
+            self._accepted, self._tried = max(rate, 0.5), 1.0
         return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:

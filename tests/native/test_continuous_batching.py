@@ -1066,11 +1066,14 @@ def test_a_manager_is_kept_for_the_next_session() -> None:
         model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_batch_tokens=64))
         is not manager
     )
+    small_pool = GenerationConfig(cache_config={"num_blocks": 64})
+    smaller = model.init_continuous_batching(small_pool)
+    assert smaller is not manager and smaller.paged_config.num_blocks == 64
     model.destroy_cached_continuous_batching_manager()
     assert manager.engine.memory.stats().used_bytes == 0
     held, kept = weakref.ref(model), weakref.ref(manager)
     model.generate_batch([prompt], GREEDY, persistent_manager=True)
-    del model, manager
+    del model, manager, smaller
     gc.collect()
     assert held() is None and kept() is None
 

@@ -178,6 +178,7 @@ class PackedRunner(Runner):
             prompts = prompts.merged(other_prompts, pad_token_id(self.model))
         sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
+        self._count_forward()
         with self._rope_context([]), self.product_context:
             num_cached = count_cached(index_by_row, plan)
             logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_cached)
@@ -349,6 +350,12 @@ class PackedRunner(Runner):
             return NOTHING
         return self.rope.rotating(factors)
 
+    def _count_forward(self) -> None:
+        """Notes a forward of the model's own code, which may change the model's state."""
+        self.num_forwards += 1
+        if self._state is not None:
+            self._state.mark_unverified()
+
     def _forward(
         self,
         token_ids: Tensor,
@@ -390,9 +397,7 @@ class PackedRunner(Runner):
         if store_hidden is not None:
             arguments["output_hidden_states"] = -1  # selects the last ones
         arguments[self._cache_name] = cache
-        self.num_forwards += 1
-        if self._state is not None:
-            self._state.mark_unverified()
+        self._count_forward()
         self.cache.begin(steps, positions)
         try:
             with self._kernel_context(num_tokens):

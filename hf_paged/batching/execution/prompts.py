@@ -245,10 +245,11 @@ class Prompts(PromptInputs):
             )
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_positions for layer in layers if layer.num_positions]
-        if any(count != self.length for count in counts):
-            raise ValueError(
-                f"the model stored keys and values of {counts[0]} tokens, not of {self.length}"
-            )
+        for count in counts:
+            if count != self.length:
+                raise ValueError(
+                    f"the model stored keys and values of {count} tokens, not of {self.length}"
+                )
         if observer.num_calls < len(counts):
             return logits, None
         return logits, observer.look_ahead_mask()

@@ -49,9 +49,7 @@ class Runner:
     # whether a failed step may have advanced states, so that its rows must be recomputed
     has_states: bool = False
     num_captured_steps: int = 0  # forwards that were replaced by replays
-    # begun forwards of the model's own code, without replays; a packed runner does not count those
-    # of whole prompts
-    num_forwards: int = 0
+    num_forwards: int = 0  # begun forwards of the model's own code, without replays
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays

@@ -92,8 +92,8 @@ def attend(call: AttentionCall) -> Tensor:
     """Computes the result of `reference.attend` with the selected backend. Under autocast, queries
     that are not float64 are cast to the autocast dtype, as in a model's own attention. Gathers keys
     and values if a Triton kernel cannot be launched. Raises the errors of
-    `kernels.preferred_backend`, and `NotCapturable` if the step is captured and no kernel that reads
-    lengths on the device supports the call.
+    `kernels.preferred_backend`, and `NotCapturable` if the step is captured and no kernel that
+    reads lengths on the device supports the call.
     """
     dtype = autocast_dtype(call.query.device)
     if dtype is not None:  # backends choose the dtype of their sums, so they run without autocast

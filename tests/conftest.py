@@ -36,7 +36,7 @@ hypothesis.settings.register_profile(  # tests do not fail on a busy machine
 )
 hypothesis.settings.load_profile("tests")
 # their assertions show both sides, too
-pytest.register_assert_rewrite("tests.support", "tests.batching.decoding.driver")
+pytest.register_assert_rewrite("tests.support")
 
 from tests.support import slow  # noqa: E402  once its folder is found and its assertions are rewritten
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig
 
 from hf_paged import PagedCache
+from tests.support import models
 
 
 def num_allocations(least: int, work: Callable[[], Any]) -> int:
@@ -24,39 +25,18 @@ def num_allocations(least: int, work: Callable[[], Any]) -> int:
     return sum(event.self_cpu_memory_usage >= least for event in profile.events())
 
 
-@pytest.mark.parametrize("paddings", [(0, 0, 0), (0, 9, 20)], ids=["even", "padded"])
-def test_keys_are_gathered_into_new_memory_once(paddings: tuple[int, ...]) -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    ).eval()
-    ids, mask = torch.full((3, 37), 5), torch.ones(3, 37, dtype=torch.long)
-    for row, padding in enumerate(paddings):
-        mask[row, :padding] = 0
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=2,
-        do_sample=False,
-        output_attentions=True,  # not on the engine: the cache returns as the call has filled it
-        return_dict_in_generate=True,
-        eos_token_id=None,
-        pad_token_id=0,
-        cache_implementation="paged",
-    )
-    cache = out.past_key_values
+@pytest.mark.parametrize("lengths", [(37, 37, 37), (37, 28, 17)], ids=["even", "padded"])
+def test_keys_are_gathered_into_new_memory_once(lengths: tuple[int, ...]) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama", lengths)
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+    options["output_attentions"] = True  # not on the engine: the cache returns as it was filled
+    cache = model.generate(**inputs, **options, **models.PAGED).past_key_values
     assert isinstance(cache, PagedCache)
     keys = cache.layers[0].keys
     assert keys is not None
     assert num_allocations(4 * keys.numel(), lambda: keys.transpose(2, 3)) == 1
     shown = keys.transpose(2, 3)
-    assert shown.shape == (3, 2, 8, 38) and shown.transpose(2, 3).is_contiguous()
+    assert shown.shape == (3, 2, 16, 38) and shown.transpose(2, 3).is_contiguous()
 
 
 @pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
@@ -122,22 +102,19 @@ def test_none_are_gathered_of_none(shape: tuple[int, ...]) -> None:
     paged.check_integrity()
 
 
-@pytest.mark.parametrize("empty", ["batch_repeat_interleave", "batch_select_indices"])
-def test_a_cache_without_rows_takes_none(empty: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "argument"), [("repeat_interleave", 0), ("select_indices", torch.tensor([]).long())]
+)
+def test_a_cache_without_rows_takes_none(name: str, argument: Any) -> None:
     """It presented foreign memory as the past of the new rows."""
     cache = PagedCache(paged_config={"block_size": 8})
     states = torch.randn(2, 2, 5, 4)
     cache.update(states, states, 0)
-    if empty == "batch_repeat_interleave":
-        cache.batch_repeat_interleave(0)
-    else:
-        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    getattr(cache, f"batch_{name}")(argument)
     with pytest.raises(ValueError, match="holds 0 rows, but got keys of 2 rows"):
         cache.update(states, states, 0)
     cache.crop(-2)
-    keys = cache.layers[0].keys
-    assert keys is not None and keys.clone().shape == (0, 2, 3, 4)
+    assert cache.layers[0].keys.clone().shape == (0, 2, 3, 4)  # type: ignore[union-attr]
     cache.reset()
     cache.update(states, states, 0)
-    keys = cache.layers[0].keys
-    assert keys is not None and torch.equal(keys, states)
+    assert torch.equal(cache.layers[0].keys, states)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 """A model's custom attention code over packed K/V, against the same code over each sequence
-alone."""
+alone. `tests/tape/test_rectangles.py` runs models that have some."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from hf_paged.attention import eager
 from hf_paged.attention.eager import with_key_len
 from hf_paged.cache.handles import RowTensor
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
-from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built, Case
+from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.attention import PackedCase as Case
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -29,52 +30,45 @@ LOWEST = torch.finfo(torch.float32).min
 class Mine:
     """Inputs of a model's attention code: one sequence, or all sequences of a packed step."""
 
-    def __init__(self, query: Tensor, key: Any, value: Any, positions: Tensor, heads: int) -> None:
+    def __init__(self, query: Tensor, key: Any, value: Any, positions: Tensor) -> None:
         self.query, self.key, self.value = query, key, value
         length = key.shape[-2]
         self.sees = torch.arange(length) <= positions[:, None]  # (T, key_len)
         self.mask = torch.where(self.sees, 0.0, LOWEST)[None, None]
-        self.alibi = 0.3 ** torch.arange(1, heads + 1)[:, None, None] * torch.arange(length)
+        heads = torch.arange(1, query.shape[1] + 1)[:, None, None]
+        self.alibi = 0.3**heads * torch.arange(length)
+
+    @property
+    def scores(self) -> Any:
+        return self.query @ self.key.transpose(-1, -2)
+
+    def sdpa(self, **options: Any) -> Tensor:
+        return F.scaled_dot_product_attention(self.query, self.key, self.value, **options)
 
 
-def bloom(x: Mine) -> Tensor:
+def beta_0(x: Mine) -> Tensor:
+    """The first argument of `baddbmm` does not count."""
     heads, queries, dim = x.query.shape[1:]
+    empty = torch.full((heads, queries, x.key.shape[-2]), math.nan)
     key = x.key.reshape(heads, -1, dim).transpose(-1, -2)
-    scores = x.alibi.baddbmm(
-        batch1=x.query.reshape(heads, -1, dim), batch2=key, beta=1.0, alpha=0.4
-    )
-    scores = scores.view(1, heads, queries, -1) + x.mask
-    weights = F.dropout(
-        F.softmax(scores, dim=-1, dtype=torch.float32).to(x.query.dtype), 0.1, training=False
-    )
-    output = torch.bmm(
-        weights.view(heads, queries, -1), x.value.reshape(heads, -1, x.value.shape[-1])
-    )
-    return output.view(1, heads, queries, -1)
-
-
-def mpt(x: Mine) -> Tensor:
-    scores = torch.matmul(x.query, x.key.transpose(-1, -2)) * 0.4
-    bias = (x.alibi - x.alibi[..., -1:])[:, :, -x.key.size(-2) :]
-    scores = (scores + bias).masked_fill(~x.sees[None, None], LOWEST)
-    return torch.matmul(F.softmax(scores.float(), dim=-1).to(x.value.dtype), x.value)
+    scores = torch.baddbmm(empty, x.query[0], key, beta=0, alpha=0.4)
+    return F.softmax(scores.view(1, heads, queries, -1) + x.mask, dim=-1) @ x.value
 
 
 def falcon(x: Mine) -> Tensor:
-    scores = x.query @ x.key.transpose(-1, -2)
+    scores = x.scores
     scores += x.alibi[None]
     scores /= math.sqrt(7)
     return F.softmax(scores + x.mask, dim=-1) @ x.value
 
 
 def biased_mask(x: Mine) -> Tensor:
-    mask = torch.masked_fill(x.alibi[None], ~x.sees, LOWEST)
-    return F.scaled_dot_product_attention(x.query, x.key, x.value, attn_mask=mask)
+    return x.sdpa(attn_mask=torch.masked_fill(x.alibi[None], ~x.sees, LOWEST))
 
 
 def boolean_mask(x: Mine) -> Tensor:
     mask = x.sees[None, None] & (torch.arange(x.key.shape[-2]) % 5 != 3)
-    return F.scaled_dot_product_attention(x.query, x.key, x.value, attn_mask=mask, scale=0.2)
+    return x.sdpa(attn_mask=mask, scale=0.2)
 
 
 def gptj(x: Mine) -> Tensor:
@@ -85,7 +79,7 @@ def gptj(x: Mine) -> Tensor:
 
 def in_place(x: Mine) -> Tensor:
     """Statements whose results are not used, on the scores or on a view of them."""
-    scores = x.query @ x.key.transpose(-1, -2)
+    scores = x.scores
     view = scores.view(scores.shape[1:])
     view.mul_(0.4).add_(x.alibi)
     scores.div_(1.5)
@@ -95,7 +89,7 @@ def in_place(x: Mine) -> Tensor:
 
 def copies_in_place(x: Mine) -> Tensor:
     """Copies of the scores change, which the scores do not."""
-    scores = x.query @ x.key.transpose(-1, -2)
+    scores = x.scores
     for copy in (
         scores + x.mask,
         scores.masked_fill(~x.sees, LOWEST),
@@ -115,33 +109,30 @@ def keys_of(x: Mine) -> Tensor:
     return x.key.view(x.key.shape[1:]).transpose(-1, -2)
 
 
-WORDS = [bloom, mpt, falcon, biased_mask, boolean_mask, gptj, in_place, copies_in_place]
+WORDS = [beta_0, falcon, biased_mask, boolean_mask, gptj, in_place, copies_in_place]
 
 
 def packed(case: Case) -> tuple[Built, Mine]:
     built = Built(case)
     step = with_key_len(built.step)
-    key, value = (
-        RowTensor(step, built.blocks, x, case.dtype) for x in (built.key_blocks, built.value_blocks)
-    )
+    sides = (RowTensor(step, built.kv_blocks, x, case.dtype) for x in built.blocks)
     positions = torch.cat([torch.arange(context, context + query) for context, query in case.rows])
-    return built, Mine(built.query, key, value, positions, case.heads)
+    return built, Mine(built.queries, *sides, positions)
 
 
-def alone(built: Built, attend: Callable[[Mine], Tensor]) -> Tensor:
+def assert_as_alone(case: Case, attend: Callable[[Mine], Tensor]) -> None:
+    """Asserts that the code computes for packed rows what it does for each sequence alone."""
+    built, mine = packed(case)
     outputs, first = [], 0
-    for (context, query), table in zip(built.case.rows, built.tables):
+    for (context, query), table in zip(case.rows, built.tables):
         length = context + query
-        keys, values = (
-            x[table].transpose(0, 1).flatten(1, 2)[None, :, :length]
-            for x in (built.key_blocks, built.value_blocks)
-        )
-        mine = built.query[:, :, first : first + query]
-        outputs.append(
-            attend(Mine(mine, keys, values, torch.arange(context, length), built.case.heads))
-        )
+        states = (x[:, :, :length] for x in built.whole(table))
+        queries = built.queries[:, :, first : first + query]
+        outputs.append(attend(Mine(queries, *states, torch.arange(context, length))))
         first += query
-    return torch.cat(outputs, dim=2)
+    output, expected = attend(mine), torch.cat(outputs, dim=2)
+    assert type(output) is Tensor and output.shape == expected.shape
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["", "gather", "reference"])
@@ -152,16 +143,12 @@ def test_own_words_over_packed_rows(
     words: Any, rows: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(kernels.VARIABLE, backend)
-    built, mine = packed(Case(rows, heads=4, kv_heads=4))
-    output, expected = words(mine), alone(built, words)
-    assert type(output) is Tensor and output.shape == expected.shape
-    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+    assert_as_alone(Case(rows, heads=4, kv_heads=4), words)
 
 
 @torch.no_grad()
 def test_one_head_of_keys_for_all_queries() -> None:
-    built, mine = packed(Case(MIXED, heads=4, kv_heads=1))
-    torch.testing.assert_close(falcon(mine), alone(built, falcon), atol=2e-5, rtol=2e-5)
+    assert_as_alone(Case(MIXED, heads=4, kv_heads=1), falcon)
 
 
 REFUSED: dict[str, Callable[[Mine], Any]] = {
@@ -169,41 +156,33 @@ REFUSED: dict[str, Callable[[Mine], Any]] = {
     "indexed": lambda x: x.key[:, :, -1:],
     "concatenated": lambda x: torch.cat([x.key, x.key], dim=2),
     "values first": lambda x: x.query @ x.value,
-    "no softmax": lambda x: x.query @ x.key.transpose(-1, -2) @ x.value,
-    "two softmaxes": lambda x: (
-        (x.query @ x.key.transpose(-1, -2)).softmax(-1).softmax(-1) @ x.value
-    ),
-    "another axis": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(1) @ x.value,
-    "weights plus": lambda x: ((x.query @ x.key.transpose(-1, -2)).softmax(-1) + x.mask) @ x.value,
-    "negative scale": lambda x: (x.query @ x.key.transpose(-1, -2)) * -1,
-    "scores times scores": lambda x: (x.query @ x.key.transpose(-1, -2)) * x.mask,
-    "filled with zeros": lambda x: (x.query @ x.key.transpose(-1, -2)).masked_fill(x.sees, 0.0),
-    "dropout": lambda x: F.dropout(
-        (x.query @ x.key.transpose(-1, -2)).softmax(-1), 0.1, training=True
-    ),
-    "tanh": lambda x: torch.tanh(x.query @ x.key.transpose(-1, -2)),
-    "weights taken out": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).tolist(),
+    "no softmax": lambda x: x.scores @ x.value,
+    "two softmaxes": lambda x: x.scores.softmax(-1).softmax(-1) @ x.value,
+    "another axis": lambda x: x.scores.softmax(1) @ x.value,
+    "weights plus": lambda x: (x.scores.softmax(-1) + x.mask) @ x.value,
+    "negative scale": lambda x: x.scores * -1,
+    "scores times scores": lambda x: x.scores * x.mask,
+    "filled with zeros": lambda x: x.scores.masked_fill(x.sees, 0.0),
+    "dropout": lambda x: F.dropout(x.scores.softmax(-1), 0.1, training=True),
+    "tanh": lambda x: torch.tanh(x.scores),
+    "weights taken out": lambda x: x.scores.softmax(-1).tolist(),
     "fewer queries": lambda x: x.query[:, :, 1:] @ x.key.transpose(-1, -2),
     "shape": lambda x: x.key.reshape(1, -1, 2 * x.key.shape[-1]),
     "heads last": lambda x: x.key.transpose(1, 2),
     "integers": lambda x: x.key.to(torch.int64),
-    "no mask": lambda x: F.scaled_dot_product_attention(x.query, x.key, x.value),
-    "causal by index": lambda x: F.scaled_dot_product_attention(
-        x.query, x.key, x.value, is_causal=True
-    ),
-    "divided by scores": lambda x: torch.tensor(2.0) / (x.query @ x.key.transpose(-1, -2)),
+    "no mask": lambda x: x.sdpa(),
+    "causal by index": lambda x: x.sdpa(is_causal=True),
+    "divided by scores": lambda x: torch.tensor(2.0) / x.scores,
     "transposed by name": lambda x: x.key.transpose(dim0=-1, dim1=-2),
     "permuted by name": lambda x: x.key.permute(dims=(0, 1, 3, 2)),
     "memory format": lambda x: x.key.contiguous(memory_format=torch.contiguous_format),
-    "maximum by name": lambda x: (x.query @ x.key.transpose(-1, -2)).max(dim=-1, keepdim=True),
-    "scaled bias": lambda x: torch.add(x.query @ x.key.transpose(-1, -2), x.mask, alpha=2),
-    "rounded": lambda x: torch.div(x.query @ x.key.transpose(-1, -2), 2.0, rounding_mode="floor"),
-    "written elsewhere": lambda x: torch.softmax(
-        x.query @ x.key.transpose(-1, -2), -1, out=torch.empty(0)
-    ),
+    "maximum by name": lambda x: x.scores.max(dim=-1, keepdim=True),
+    "scaled bias": lambda x: torch.add(x.scores, x.mask, alpha=2),
+    "rounded": lambda x: torch.div(x.scores, 2.0, rounding_mode="floor"),
+    "written elsewhere": lambda x: torch.softmax(x.scores, -1, out=torch.empty(0)),
     "keys in place": lambda x: x.key.transpose_(-1, -2),
-    "weights in place": lambda x: (x.query @ x.key.transpose(-1, -2)).softmax(-1).mul_(2),
-    "scores into a mask": lambda x: x.mask.clone().add_(x.query @ x.key.transpose(-1, -2)),
+    "weights in place": lambda x: x.scores.softmax(-1).mul_(2),
+    "scores into a mask": lambda x: x.mask.clone().add_(x.scores),
     "scores into a buffer": lambda x: torch.empty(4, 8, 8).baddbmm_(
         x.query[0], x.key.reshape(x.key.shape[1:]).transpose(1, 2)
     ),
@@ -232,31 +211,19 @@ def test_a_type_error_of_the_backends_is_not_hidden(
     _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
     monkeypatch.setattr(eager.backends, "attend", fail)
     with pytest.raises(TypeError, match="a fault of ours"):
-        mpt(mine)
-
-
-@torch.no_grad()
-def test_baddbmm_with_beta_0_ignores_its_input() -> None:
-    def attend(x: Mine) -> Tensor:
-        heads, queries, dim = x.query.shape[1:]
-        empty = torch.full((heads, queries, x.key.shape[-2]), math.nan)
-        key = x.key.reshape(heads, -1, dim).transpose(-1, -2)
-        scores = torch.baddbmm(empty, x.query[0], key, beta=0, alpha=0.4)
-        weights = F.softmax(scores.view(1, heads, queries, -1) + x.mask, dim=-1)
-        return weights @ x.value
-
-    built, mine = packed(Case(MIXED, heads=4, kv_heads=4))
-    torch.testing.assert_close(attend(mine), alone(built, attend), atol=2e-5, rtol=2e-5)
+        falcon(mine)
 
 
 @torch.no_grad()
 def test_softmax_takes_the_dtype_by_position_and_by_name() -> None:
     _, x = packed(Case(MIXED, heads=4, kv_heads=4, dtype=torch.bfloat16))
-    scores = x.query @ x.key.transpose(-1, -2)
-    assert torch.softmax(scores, -1).dtype is torch.bfloat16
-    assert torch.softmax(scores, -1, torch.float32).dtype is torch.float32
-    assert torch.softmax(scores, -1, dtype=torch.float32).dtype is torch.float32
-    assert F.softmax(scores, -1, 3, torch.float32).dtype is torch.float32
+    assert torch.softmax(x.scores, -1).dtype is torch.bfloat16
+    for found in (
+        torch.softmax(x.scores, -1, torch.float32),
+        torch.softmax(x.scores, -1, dtype=torch.float32),
+        F.softmax(x.scores, -1, 3, torch.float32),
+    ):
+        assert found.dtype is torch.float32
 
 
 def test_steps_that_show_no_rows() -> None:

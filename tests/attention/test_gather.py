@@ -12,7 +12,7 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
-from hf_paged.attention.backends.parts import SCRATCH_BYTES, plan_parts
+from hf_paged.attention.backends.parts import SCRATCH_BYTES, Part, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.reading import BlockLayout
@@ -25,42 +25,16 @@ from tests.support.kernels.device import to_device
 from tests.support.operations import Operations
 
 
-@pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of ours, as on a GPU that the Triton kernels do not run on."""
-    monkeypatch.setenv(kernels.VARIABLE, "gather")
-    monkeypatch.setattr(cpp, "is_available", lambda: False)
-
-
+@pytest.mark.parametrize("features", [{}, {"bias": (0, 1)}, {"window": 20}], ids=str)
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(
-    "features", [{}, {"bias": (0, 1)}, {"softcap": 3.0, "sinks": True}, {"window": 20}], ids=str
-)
 def test_rows_of_different_lengths(
     features: dict[str, Any], queries: int, device: torch.device
 ) -> None:
+    """In one part, and on a GPU."""
     call = to_device(build(Case(seq_lens=(33, 70, 5, 64), queries=queries, **features)), device)
-    assert len(call.step.plan(plan_parts, *layouts_of(call.key_blocks, call.value_blocks))[0]) == 1
-    torch.testing.assert_close(
-        call.run("gather").double().cpu(), call.expected, atol=2e-5, rtol=2e-5
-    )
-
-
-def test_numbers_of_64_bits_are_not_rounded(device: torch.device) -> None:
-    """With as many query heads as K/V heads, which takes its own route for numbers of 16 bits on
-    the CPU."""
-    call = to_device(build(Case(seq_lens=(27, 9), heads=2, dtype=torch.float64)), device)
-    torch.testing.assert_close(call.run("gather").cpu(), call.expected, atol=1e-10, rtol=1e-10)
-
-
-def test_nothing_visible_gives_zeros(device: torch.device) -> None:
-    call = to_device(build(Case(seq_lens=(20, 31), bias=())), device)
-    call.options["bias"].fill_(-torch.inf)
-    assert not call.run("gather").any()
-
-
-def layouts_of(*blocks: torch.Tensor) -> list[BlockLayout]:
-    return [BlockLayout.of(x) for x in blocks]
+    assert len(parts_of(call.step, call.key_blocks, call.value_blocks)) == 1
+    out = call.run("gather").double().cpu()
+    torch.testing.assert_close(out, call.expected, atol=2e-5, rtol=2e-5)
 
 
 def operations_per_step(
@@ -74,13 +48,15 @@ def operations_per_step(
     return (totals[1] - totals[0]) / 2
 
 
-@pytest.mark.slow_cases("llama")
-@pytest.mark.parametrize(
-    "name",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss"))],
-)
-def test_a_decode_step_takes_no_more_operations_than_plain(name: str, portable: None) -> None:
-    """Sixteen rows of different lengths; full and sliding layers, softcaps, sinks."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_a_decode_step_takes_no_more_operations_than_plain(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a kernel of ours, as on a GPU that the Triton kernels do not run on. Sixteen rows of
+    different lengths; full and sliding layers, softcaps, sinks."""
+    monkeypatch.setenv(kernels.VARIABLE, "gather")
+    monkeypatch.setattr(cpp, "is_available", lambda: False)
     model = models.build(name, **({"num_hidden_layers": 4} if name != "gpt_oss" else {}))
     inputs = models.padded_prompt(name, tuple(range(12, 44, 2)))
     model.generate(**inputs, **models.UNRECORDED, max_new_tokens=2)  # with the check of the model
@@ -111,68 +87,53 @@ def test_a_device_without_kernels_slows_the_call(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def lengths_of_parts(
-    seq_lens: list[int], queries: int = 1, heads: int = 2, dim: int = 16
-) -> list[list[int]]:
-    """Lengths of the rows in each part of a step."""
-    width = -(-max(seq_lens) // 16)
-    tables = torch.zeros(len(seq_lens), width, dtype=torch.int32)
+def parts_of(step: StepMetadata, *blocks: torch.Tensor) -> tuple[Part, ...]:
+    return step.plan(plan_parts, *map(BlockLayout.of, blocks))[0]
+
+
+@pytest.mark.parametrize(
+    ("queries", "seq_lens", "expected"),
+    [
+        # a token takes 256 bytes: the scratch holds 8,192 of them, and up to 1,024 may be padding
+        (1, [40, 33, 70, 1], [[40, 33, 70, 1]]),
+        (1, [1500, 3, 1400, 7], [[1500, 1400], [3, 7]]),
+        (1, [3000, 2900, 2800], [[3000, 2900], [2800]]),
+        (1, [5000, 5000], [[5000], [5000]]),
+        # masks have a row for each query
+        (2, [1500, 1400], [[1500, 1400]]),
+        (3, [1500, 1400], [[1500], [1400]]),
+        (31, [150, 140], [[150], [140]]),
+    ],
+)
+def test_rows_of_similar_lengths_are_gathered_together(
+    queries: int, seq_lens: list[int], expected: list[list[int]]
+) -> None:
+    tables = torch.zeros(len(seq_lens), -(-max(seq_lens) // 16), dtype=torch.int32)
     step = StepMetadata.rectangle(tables, seq_lens, 16, query_len=queries)
-    blocks = torch.zeros(1, heads, 16, dim)
-    (layout,) = layouts_of(blocks)
-    parts, is_complete = plan_parts(step, layout, layout)
-    assert is_complete
-    return [[seq_lens[row] for row, _ in part.members] for part in parts]
-
-
-def test_rows_of_similar_lengths_are_gathered_together() -> None:
-    """A token takes 256 bytes: the scratch holds 8,192 of them, and up to 1,024 may be padding."""
-    assert lengths_of_parts([40, 33, 70, 1]) == [[40, 33, 70, 1]]
-    assert lengths_of_parts([1500, 3, 1400, 7]) == [[1500, 1400], [3, 7]]
-    assert lengths_of_parts([3000, 2900, 2800]) == [[3000, 2900], [2800]]
-    assert lengths_of_parts([5000, 5000]) == [[5000], [5000]]
-
-
-def test_masks_of_rows_gathered_together_are_small() -> None:
-    """They have a row for each query, so that fewer rows of several queries are gathered
-    together."""
-    assert lengths_of_parts([1500, 1400], queries=2) == [[1500, 1400]]
-    assert lengths_of_parts([1500, 1400], queries=3) == [[1500], [1400]]
-    assert lengths_of_parts([150, 140], queries=31) == [[150], [140]]
+    blocks = torch.zeros(1, 2, 16, 16)
+    found = [[seq_lens[row] for row, _ in part.members] for part in parts_of(step, blocks, blocks)]
+    assert found == expected
 
 
 def test_a_mask_with_a_row_per_head_takes_less_than_the_scratch() -> None:
     """With as many query heads per K/V head as Falcon-7B, and about as many rows as are gathered
     together."""
-    case = Case(seq_lens=(340, 330, 335, 338), queries=3, heads=71, kv_heads=1)
-    call = build(case)
+    call = build(Case(seq_lens=(340, 330, 335, 338), queries=3, heads=71, kv_heads=1))
     call.run("gather")
-    assert len(call.step.plan(plan_parts, *layouts_of(call.key_blocks, call.value_blocks))[0]) == 1
+    assert len(parts_of(call.step, call.key_blocks, call.value_blocks)) == 1
     (mask,) = (plan for plan in call.step._plans.values() if isinstance(plan, torch.Tensor))
     assert mask.shape == (4, 1, 71 * 3, 340)
     assert mask.untyped_storage().nbytes() < SCRATCH_BYTES
 
 
-def test_shorter_rows_are_padded_in_front() -> None:
-    """The first visible token of such a row is repeated, and masked as padding."""
-    tables = torch.tensor([[4, 2, 0], [3, 1, 0]], dtype=torch.int32)
-    step = StepMetadata.rectangle(tables, (10, 6), 4, starts=(3, 4))
-    blocks = torch.zeros(5, 2, 4, 8)
-    (layout,) = layouts_of(blocks)
-    ((part,), _) = plan_parts(step, layout)
-    assert part.positions is not None and part.is_padding is not None
-    assert part.positions.tolist() == [[3, 4, 5, 6, 7, 8, 9], [4, 4, 4, 4, 4, 4, 5]]
-    assert part.is_padding[:, 0, 0].tolist() == [[False] * 7, [True] * 5 + [False] * 2]
-
-
 def test_slots_are_looked_up_once_for_all_layers() -> None:
     keys, slots = torch.randn(2, 3, 1, 8), torch.tensor([[5], [-1]])
-    first, second = torch.zeros(4, 6, 4, 8).chunk(2, dim=1)
+    blocks = torch.zeros(4, 6, 4, 8).chunk(2, dim=1)
     with Operations() as operations:
         for _ in range(3):
-            store_portable(keys, keys, first, second, slots)
+            store_portable(keys, keys, *blocks, slots)
     assert operations.counts["nonzero"] == 1
-    assert torch.equal(first[1, :, 1], keys[0, :, 0]) and first.count_nonzero() == 24
     slots[1] = 7  # the same tensor
-    store_portable(keys, keys, first, second, slots)
-    assert torch.equal(first[1, :, 3], keys[1, :, 0])
+    store_portable(keys, keys, *blocks, slots)
+    assert torch.equal(torch.stack([blocks[0][1, :, n] for n in (1, 3)]), keys[:, :, 0])
+    assert blocks[1].count_nonzero() == 48

@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
 )
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import blockwise_overlay, create_causal_mask
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_eager
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_eager
@@ -26,7 +29,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward as 
 
 import hf_paged
 from hf_paged import compat
-from hf_paged.attention.interface import paged_attention, paged_mask
 from hf_paged.attention.switch import (
     NAME,
     eager_features,
@@ -57,14 +59,25 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def build(name: str, **kwargs: Any) -> Any:
+def build(name: str = "llama", **kwargs: Any) -> Any:
     factory, config = MODELS[name]
     torch.manual_seed(0)
-    return factory.from_config(type(config)(**config.to_dict()), **kwargs)
+    return factory.from_config(type(config)(**config.to_dict()), **kwargs).eval()
 
 
-def loss_and_gradients(model: Any, name: str) -> list[torch.Tensor]:
-    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+def token_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
+
+
+def switched(model: Any) -> Any:
+    return use_paged_attention(switchable_configs(model.modules()))
+
+
+PAGED = {"cache_implementation": "paged"}
+
+
+def loss_and_gradients(model: Any) -> list[torch.Tensor]:
+    ids = token_ids(2, 9)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
@@ -73,39 +86,32 @@ def loss_and_gradients(model: Any, name: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_model_loaded_with_ours_trains_as_with_its_own(name: str) -> None:
-    own, ours = build(name).eval(), build(name, attn_implementation=NAME).eval()
-    assert ours.config._attn_implementation == NAME
-    for a, b in zip(loss_and_gradients(own, name), loss_and_gradients(ours, name), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_model_loaded_with_ours_generates_as_with_its_own(name: str) -> None:
-    own, ours = build(name).eval(), build(name, attn_implementation=NAME).eval()
-    ids = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
-    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+def test_a_model_loaded_with_ours_is_as_with_its_own(name: str) -> None:
+    """It trains, and generates with and without us."""
+    own, ours = build(name), build(name, attn_implementation=NAME)
+    ids, options = token_ids(2, 9), dict(max_new_tokens=12, eos_token_id=None, pad_token_id=0)
     expected = own.generate(ids, **options)
-    assert torch.equal(ours.generate(ids, **options), expected)
-    assert torch.equal(ours.generate(ids, cache_implementation="paged", **options), expected)
+    for paged in ({}, PAGED):
+        assert torch.equal(ours.generate(ids, **options, **paged), expected)
     assert ours.config._attn_implementation == NAME
+    for a, b in zip(loss_and_gradients(own), loss_and_gradients(ours), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_eager_features_reads_the_function_not_its_name() -> None:
     assert eager_features(llama_eager) == frozenset()
     assert eager_features(gemma2_eager) == {"softcap"}
     assert eager_features(gpt_oss_eager) == {"sinks"}
-    assert eager_features(modeling_granite_swa.eager_attention_forward) is None, (
-        "scales by a log-sum-exp"
-    )
+    # scales by a log-sum-exp
+    assert eager_features(modeling_granite_swa.eager_attention_forward) is None
     assert eager_features(None) is None
 
 
 def test_switch_counts_calls_and_restores_once() -> None:
-    model = build("llama")
+    model = build()
     own = model.config._attn_implementation
-    with use_paged_attention(switchable_configs(model.modules())):
-        with use_paged_attention(switchable_configs(model.modules())):
+    with switched(model):
+        with switched(model):
             assert model.config._attn_implementation == NAME
             assert model_attention(model.config) == own
         assert model.config._attn_implementation == NAME
@@ -113,11 +119,11 @@ def test_switch_counts_calls_and_restores_once() -> None:
 
 
 def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = build("llama"), compat.attention_of
+    model, own = build(), compat.attention_of
     begun, may_end = threading.Event(), threading.Event()
 
     def call() -> None:
-        with use_paged_attention(switchable_configs(model.modules())):
+        with switched(model):
             begun.set()
             may_end.wait()
 
@@ -138,75 +144,42 @@ def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.Monkey
 
 
 def test_a_shallow_copy_made_during_a_call_gets_its_own_attention_back() -> None:
-    model = build("llama").eval()
-    with use_paged_attention(switchable_configs(model.modules())):
+    model, other, ids = build(), build(), token_ids(1, 5)
+    with switched(model):
         copied = copy.copy(model.config)
-    other = build("llama").eval()
     for module in other.modules():
         if hasattr(module, "config"):
             module.config = copied
-    ids = torch.randint(3, 64, (1, 5))
     expected = model.generate(ids, max_new_tokens=4)
-    assert torch.equal(
-        other.generate(ids, max_new_tokens=4, cache_implementation="paged"), expected
-    )
+    assert torch.equal(other.generate(ids, max_new_tokens=4, **PAGED), expected)
     assert hf_paged.last_route(other).road == "engine"
     assert type(compat.attention_of(copied)) is str and copied._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("named", ["eager", "sdpa"])
-def test_code_that_compares_names_sees_the_configs_own(named: str) -> None:
-    model = build("gpt2").eval()
+@pytest.mark.parametrize(("named", "other"), [("eager", "sdpa"), ("sdpa", "eager")])
+def test_code_that_compares_names_sees_the_configs_own(named: str, other: str) -> None:
+    model, ids = build("gpt2"), token_ids(2, 7)
     model.set_attn_implementation(named)  # GPT2Attention compares with "eager"
-    ids = torch.randint(3, 64, (2, 7))
-    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
-    with use_paged_attention(switchable_configs(model.modules())):
-        switched = model.config._attn_implementation
-        assert switched == NAME and switched == named and {NAME: 1}[switched] == 1
-        assert switched != ("sdpa" if named == "eager" else "eager") and switched in (named,)
-    assert (
-        type(model.config._attn_implementation) is str
-        and model.config._attn_implementation == named
-    )
-    assert torch.equal(
-        model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation="paged"),
-        expected,
-    )
-    assert hf_paged.last_route(model).in_place
+    with switched(model):
+        found = model.config._attn_implementation
+        assert found == NAME and found == named and {NAME: 1}[found] == 1
+        assert found != other and found in (named,)
+    found = model.config._attn_implementation
+    assert type(found) is str and found == named
+    tokens = [model.generate(ids, max_new_tokens=6, **options) for options in ({}, PAGED)]
+    assert torch.equal(*tokens) and hf_paged.last_route(model).in_place
 
 
 def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
-    model = build("llama").eval()
-    ids = torch.randint(3, 64, (2, 12))
+    model, ids = build(), token_ids(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=3,
-        return_dict_in_generate=True,
-        cache_implementation="paged",
-        eos_token_id=None,
-    )
-    cache = out.past_key_values
+    options = dict(max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None)
+    out = model.generate(ids, attention_mask=mask, **options, **PAGED)
+    cache, mask = out.past_key_values, torch.ones_like(out.sequences)
     assert cache.get_seq_length() == 14
     with pytest.raises(ValueError, match="row's first 5 positions were padding"):
-        model.generate(
-            out.sequences, attention_mask=torch.ones_like(out.sequences), past_key_values=cache
-        )
-
-
-def test_dense_tensors_go_to_the_model_s_own_implementation() -> None:
-    module = torch.nn.Module()
-    module.config = SimpleNamespace(_attn_implementation="sdpa")
-    query, key, value = (torch.randn(2, 3, 5, 8) for _ in range(3))
-    mask = paged_mask(batch_size=2, q_length=5, kv_length=5)
-    output, weights = paged_attention(module, query, key, value, mask, scaling=0.3)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=0.3
-    )
-    torch.testing.assert_close(output, expected.transpose(1, 2))
-    assert weights is None
+        model.generate(out.sequences, attention_mask=mask, past_key_values=cache)
 
 
 def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
@@ -215,20 +188,16 @@ def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
     states, query = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 1, 8)
     cache.update(states, -states, 0)
     key = cache.layers[0].keys
-    other = hf_paged.PagedCache(memory=cache.memory)
-    other.update(torch.zeros(2, 3, 99, 8), torch.zeros(2, 3, 99, 8), 0)
+    zeros = torch.zeros(2, 3, 99, 8)
+    hf_paged.PagedCache(memory=cache.memory).update(zeros, zeros, 0)
     value = cache.layers[0].values
     assert isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     assert len(key.blocks) < len(value.blocks)
-    found = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, states, -states)
-    torch.testing.assert_close(found, expected)
+    found = F.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, states, -states))
 
 
 def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
-    from transformers.generation import configuration_utils
-    from transformers.generation.utils import GenerationMixin
-
     wrapped = GenerationMixin.generate
     hf_paged.install()
     assert GenerationMixin.generate is wrapped
@@ -240,28 +209,26 @@ def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
         assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     finally:
         hf_paged.install()
-    model = build("llama").eval()
-    ids = torch.randint(3, 64, (1, 5))
-    model.generate(ids, cache_implementation="paged", max_new_tokens=2)
+    model = build()
+    model.generate(token_ids(1, 5), max_new_tokens=2, **PAGED)
     assert hf_paged.last_route(model).in_place
 
 
 def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was() -> None:
-    class Own(type(build("llama"))):
+    class Own(LlamaForCausalLM):
         def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
             if expand_size == 1:
                 return kwargs.pop("input_ids"), kwargs
             return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
 
-    model, own = build("llama").eval(), Own._expand_inputs_for_generation
+    model, own, ids = build(), Own._expand_inputs_for_generation, token_ids(2, 5)
     model.__class__ = Own
-    ids = torch.randint(3, 64, (2, 5))
-    for options in (dict(), dict(do_sample=True, num_return_sequences=2), dict(num_beams=3)):
-        expected, got = (
-            (torch.manual_seed(0), model.generate(ids, max_new_tokens=4, **options, **more))[1]
-            for more in ({}, {"cache_implementation": "paged"})
-        )
-        assert got.tolist() == expected.tolist() and hf_paged.last_route(model).road == "engine"
+    for options in ({}, dict(do_sample=True, num_return_sequences=2), dict(num_beams=3)):
+        found = []
+        for paged in ({}, PAGED):
+            torch.manual_seed(0)
+            found.append(model.generate(ids, max_new_tokens=4, **options, **paged))
+        assert torch.equal(*found) and hf_paged.last_route(model).road == "engine"
     hf_paged.uninstall()
     try:
         assert Own._expand_inputs_for_generation is own
@@ -274,16 +241,10 @@ def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> 
     """Also those that transformers makes with `torch.vmap`, which cannot run when an operation
     reads a mask."""
     config = LlamaConfig(**TINY, attn_implementation=implementation)
-    blocks = torch.tensor([[-1, 0, 0, -1, 1, 1]])
-    given = {
-        **{
-            "config": config,
-            "inputs_embeds": torch.zeros(1, 6, 32),
-            "attention_mask": torch.ones(1, 6),
-        },
-        **{"past_key_values": None, "or_mask_function": blockwise_overlay(blocks)},
-    }
-    expected = create_causal_mask(**given)
+    overlay = blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]]))
+    given = (config, torch.zeros(1, 6, 32), torch.ones(1, 6))
+    options = {"past_key_values": None, "or_mask_function": overlay}
+    expected = create_causal_mask(*given, **options)
     with use_paged_attention([config]):
-        found = create_causal_mask(**given)
+        found = create_causal_mask(*given, **options)
     assert type(found) is torch.Tensor and torch.equal(found, expected)

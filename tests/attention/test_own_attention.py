@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_paged import PagedEngine, check_integrity, last_route
 from tests.support import models
+from tests.support.engine_helpers import lone_run, prompts, tokens_of
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
@@ -66,45 +67,23 @@ def nearest(*args: Any, **kwargs: Any) -> Any:
     return mask & (positions < 4)
 
 
-def _register_both() -> str:
+def _assign() -> None:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sharper
+
+
+def _register_both() -> None:
     AttentionInterface.register("mine", sharper)
     AttentionMaskInterface.register("mine", sdpa_mask)
-    return "mine"
 
 
-def _register_without_mask() -> str:
-    AttentionInterface.register("mine", sharper)
-    return "mine"
-
-
-def _assign() -> str:
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sharper
-    return "sdpa"
-
-
-def _register_again() -> str:
-    AttentionInterface.register("sdpa", sharper)
-    return "sdpa"
-
-
-def _register_mask() -> str:
-    AttentionMaskInterface.register("sdpa", nearest)
-    return "sdpa"
-
-
-def _replace_eager() -> str:
-    modeling_llama.eager_attention_forward = eager
-    return "eager"
-
-
-WAYS = [
-    _register_both,
-    _register_without_mask,
-    _assign,
-    _register_again,
-    _register_mask,
-    _replace_eager,
-]
+WAYS: dict[str, tuple[str, Callable[[], object]]] = {  # the name, and what gives it another meaning
+    "both": ("mine", _register_both),
+    "without a mask": ("mine", lambda: AttentionInterface.register("mine", sharper)),
+    "assigned": ("sdpa", _assign),
+    "registered again": ("sdpa", lambda: AttentionInterface.register("sdpa", sharper)),
+    "mask": ("sdpa", lambda: AttentionMaskInterface.register("sdpa", nearest)),
+    "eager": ("eager", lambda: setattr(modeling_llama, "eager_attention_forward", eager)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -120,56 +99,46 @@ def restored() -> Iterator[None]:
     modeling_llama.eager_attention_forward = own
 
 
-def assert_gathered(model: Any, implementation: str) -> None:
+def assert_gathered(model: Any, implementation: str, **options: Any) -> torch.Tensor:
+    """Asserts that a call gives plain's tokens, by the model's own attention; returns them."""
+    inputs = models.padded_prompt("llama")
+    expected = model.generate(**inputs, **OPTIONS, **options)
+    found = model.generate(**inputs, **OPTIONS, **options, **models.PAGED)
+    assert torch.equal(found, expected)
     route = last_route(model)
     assert route is not None and route.road == "hf_loop" and not route.in_place
-    assert (
-        f"its attention function or mask, '{implementation}', is not transformers' own"
-        in route.reason
-    )
-    assert model.config._attn_implementation == implementation
+    named = f"its attention function or mask, '{implementation}', is not transformers' own"
+    assert named in route.reason and model.config._attn_implementation == implementation
     check_integrity(model)
+    return expected
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_is_called_by_generate(way: Callable[[], str], beams: int) -> None:
-    model, inputs = models.build("llama"), models.padded_prompt("llama")
+def test_is_called_by_generate(way: str, beams: int) -> None:
+    model, (implementation, register) = models.build("llama"), WAYS[way]
     # a finding made here is invalid later
-    before = model.generate(**inputs, **OPTIONS, **models.PAGED)
-    implementation = way()
+    before = model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+    register()
     model.set_attn_implementation(implementation)
-    expected = model.generate(**inputs, **OPTIONS, num_beams=beams)
-    assert not torch.equal(expected, before)
-    assert torch.equal(
-        model.generate(**inputs, **OPTIONS, num_beams=beams, **models.PAGED), expected
-    )
-    assert_gathered(model, implementation)
+    assert not torch.equal(assert_gathered(model, implementation, num_beams=beams), before)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_is_called_by_the_engine(way: Callable[[], str]) -> None:
-    model = models.build("llama")
-    prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (9, 5)]
+def test_is_called_by_the_engine(way: str) -> None:
+    model, (implementation, register), texts = models.build("llama"), WAYS[way], prompts(9, 5)
     with PagedEngine(model) as engine:
-        engine.generate(prompts, OPTIONS)
-        model.set_attn_implementation(way())
-        results = engine.generate(prompts, OPTIONS)
+        engine.generate(texts, OPTIONS)
+        register()
+        model.set_attn_implementation(implementation)
+        found = tokens_of(engine.generate(texts, OPTIONS))
         engine.check_integrity()
-    for prompt, result in zip(prompts, results):
-        assert result.error is None
-        assert (
-            result.token_ids
-            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
-        )
+    assert found == [lone_run(model, text, OPTIONS) for text in texts]
 
 
 def test_in_a_decoder_with_an_encoder() -> None:
-    model, inputs = models.build("bart"), models.padded_prompt("bart")
     _assign()
-    expected = model.generate(**inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
-    assert_gathered(model, "sdpa")
+    assert_gathered(models.build("bart"), "sdpa")
 
 
 def test_a_name_for_one_of_transformers_own_is_no_obstacle() -> None:
@@ -179,5 +148,4 @@ def test_a_name_for_one_of_transformers_own_is_no_obstacle() -> None:
     model.set_attn_implementation("mine")
     expected = model.generate(**inputs, **OPTIONS)
     assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
-    route = last_route(model)
-    assert route is not None and route.road == "engine"
+    assert last_route(model).road == "engine"

@@ -1,14 +1,14 @@
-"""The Triton kernels as the backend of whole calls, forced by `HF_PAGED_ATTENTION=triton`."""
+"""The Triton kernels as the backend of steps and whole calls, forced by
+`HF_PAGED_ATTENTION=triton`."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import hf_paged
 from hf_paged import kernels
@@ -16,50 +16,102 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
 from hf_paged.cache.store import choose_store
 from hf_paged.kernels import triton
+from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_backends import Case, build
+from tests.attention.test_packed import MIXED, PROMPTS, Built, causal_mask
 from tests.support import models
-from tests.support.attention import attend
-from tests.support.kernels.device import DEVICE, available, to_device
+from tests.support.architecture_configs import tiny_model
+from tests.support.attention import PackedCase, attend
+from tests.support.kernels.device import DEVICE, available, interpreted, to_device
 
-
-@pytest.mark.slow
-@available
-@pytest.mark.parametrize(
-    ("name", "road", "tokens"),
-    [("llama", "engine", 8), ("gpt_oss", "engine", 3), ("gemma2", "loop", 3)],
-    ids=["llama-engine", "gpt_oss-engine", "gemma2-loop"],
+slow = pytest.mark.slow
+PACKED = (
+    *("llama", "gpt_oss", "gemma3"),
+    *("BloomForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"),
 )
-def test_generate_through_the_kernels(
-    name: str, road: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Forces the kernels, and records which ones are called."""
     from hf_paged.kernels.triton import attention, store
 
-    model = models.build(name).to(DEVICE)
-    inputs = {key: value[:2].to(DEVICE) for key, value in models.prompt(name).items()}
-    options = dict(max_new_tokens=tokens, eos_token_id=None, do_sample=False)
-    plain = model.generate(**inputs, **options)
-    calls: Counter[str] = Counter()
+    calls: list[str] = []
 
-    def count(module: ModuleType, function: str) -> None:
-        original = getattr(module, function)
+    def spy(module: Any, name: str) -> None:
+        function = getattr(module, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls[function] += 1
-            return original(*args, **kwargs)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
 
-        monkeypatch.setattr(module, function, counted)
+        monkeypatch.setattr(module, name, observed)
 
-    count(attention, "decode_attention")
-    count(store, "store")
     monkeypatch.setenv(kernels.VARIABLE, "triton")
-    if road == "loop":
-        options["past_key_values"] = hf_paged.PagedCache(model.config, {"block_size": 8})
-    else:
-        options.update(cache_implementation="paged", cache_config={"block_size": 8})
-    paged = model.generate(**inputs, **options)
-    assert torch.equal(plain, paged)
+    for name in ("decode_attention", "prefill_attention", "cascade_attention", "merge"):
+        spy(attention, name)
+    spy(store, "store")
+    return calls
+
+
+@slow
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        PackedCase(PROMPTS),
+        PackedCase(MIXED, window=9, softcap=3.0, sinks=True),
+        PackedCase(MIXED, block=16, heads=4, kv_heads=4, key_dim=24, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
+    case: PackedCase, launches: list[str]
+) -> None:
+    built = Built(case)
+    built.check(built.attend(causal_mask(built.step.num_tokens, case.window)))
+    assert launches == ["decode_attention"] * (case.rows is MIXED) + ["prefill_attention"]
+
+
+@slow
+@available
+@pytest.mark.parametrize("name", [*PACKED, "gemma2"])
+def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[str]) -> None:
+    model = models.build(name) if name in models.NAMES else tiny_model(getattr(transformers, name))
+    inputs = models.put(models.padded_prompt("llama", (13, 4, 9)), DEVICE)
+    common = dict(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    plain = model.to(DEVICE).generate(**inputs, **common)
+    options = models.PAGED
+    if name not in PACKED:  # in `generate`'s own loop
+        options = {"past_key_values": hf_paged.PagedCache(model.config, {"block_size": 8})}
+    assert torch.equal(plain, model.generate(**inputs, **common, **options))
     layers = model.config.num_hidden_layers
-    assert calls["decode_attention"] >= layers * (tokens - 1) and calls["store"] >= layers * tokens
+    assert launches.count("decode_attention") >= 2 * layers
+    assert launches.count("store") >= 3 * layers
+    route = hf_paged.last_route(model)
+    if name in PACKED:
+        assert route is not None and route.reason.startswith("packed") and not route.slowed_by
+    hf_paged.check_integrity(model)
+
+
+@slow
+@interpreted
+def test_samples_read_their_prompt_once(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged.kernels.triton import cascade
+
+    free = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
+    monkeypatch.setattr(cascade, "default_costs", lambda *tensors: free)
+    model = models.build("llama")  # its pool and steps are no other test's
+    inputs, found = models.prompt("llama", 2, 19), []
+    for options in ({}, models.PAGED):
+        torch.manual_seed(3)
+        samples = dict(max_new_tokens=3, do_sample=True, num_return_sequences=3)
+        found.append(model.generate(**inputs, **samples, **options))
+    assert torch.equal(*found)
+    assert launches.count("cascade_attention") == launches.count("merge") > 0
 
 
 @available
@@ -69,9 +121,8 @@ def test_prompts_too() -> None:
     )
     moved = to_device(call)
     assert backends.triton.unsupported_reason(moved.made()) is None
-    torch.testing.assert_close(
-        moved.run("triton").double().cpu(), call.expected, atol=2e-5, rtol=2e-5
-    )
+    out = moved.run("triton").double().cpu()
+    torch.testing.assert_close(out, call.expected, atol=2e-5, rtol=2e-5)
 
 
 @available
@@ -93,11 +144,9 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
 def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(triton, "is_available", lambda device: False)
-    call = build(Case())
-    with pytest.raises(
-        RuntimeError, match="HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"
-    ):
-        backends.select(call.made())
+    message = "HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"
+    with pytest.raises(RuntimeError, match=message):
+        backends.select(build(Case()).made())
 
 
 def test_a_gpu_that_the_kernels_do_not_run_on_takes_the_portable_path(
@@ -111,14 +160,11 @@ def test_a_gpu_that_the_kernels_do_not_run_on_takes_the_portable_path(
 
 
 def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
     from hf_paged.kernels.triton import store
 
-    call = build(Case())
-    chosen = backends.select(call.made())
-    assert chosen is not backends.triton
-    pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    assert backends.select(build(Case()).made()) is not backends.triton
+    pool, states, slots = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16), torch.tensor([[3]])
     monkeypatch.setattr(store, "store", None)
-    slots = torch.tensor([[3]])
     choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
     assert (pool[0, :, 3] == 1).all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hf_paged
+from tests.support.engine_helpers import lone_run, run_all
 from tests.support.models import build, token_ids, tokenizer
 
 TEMPLATE = (
@@ -38,8 +39,9 @@ def test_messages_go_through_the_template() -> None:
         assert [result.prompt_ids for result in results[:2]] == expected
         assert results[0].token_ids == results[2].token_ids
         engine.add_request(OTHER, GREEDY, request_id="one")
-        outputs = [output for _ in range(6) for output in engine.step()]
-        assert outputs[-1].result.token_ids == results[1].token_ids
+        assert run_all(engine)["one"].token_ids == results[1].token_ids
+        with pytest.raises(ValueError, match="pass a list of prompts"):
+            engine.generate(CHAT, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +72,6 @@ def test_messages_that_cannot_be_served(prompt: Any, made: Any, message: str) ->
         assert isinstance(result.error, ValueError)
 
 
-def test_one_chat_is_not_several_prompts() -> None:
-    with hf_paged.PagedEngine(build("llama"), tokenizer=_tokenizer()) as engine:
-        with pytest.raises(ValueError, match="pass a list of prompts"):
-            engine.generate(CHAT, GREEDY)
-
-
 def test_loaded_with_its_tokenizer(tmp_path: Path) -> None:
     model, ids = build("llama"), token_ids(1, 12)
     model.save_pretrained(tmp_path)
@@ -90,14 +86,16 @@ def test_loaded_with_its_tokenizer(tmp_path: Path) -> None:
         assert engine.generate([CHAT], GREEDY)[0].text is not None
     with hf_paged.PagedEngine.from_pretrained(str(tmp_path), dtype=torch.bfloat16) as engine:
         assert engine.model.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="block_size"):
-        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing", config={"block_size": 7})
-    with pytest.raises(ValueError, match="pass a tokenizer"):
-        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing", tokenizer=str(tmp_path))
+    load, missing = hf_paged.PagedEngine.from_pretrained, tmp_path / "missing"
+    for options, error, message in (
+        ({"config": {"block_size": 7}}, ValueError, "block_size"),
+        ({"tokenizer": str(tmp_path)}, ValueError, "pass a tokenizer"),
+        ({}, OSError, "missing"),
+    ):
+        with pytest.raises(error, match=message):
+            load(missing, **options)
     with pytest.raises(ValueError, match="pass a tokenizer"):
         hf_paged.PagedEngine(model, tokenizer=tmp_path)
-    with pytest.raises(OSError, match="missing"):
-        hf_paged.PagedEngine.from_pretrained(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("name", ["t5", "gemma3", "gpt2"])
@@ -116,14 +114,13 @@ def test_loaded_adapter(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "base")
     _tokenizer().save_pretrained(tmp_path / "base")
     base = type(build("llama")).from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(
-        base, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    ).eval()
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
     model.save_pretrained(tmp_path / "adapter")
-    ids = token_ids(1, 12)
-    expected = model.generate(ids, **GREEDY)[0, 12:].tolist()
+    prompt = token_ids(1, 12)[0].tolist()
+    expected, plain = (lone_run(each, prompt, GREEDY)[0] for each in (model, build("llama")))
+    assert plain != expected
     with hf_paged.PagedEngine.from_pretrained(tmp_path / "adapter") as engine:
         assert engine.tokenizer is not None
-        assert engine.generate([ids[0]], GREEDY)[0].token_ids == expected
-        plain = engine.generate([ids[0]], GREEDY, adapter="__base__")[0].token_ids
-    assert plain == build("llama").generate(ids, **GREEDY)[0, 12:].tolist() != expected
+        for adapter, tokens in ((None, expected), ("__base__", plain)):
+            assert engine.generate([prompt], GREEDY, adapter=adapter)[0].token_ids == tokens

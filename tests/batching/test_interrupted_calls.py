@@ -18,8 +18,13 @@ import pytest
 import hf_paged
 from hf_paged import PagedEngine
 from tests.batching.test_unfinished_requests import GREEDY
-from tests.support import models
-from tests.support.engine_helpers import assert_drained
+from tests.support.engine_helpers import (
+    assert_drained,
+    assert_lone,
+    engine_of,
+    results_of,
+    steps,
+)
 
 OURS = str(Path(hf_paged.__file__).parent)
 # Calls of C before which Python looks for no signal: a `with` of a lock has such a line of its own
@@ -91,7 +96,7 @@ def interrupts(call: Callable[[], object], num_lines: int) -> Iterator[Interrupt
 
 
 def build_engine() -> PagedEngine:
-    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine = engine_of()
     engine.add_request(PROMPT, LONG, request_id="a")
     engine.add_request([8, 9], LONG, request_id="b")
     engine.step()
@@ -104,20 +109,14 @@ def leave(engine: PagedEngine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [PagedEngine.free, leave])
-def test_an_interrupted_free_leaves_an_engine_that_can_be_used(
-    end: Callable[[PagedEngine], None],
-) -> None:
-    engine = build_engine()
-    expected = engine.generate([PROMPT], GREEDY)[0].token_ids
+def test_an_interrupted_free_leaves_an_engine_that_can_be_used(end: Any) -> None:
     num_interrupted = 0
     for interrupt in interrupts(functools.partial(end, build_engine()), 25):
         engine = build_engine()
         num_interrupted += interrupt.run(functools.partial(end, engine))
         for _ in range(2):
-            (result,) = engine.generate([PROMPT], GREEDY)
-            assert result.error is None and result.token_ids == expected, f"{vars(interrupt)}"
-        while engine.has_unfinished:
-            engine.step()
+            assert_lone(engine, [PROMPT], engine.generate([PROMPT], GREEDY), GREEDY)
+        steps(engine)
         assert_drained(engine)
         engine.free()
     assert num_interrupted > 40
@@ -128,10 +127,10 @@ def test_free_called_again_ends_what_an_interrupted_one_left() -> None:
         engine = build_engine()
         interrupt.run(engine.free)
         engine.free()
-        results = {output.request_id: output.result for output in engine.step()}
+        ended = results_of(engine.step()).keys()
         assert not engine.has_unfinished
         # two in a row may fall on both attempts to tell one
-        assert interrupt.again or {*results} == {"a", "b"}, f"{vars(interrupt)}"
+        assert interrupt.again or ended == {"a", "b"}, f"{vars(interrupt)}"
         assert engine._core.loop is None
 
 
@@ -153,32 +152,31 @@ def pause_and_resume(engine: PagedEngine) -> None:
     engine.resume()
 
 
-CALLS = {"update": update, "pause": pause, "pause_and_resume": pause_and_resume}
+CALLS = pytest.mark.parametrize("call", [update, pause, pause_and_resume])
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(name: str) -> None:
-    engine = PagedEngine(models.get("llama"), {"block_size": 8})
-    call = functools.partial(CALLS[name], engine)
-    for interrupt in interrupts(call, 1000):
-        interrupt.run(call)
-        if name == "pause_and_resume":
+@CALLS
+def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(call: Any) -> None:
+    engine = engine_of()
+    calling = functools.partial(call, engine)
+    for interrupt in interrupts(calling, 1000):
+        interrupt.run(calling)
+        if call is pause_and_resume:
             with contextlib.suppress(RuntimeError):  # it has ended, or never begun
                 engine.resume()
         engine.add_request(PROMPT, GREEDY)
-        while engine.has_unfinished:
-            engine.step()
+        steps(engine)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_an_interrupted_pause_ends_although_the_error_is_kept(name: str) -> None:
+@CALLS
+def test_an_interrupted_pause_ends_although_the_error_is_kept(call: Any) -> None:
     """As a notebook keeps it, with its frames: here where it waits for the step in progress."""
-    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine = engine_of()
     pauses = engine._core.pauses
-    lock, entered = pauses.lock, Interrupted(pauses.lock)
-    pauses.lock = entered  # type: ignore[assignment]
+    lock = pauses.lock
+    pauses.lock = Interrupted(lock)
     with pytest.raises(KeyboardInterrupt) as caught:
-        CALLS[name](engine)
+        call(engine)
     pauses.lock = lock
     engine.generate([PROMPT], GREEDY)
     assert caught.value is not None
@@ -201,12 +199,16 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
+def assert_paused(engine: PagedEngine) -> None:
+    with pytest.raises(RuntimeError, match="paused by this thread"):
+        engine.generate([PROMPT], GREEDY)
+
+
 def test_a_pause_may_be_resumed_within_its_context() -> None:
-    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine = engine_of()
     with engine.pause(), engine.pause():
         engine.resume()
-        with pytest.raises(RuntimeError, match="paused by this thread"):
-            engine.generate([PROMPT], GREEDY)
+        assert_paused(engine)
         engine.resume()
         engine.generate([PROMPT], GREEDY)
     with pytest.raises(RuntimeError, match="not paused"):
@@ -214,10 +216,9 @@ def test_a_pause_may_be_resumed_within_its_context() -> None:
 
 
 def test_a_pause_whose_result_is_dropped_lasts_until_resume() -> None:
-    engine = PagedEngine(models.get("llama"), {"block_size": 8})
+    engine = engine_of()
     engine.pause()
     gc.collect()
-    with pytest.raises(RuntimeError, match="paused by this thread"):
-        engine.generate([PROMPT], GREEDY)
+    assert_paused(engine)
     engine.resume()
     assert engine.generate([PROMPT], GREEDY)[0].error is None

@@ -9,14 +9,19 @@ import pytest
 import torch
 
 import hf_paged
+from tests.support.engine_helpers import run_all
 from tests.support.models import build, get, put, token_ids
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "penalty": {"do_sample": False, "repetition_penalty": 1.5, "min_new_tokens": 8},
     "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "beam sampled": {"do_sample": True, "num_beams": 4, "temperature": 0.7},
 }
+OUTPUTS = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
 TOP = 4
+ALL = {"return_logprobs": True, "top_logprobs": TOP}
 
 
 def _close(found: Any, expected: torch.Tensor) -> None:
@@ -29,66 +34,31 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str, device: torch.d
     model, prompt = put(get(name), device), token_ids(1, 21, seed=3).to(device)
     options = {**OPTIONS[mode], "max_new_tokens": 8}
     torch.manual_seed(5)
-    plain = model.generate(
-        prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True
-    )
+    plain = model.generate(prompt, **options, **OUTPUTS)
+    parents = plain.get("beam_indices")
     processed = model.compute_transition_scores(
-        plain.sequences, plain.scores, normalize_logits=True
+        plain.sequences, plain.scores, parents, normalize_logits=parents is None
     )
-    raw = model.compute_transition_scores(plain.sequences, plain.logits, normalize_logits=True)
     with hf_paged.PagedEngine(model) as engine:
-        for i in range(3):  # mixed with requests with and without log-probabilities
-            engine.add_request(
-                prompt[0, : 5 + i], options, seed=i, return_logprobs=i > 0, top_logprobs=2 * (i > 1)
-            )
-        engine.add_request(
-            prompt[0], options, request_id="r", seed=5, return_logprobs=True, top_logprobs=TOP
-        )
-        results = {}
-        while engine.has_unfinished:
-            results |= {
-                out.request_id: out.result for out in engine.step() if out.result is not None
-            }
-    result = results.pop("r")
-    widths = [
-        None if s.top_logprobs is None else len(s.top_logprobs[-1])
-        for r in results.values()
-        for s in r.sequences
-    ]
-    rows = len(result.sequences)
-    assert widths == [None] * 2 * rows + [2] * rows
-    for row, sequence in enumerate(result.sequences):
+        for i, asked in enumerate(({}, {"return_logprobs": True}, {**ALL, "top_logprobs": 2}, ALL)):
+            engine.add_request(prompt[0], options, request_id=i, seed=5, **asked)
+        results = run_all(engine)
+    for i, width in enumerate((None, None, 2)):  # mixed with requests that ask for less
+        for sequence in results[i].sequences:
+            assert width == (sequence.top_logprobs and len(sequence.top_logprobs[-1]))
+    for row, sequence in enumerate(results[3].sequences):
         assert sequence.token_ids == plain.sequences[row, -8:].tolist()
-        _close(sequence.logprobs, torch.stack([raw[row], processed[row]], dim=-1))
-        for step, found in enumerate(sequence.top_logprobs):
-            best, ids = plain.logits[step][row].log_softmax(-1).topk(TOP)
+        _close([chosen for _, chosen in sequence.logprobs], processed[row])
+        for step, (token, found) in enumerate(zip(sequence.token_ids, sequence.top_logprobs)):
+            parent = row if parents is None else parents[row, step]
+            raw = plain.logits[step][parent].log_softmax(-1)
+            _close(sequence.logprobs[step][0], raw[token])
+            best, ids = raw.topk(TOP)
             assert [token for token, _, _ in found] == ids.tolist()
             _close([own for _, own, _ in found], best)
-            _close([chosen for _, _, chosen in found], plain.scores[step][row].log_softmax(-1)[ids])
-
-
-def test_beams() -> None:
-    model, prompt = get("llama"), token_ids(1, 13)
-    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 7, "do_sample": False}
-    plain = model.generate(
-        prompt, **options, output_scores=True, output_logits=True, return_dict_in_generate=True
-    )
-    expected = model.compute_transition_scores(plain.sequences, plain.scores, plain.beam_indices)
-    with hf_paged.PagedEngine(model) as engine:
-        (result,) = engine.generate([prompt[0]], options, return_logprobs=True, top_logprobs=TOP)
-    for row, sequence in enumerate(result.sequences):
-        assert sequence.token_ids == plain.sequences[row, 13:].tolist()
-        _close([processed for _, processed in sequence.logprobs], expected[row])
-        for step, found in enumerate(sequence.top_logprobs):
-            logits = plain.logits[step][plain.beam_indices[row, step]]
-            best, ids = logits.log_softmax(-1).topk(TOP)
-            assert [token for token, _, _ in found] == ids.tolist()
-            _close([own for _, own, _ in found], best)
-
-
-def _prompt_logprobs(model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(prompt).logits[0, :-1].log_softmax(-1)
+            if parents is None:
+                chosen = plain.scores[step][row].log_softmax(-1)[ids]
+                _close([chosen for _, _, chosen in found], chosen)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
@@ -109,32 +79,18 @@ def test_prompts(name: str, config: dict[str, Any]) -> None:
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 9}
     with hf_paged.PagedEngine(model, {"block_size": 8, **config}) as engine:
         engine.generate([prompts[0][0]], {"max_new_tokens": 2})  # caches its prefix
-        ids = [
-            engine.add_request(
-                prompt[0],
-                options,
-                return_logprobs=i % 2 == 0,
-                top_logprobs=3,
-                prompt_logprobs=True,
-                seed=i,
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        other = engine.add_request(prompts[0][0], options, seed=0)
-        results = {}
-        while engine.has_unfinished:
-            results |= {
-                out.request_id: out.result for out in engine.step() if out.result is not None
-            }
-        engine.check_integrity()
+        asked = {"top_logprobs": 3, "prompt_logprobs": True}
+        for i, prompt in enumerate(prompts):
+            given = {**asked, "return_logprobs": i % 2 == 0, "seed": i}
+            engine.add_request(prompt[0], options, request_id=i, **given)
+        results = run_all(engine)
         if "num_blocks" in config:
             assert engine.stats().num_preemptions
-    assert results[other].prompt_logprobs is None and results[other].prompt_top_logprobs is None
-    assert results[other].sequences[0].token_ids == results[ids[0]].sequences[0].token_ids
-    for name, prompt in zip(ids, prompts):
-        result = results[name]
+    for i, prompt in enumerate(prompts):
+        result = results[i]
         assert result.error is None and result.num_prefix_hit_tokens == 0
-        expected = _prompt_logprobs(model, prompt)
+        with torch.no_grad():
+            expected = model(prompt).logits[0, :-1].log_softmax(-1)
         assert result.prompt_logprobs[0] is None and result.prompt_top_logprobs[0] == []
         assert len(result.prompt_logprobs) == len(result.prompt_top_logprobs) == prompt.shape[1]
         if prompt.shape[1] == 1:
@@ -170,19 +126,3 @@ def test_what_is_refused() -> None:
     ):
         engine.add_request(prompt, prompt_logprobs=True)
     assert not engine.has_unfinished
-
-
-def test_nothing_is_recorded_without_being_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.batching.decoding import scores
-
-    def fail(*_: Any) -> Any:
-        raise AssertionError("recorded")
-
-    monkeypatch.setattr(scores.PromptLogprobs, "record", fail)
-    for name in ("alternatives", "logprobs_of"):
-        monkeypatch.setattr(f"hf_paged.batching.decoding.sampler.{name}", fail)
-    with hf_paged.PagedEngine(get("llama")) as engine:
-        results = engine.generate(
-            [token_ids(1, 30)[0]] * 2, {"max_new_tokens": 5, "do_sample": True}
-        )
-    assert [result.error for result in results] == [None, None]

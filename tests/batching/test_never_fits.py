@@ -11,48 +11,41 @@ import torch
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine
 from hf_paged.cache import free_memory, kv_blocks
 from tests.support import models
-from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support.engine_helpers import (
+    assert_drained,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+SHORT = {**GREEDY, "max_new_tokens": 6}
 # of 8 tokens: keys and values of 2 heads of 16 float32 in 2 layers
 BLOCK_BYTES = 8 * 2 * 2 * 16 * 4 * 2
 
 
-@pytest.fixture
-def free_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five blocks of memory are free, whatever the machine."""
-    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
-
-
-@pytest.mark.usefixtures("free_blocks")
 @pytest.mark.parametrize("num_blocks", [None, 1000])
-def test_one_that_never_fits_fails_soon_and_alone(num_blocks: int | None) -> None:
+def test_one_that_never_fits_fails_soon_and_alone(
+    num_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beams recompute their shared tokens in each attempt: the second attempt without progress ends
     them."""
+    # free, whatever the machine
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 5 * BLOCK_BYTES + 64)
     model, prompt = models.get("llama"), prompts(5)[0]
     config = PagedConfig(block_size=8, num_blocks=num_blocks, memory_fraction=1.0)
+    modes = {"long": {"max_new_tokens": 200}, "beams": {"max_new_tokens": 200, "num_beams": 3}}
     with PagedEngine(model, config) as engine:
-        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 200}, request_id="long")
-        engine.add_request(
-            prompt, {**GREEDY, "max_new_tokens": 200, "num_beams": 3}, request_id="beams"
-        )
-        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 6}, request_id="short")
-        found: dict[str, Any] = {}
-        for _ in range(600):
-            found |= {
-                output.request_id: output.result for output in engine.step() if output.finished
-            }
-            engine.check_integrity()
-            if not engine.has_unfinished:
-                break
-        assert set(found) == {"long", "beams", "short"}
-        for name in ("long", "beams"):
-            assert isinstance(found[name].error, OutOfBlocksError) and "memory_fraction" in str(
-                found[name].error
-            )
-        assert_same_as_lone(
-            lone_run(model, prompt, {**GREEDY, "max_new_tokens": 6}), found["short"], GREEDY, ""
-        )
+        for name, mode in modes.items():
+            engine.add_request(prompt, {**GREEDY, **mode}, request_id=name)
+        engine.add_request(prompt, SHORT, request_id="short")
+        results = run_all(engine)
+        assert engine.stats().num_steps < 600
+        for name in modes:
+            error = results[name].error
+            assert isinstance(error, OutOfBlocksError) and "memory_fraction" in str(error)
+        assert_same_as_lone(lone_run(model, prompt, SHORT), results["short"], GREEDY, "")
         assert_drained(engine)
 
 
@@ -68,17 +61,9 @@ def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) ->
 
     model, prompt = models.build("llama"), prompts(5)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 4})
-        while engine.has_unfinished:
-            engine.step()
+        engine.generate([prompt], SHORT)
         monkeypatch.setattr(kv_blocks, "_empty", refuse)
-        engine.add_request(prompt, {**GREEDY, "max_new_tokens": 400})
-        result = None
-        for _ in range(600):
-            result = next((output.result for output in engine.step() if output.finished), result)
-            if result is not None:
-                break
-        assert result is not None and (
-            result.error is None or "922337203685477" not in str(result.error)
-        )
+        (result,) = engine.generate([prompt], {**GREEDY, "max_new_tokens": 400})
+        assert "922337203685477" not in str(result.error)
+        assert engine.stats().num_steps < 600
         assert_drained(engine)

@@ -11,30 +11,22 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_paged import PagedConfig, PagedEngine, last_route, memory_stats
+from hf_paged import PagedConfig, PagedEngine, last_route
+from tests.batching.test_rectangles import prompts
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
-from tests.support.engine_helpers import (
-    MODES,
-    assert_drained,
-    assert_same_as_lone,
-    lone_run,
-    run_all,
-)
-from tests.support.models import BEFORE_5_18, put
+from tests.support.checks import assert_paged_is_plain, assert_pool_empty
+from tests.support.engine_helpers import MODES, assert_served_as_lone
+from tests.support.models import BEFORE_5_18, PAGED, left_padded, put
 
 CHUNKED = {
-    **{
-        "num_hidden_layers": 2,
-        "layer_types": ["chunked_attention", "full_attention"],
-        "no_rope_layers": [1, 0],
-    },
-    **{"moe_layers": [1], "attention_chunk_size": 11},
+    **dict(num_hidden_layers=2, layer_types=["chunked_attention", "full_attention"]),
+    **dict(no_rope_layers=[1, 0], moe_layers=[1], attention_chunk_size=11),
 }
 LONGROPE = {
-    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32},
-    **{"short_factor": [1.0] * 4, "long_factor": [1.0 + i for i in range(4)]},
+    **dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32),
+    **dict(short_factor=[1.0] * 4, long_factor=[1.0 + i for i in range(4)]),
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chunks": ("Llama4ForCausalLM", CHUNKED),
@@ -83,11 +75,6 @@ def build(name: str) -> Any:
     return model
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in lengths]
-
-
 def skip_where_plain_is_broken(name: str) -> None:
     if name == "phi3" and BEFORE_5_18:
         pytest.skip(
@@ -100,24 +87,16 @@ def check(
     name: str,
     texts: list[list[int]],
     modes: list[dict[str, Any]],
-    config: PagedConfig,
     device: torch.device = CPU,
+    **config: Any,
 ) -> Any:
     """Runs all prompts at once in an engine, compares each with its lone run, and returns the
     engine's stats."""
     model = put(build(name), device)
-    with PagedEngine(model, config) as engine:
-        for seed, (prompt, options) in enumerate(zip(texts, modes)):
-            engine.add_request(prompt, options, request_id=str(seed), seed=seed)
-        results = run_all(engine)
-        assert_drained(engine)
-        route, stats = engine.route, engine.stats()
-    assert route is not None and route.reason.startswith("packed forwards"), route
-    for seed, (prompt, options) in enumerate(zip(texts, modes)):
-        model(torch.tensor([[5]], device=device))  # a module may have grown with a longer sequence
-        assert_same_as_lone(
-            lone_run(model, prompt, options, seed), results[str(seed)], options, f"{name}, {seed}"
-        )
+    # a module may have grown with a longer sequence
+    reset = functools.partial(model, torch.tensor([[5]], device=device))
+    stats = assert_served_as_lone(model, texts, modes, reset, **config)
+    assert stats.route.reason.startswith("packed forwards"), stats.route
     return stats
 
 
@@ -128,26 +107,7 @@ def check(
 def test_chunks_of_prompts_share_steps_with_decodes(name: str, device: torch.device) -> None:
     """Prompts arrive in chunks that end within blocks and within chunks of attention."""
     modes = [MODES[mode] for mode in ("greedy", "penalties", "samples", "beams_eos", "sample")]
-    check(
-        name,
-        prompts(7, 34, 16, 22, 10),
-        modes,
-        PagedConfig(block_size=8, max_num_batched_tokens=11),
-        device,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [2048, 11])
-@pytest.mark.parametrize("name", NAMES)
-def test_all_modes_share_steps(name: str, max_tokens: int) -> None:
-    texts = prompts(*range(4, 4 + 3 * len(MODES), 3))
-    check(
-        name,
-        texts,
-        list(MODES.values()),
-        PagedConfig(block_size=8, max_num_batched_tokens=max_tokens),
-    )
+    check(name, prompts(7, 34, 16, 22, 10), modes, device, max_num_batched_tokens=11)
 
 
 @pytest.mark.slow_cases("latents-recompute", "phi3-recompute")
@@ -157,12 +117,10 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
     skip_where_plain_is_broken(name)
     samples = {"do_sample": True, "max_new_tokens": 14, "num_return_sequences": 3}
     modes = [MODES["greedy"], samples, MODES["beams"], MODES["sample"]]
-    config = PagedConfig(
-        block_size=8, num_blocks={"chunks": 19, "phi3": 9}.get(name, 12), preemption=preemption
-    )
-    assert check(name, prompts(20, 25, 9, 31), modes, config).num_preemptions > 0, (
-        "the budget was meant to be short"
-    )
+    num_blocks = {"chunks": 19, "phi3": 9}.get(name, 12)
+    texts = prompts(20, 25, 9, 31)
+    stats = check(name, texts, modes, num_blocks=num_blocks, preemption=preemption)
+    assert stats.num_preemptions > 0, "the budget was meant to be short"
 
 
 # a window has dropped them
@@ -172,7 +130,7 @@ def test_prefixes_are_found_again(name: str) -> None:
     skip_where_plain_is_broken(name)
     (prefix,), options = prompts(29), MODES["greedy"]
     texts = [prefix, [*prefix[:21], *prompts(7)[0]], [*prefix, *prompts(16)[0]], prefix]
-    stats = check(name, texts, [options] * 4, PagedConfig(block_size=8, max_num_seqs=1))
+    stats = check(name, texts, [options] * 4, max_num_seqs=1)
     # a long prompt has different keys
     assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)
 
@@ -180,16 +138,9 @@ def test_prefixes_are_found_again(name: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"scales", *LENGTHS}])
 def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
-    model, texts = build(name), prompts(5, 19, 9, 14)
-    ids = torch.tensor([[0] * (19 - len(text)) + text for text in texts])
-    mask = torch.tensor([[0] * (19 - len(text)) + [1] * len(text) for text in texts])
-    options: dict[str, Any] = {**MODES[mode], "pad_token_id": 0}
-    expected = model.generate(ids, attention_mask=mask, **options)
-    found = model.generate(ids, attention_mask=mask, **options, cache_implementation="paged")
-    assert torch.equal(expected, found)
-    route = last_route(model)
-    assert route is not None and route.reason.startswith("packed forwards"), route
-    assert memory_stats(model).used_blocks == 0
+    inputs = left_padded(prompts(5, 19, 9, 14))
+    route = assert_paged_is_plain(build(name), inputs, {**MODES[mode], "pad_token_id": 0})
+    assert route.reason.startswith("packed forwards"), route
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
@@ -197,53 +148,31 @@ def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:
 def test_rows_whose_longest_decides_the_rotary_factors(name: str, mode: str) -> None:
     """Plain `generate` applies the longest row's factors to all rows: such calls run in the model's
     own loop."""
-    model, options = build(name), {**MODES[mode], "pad_token_id": 0}
+    model = build(name)
+    own_loop = "hf_loop" if name == "dynamic" else "engine"
     for lengths, num_new, road in (
         ((5, 19), 13, "engine"),
         ((30, 6), 8, "hf_loop"),
         ((40, 6), 5, "hf_loop"),
-        ((40, 34), 5, None),
+        ((40, 34), 5, own_loop),
     ):
-        texts, width = prompts(*lengths), max(lengths)
-        inputs = {
-            "input_ids": torch.tensor([[0] * (width - len(text)) + text for text in texts]),
-            "attention_mask": torch.tensor(
-                [[0] * (width - len(text)) + [1] * len(text) for text in texts]
-            ),
-        }
-        model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
-        expected = model.generate(**inputs, **{**options, "max_new_tokens": num_new})
-        model(torch.tensor([[5]]))
-        found = model.generate(
-            **inputs, **{**options, "max_new_tokens": num_new}, cache_implementation="paged"
-        )
-        assert torch.equal(expected, found), (lengths, last_route(model))
-        route = last_route(model)
-        assert route is not None and route.road == (
-            road or ("hf_loop" if name == "dynamic" else "engine")
-        ), route
-        assert memory_stats(model).used_blocks == 0
+        inputs = left_padded(prompts(*lengths))
+        options = {**MODES[mode], "pad_token_id": 0, "max_new_tokens": num_new}
+        outputs = []
+        for paged in ({}, PAGED):
+            model(torch.tensor([[5]]))  # a module may have grown with a longer sequence
+            outputs.append(model.generate(**inputs, **options, **paged))
+        assert torch.equal(*outputs), (lengths, last_route(model))
+        assert last_route(model).road == road
+        assert_pool_empty(model)
 
 
-SAMPLES = {"do_sample": True, "num_return_sequences": 2}
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 3}, SAMPLES, {"prompt_lookup_num_tokens": 3}], ids=str
-)
-def test_calls_over_layers_with_shared_keys(options: dict[str, Any]) -> None:
-    model, options = (
-        build("shared keys"),
-        {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, **options},
-    )
-    is_lookup = "prompt_lookup_num_tokens" in options
-    ids = torch.tensor(prompts(6)).repeat(1, 4) if is_lookup else torch.tensor(prompts(17, 17))
-    outputs = []
-    for extra in ({}, {"cache_implementation": "paged"}):
-        torch.manual_seed(0)
-        outputs.append(model.generate(ids, **options, **extra))
-    assert torch.equal(*outputs)
-    assert last_route(model).reason.startswith("packed forwards")
+def test_drafts_over_layers_with_shared_keys() -> None:
+    options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+    inputs = {"input_ids": torch.tensor(prompts(6)).repeat(1, 4)}
+    options["prompt_lookup_num_tokens"] = 3
+    route = assert_paged_is_plain(build("shared keys"), inputs, options)
+    assert route.reason.startswith("packed forwards")
 
 
 @pytest.mark.slow
@@ -257,15 +186,13 @@ def test_media_of_a_model_with_shared_keys(sees: str | None) -> None:
     changes = {"num_kv_shared_layers": 2, "use_bidirectional_attention": sees}
     model = tiny_model(transformers.Gemma4ForConditionalGeneration, **changes)
     options = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
-    paged = {"cache_implementation": "paged", "cache_config": {"block_size": 8}}
     for medium, inputs in make_inputs(model).items():
         mode = {**options, "num_beams": 3 if medium == "image" else 1}
-        expected = model.generate(**inputs, **mode)
-        assert torch.equal(model.generate(**inputs, **mode, **paged), expected), medium
-        assert last_route(model).reason.startswith("packed forwards"), medium
-    rows = media_rows(model)
+        route = assert_paged_is_plain(model, inputs, mode)
+        assert route.reason.startswith("packed forwards"), medium
     requests = [
-        {name: x for name, x in row.items() if name != "attention_mask"} for row in rows["image"]
+        {name: x for name, x in row.items() if name != "attention_mask"}
+        for row in media_rows(model)["image"]
     ]
     lone = [
         model.generate(**row, **options)[0, row["input_ids"].shape[1] :].tolist()

@@ -23,8 +23,14 @@ from hf_paged.cache.swap import copy_out, put_back
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import Drafter, EngineParts
 from tests.support import models
-from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
+from tests.support.engine_helpers import (
+    assert_drained,
+    lone_run,
+    prompts,
+    tokens_of,
+)
 
+CONFIG = PagedConfig(block_size=8)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 SHORT = {**GREEDY, "max_new_tokens": 8}
 
@@ -75,7 +81,7 @@ def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
     model, (prompt,) = models.build("llama"), prompts(70)
     tiers: list[DictTier] = []
 
-    def make_tier(model: Any, memory: Any, blocks: Any, config: Any, layout: Any) -> Any:
+    def make_tier(model: Any, memory: Any, blocks: Any, *given: Any) -> Any:
         tiers.append(DictTier(memory, blocks))
         return tiers[-1], None
 
@@ -91,21 +97,6 @@ def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
         assert stats.tier_kept_blocks == len(tier) == 4
         assert stats.tier_restored_blocks == tier.num_restored == 4
         assert_drained(engine)
-
-
-def test_without_the_room_of_tiers_only_calls_that_need_it_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = models.build("llama")
-    rooms.room.cache_clear()
-    monkeypatch.setattr(rooms, "is_installed", lambda name: name != "tiers")
-    with PagedEngine(model) as engine:
-        (result,) = engine.generate([[1, 2, 3]], {"max_new_tokens": 2})
-        assert result.error is None
-        with pytest.raises(RoomMissingError, match=r"`save_prefix` needs `hf_paged\.tiers`"):
-            engine.save_prefix([1, 2, 3], "prefix")
-    with pytest.raises(RoomMissingError, match=r"`prefix_tiers` needs `hf_paged\.tiers`"):
-        PagedEngine(model, {"prefix_tiers": "folder"})
 
 
 class HalfStorage:
@@ -166,24 +157,18 @@ class HalfStorage:
 def test_a_toy_storage_keeps_float16_blocks_for_a_float32_model() -> None:
     model = models.build("llama")
     assert model.dtype == torch.float32
-    prompts = [[5, 6, 7, 8] * 6, [5, 6, 7, 8] * 5 + [9]]
+    texts = [[5, 6, 7, 8] * 6, [5, 6, 7, 8] * 5 + [9]]
     options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 2}
-    config = {"block_size": 8}
-    with PagedEngine(model, config) as engine:
-        expected = [result.sequences for result in engine.generate(prompts, options, seed=0)]
-        num_bytes = engine.stats().peak_bytes
-    with PagedEngine(model, config, parts=EngineParts(storage=HalfStorage)) as engine:
-        results = [result.sequences for result in engine.generate(prompts, options, seed=0)]
-        assert [[row.token_ids for row in rows] for rows in results] == [
-            [row.token_ids for row in rows] for rows in expected
-        ]
-        (group,) = engine.memory.groups.values()
-        assert {layer.keys.dtype for layer in group.storage.layers.values()} == {torch.float16}
-        assert engine.stats().peak_bytes == num_bytes // 2
-        engine.check_integrity()
-
-
-CONFIG = PagedConfig(block_size=8)
+    tokens, num_bytes = [], []
+    for parts in (EngineParts(), EngineParts(storage=HalfStorage)):
+        with PagedEngine(model, CONFIG, parts=parts) as engine:
+            tokens.append(tokens_of(engine.generate(texts, options, seed=0)))
+            num_bytes.append(engine.stats().peak_bytes)
+            (group,) = engine.memory.groups.values()
+            dtypes = {layer.keys.dtype for layer in group.storage.layers.values()}
+            assert_drained(engine)
+    assert dtypes == {torch.float16} and num_bytes[1] == num_bytes[0] // 2
+    assert tokens[0] == tokens[1]
 
 
 class Toy(Drafter):
@@ -232,111 +217,48 @@ class Toy(Drafter):
         pass
 
 
-def toys_of(make: Any) -> tuple[list[Any], EngineParts]:
-    """The drafters that an engine with these parts makes, by `make`."""
-    toys: list[Any] = []
-
-    def drafter(*given: Any) -> Any:
-        toys.append(make())
-        return toys[-1]
-
-    return toys, EngineParts(drafter=drafter)
-
-
 @pytest.mark.parametrize("error", [0, 1])
 def test_a_toy_drafter_changes_steps_and_no_tokens(error: int) -> None:
     model, texts = models.get("llama"), prompts(9, 14, 6)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
-    toys, parts = toys_of(lambda: Toy([a + b for a, b in zip(texts, expected)], error))
-    with PagedEngine(model, CONFIG, parts=parts) as engine:
+    toy = Toy([a + b for a, b in zip(texts, expected)], error)
+    with PagedEngine(model, CONFIG, parts=EngineParts(drafter=lambda *given: toy)) as engine:
         results = engine.generate(texts, GREEDY)
         stats = engine.stats()
         assert_drained(engine)
     assert [result.token_ids for result in results] == expected
-    (toy,) = toys
     assert not toy.rows and toy.num_computed
-    is_right = not error
     assert stats.num_draft_tokens > 0
-    assert stats.num_accepted_tokens == (stats.num_draft_tokens if is_right else 0)
-    assert (stats.num_steps < 8) == is_right
+    assert stats.num_accepted_tokens == (0 if error else stats.num_draft_tokens)
+    assert (stats.num_steps < 8) == (not error)
     assert sum(result.num_drafts for result in results) == stats.num_drafts
 
 
-def test_a_toy_drafter_beside_beams_samples_and_others() -> None:
-    model, texts = models.get("llama"), prompts(9, 14, 6, 11)
-    asked = [
-        GREEDY,
-        {**GREEDY, "num_beams": 3},
-        {**GREEDY, "do_sample": True},
-        {**GREEDY, "do_sample": True, "num_return_sequences": 2},
-    ]
-    alone = [lone_run(model, text, options, seed=5) for text, options in zip(texts, asked)]
-    drafted = [texts[0] + alone[0][0], texts[2] + alone[2][0]]
-    _, parts = toys_of(lambda: Toy(drafted, 0))
-    with PagedEngine(model, CONFIG, parts=parts) as engine:
-        ids = [engine.add_request(text, own, seed=5) for text, own in zip(texts, asked)]
-        results: dict[Any, Any] = {}
-        while engine.has_unfinished:
-            results |= {out.request_id: out.result for out in engine.step() if out.result}
-        assert engine.stats().num_accepted_tokens > 0
-        assert_drained(engine)
-    for name, tokens, options in zip(ids, alone, asked):
-        assert_same_as_lone(tokens, results[name], options, name)
-
-
-class Failing(Toy):
-    """Has an error for rows of some lengths."""
-
-    def draft(self, token_ids: list[int]) -> Draft | Exception:
-        if len(token_ids) % 5 == 0:
-            return ValueError("no draft")
-        return super().draft(token_ids)
-
-
-def test_an_error_of_a_drafter_ends_its_row_alone() -> None:
-    model, texts = models.get("llama"), prompts(4, 6)
-    options = {**GREEDY, "max_new_tokens": 3}
-    expected = [lone_run(model, text, options)[0] for text in texts]
-    _, parts = toys_of(lambda: Failing([a + b for a, b in zip(texts, expected)], 1))
-    with PagedEngine(model, CONFIG, parts=parts) as engine:
-        failed, whole = engine.generate(texts, options)
-        assert_drained(engine)
-    assert isinstance(failed.error, ValueError) and failed.token_ids == expected[0][:1]
-    assert whole.error is None and whole.token_ids == expected[1]
-
-
-def test_no_drafter_is_made_for_a_call_that_asks_for_none() -> None:
-    model = models.get("llama")
-    with PagedEngine(model, CONFIG) as engine:
-        engine.generate(prompts(9), GREEDY)
-        assert engine._core.loop is not None and engine._core.loop.drafter.instance is None
+def add(config: Any = None, options: Any = None, **given: Any) -> None:
+    with PagedEngine(models.get("llama"), config) as engine:
+        engine.add_request([5, 6, 7], {**GREEDY, **(options or {})}, **given)
 
 
 @pytest.mark.parametrize(
-    ("option", "config", "options", "generation"),
+    ("option", "ask"),
     [
-        ("speculation", {"speculation": "ngram"}, {}, {}),
-        ("prompt_lookup_num_tokens", {}, {}, {"prompt_lookup_num_tokens": 3}),
-        ("use_mtp", {}, {}, {"use_mtp": True}),
-        ("assistant_model", {}, {"assistant_model": "llama"}, {}),
-        ("schema", {}, {"schema": "{}"}, {}),
+        ("speculation", lambda: add({"speculation": "ngram"})),
+        ("prompt_lookup_num_tokens", lambda: add(options={"prompt_lookup_num_tokens": 3})),
+        ("use_mtp", lambda: add(options={"use_mtp": True})),
+        ("assistant_model", lambda: add(assistant_model=models.get("llama"))),
+        ("schema", lambda: add(schema="{}")),
+        ("prefix_tiers", lambda: add({"prefix_tiers": "folder"})),
+        ("save_prefix", lambda: PagedEngine(models.get("llama")).save_prefix([1, 2], "prefix")),
     ],
 )
-def test_an_option_of_a_missing_room_names_both(
-    option: str,
-    config: dict[str, Any],
-    options: dict[str, Any],
-    generation: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_option_of_a_missing_room_names_both_and_others_are_served(
+    option: str, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.get("llama")
-    monkeypatch.setattr(rooms, "is_installed", lambda name: name not in ("speculation", "grammar"))
+    missing = ("speculation", "grammar", "tiers")
+    monkeypatch.setattr(rooms, "is_installed", lambda name: name not in missing)
     monkeypatch.setattr(rooms, "room", rooms.room.__wrapped__)
     for module in (factory, engine_loop, engine_core):
         monkeypatch.setattr(module, "room", rooms.room)
-    if "assistant_model" in options:
-        options = {"assistant_model": models.get_assistant("llama")}
-    with PagedEngine(model, PagedConfig(block_size=8, **config)) as engine:
-        with pytest.raises(RoomMissingError, match=f"`{option}`.* needs `hf_paged"):
-            engine.add_request(prompts(9)[0], {**GREEDY, **generation}, **options)
-        assert not engine.has_unfinished
+    with pytest.raises(RoomMissingError, match=rf"`{option}`.* needs `hf_paged\."):
+        ask()
+    add()

@@ -12,8 +12,10 @@ from transformers import LogitsProcessor, StoppingCriteria
 import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain, assert_pool_empty, generate_both
 from tests.support.engine_helpers import (
     MODES,
+    Asked,
     assert_drained,
     assert_same_as_lone,
     build_diff_llama,
@@ -59,46 +61,51 @@ class Writes(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-# -- chosen ids that have no embedding -----------------------------------------------------------
+def repeat(count: int) -> Any:
+    """Gives scores of another number of rows."""
+    return lambda input_ids, scores: scores.repeat(count, 1)
+
+
+# name -> code of a request, and the token that it chooses, if any
+WRONG: dict[str, tuple[dict[str, Any], int | None]] = {
+    "widens": ({"logits_processor": [Widens(15)]}, 200),
+    "writes": ({"stopping_criteria": [Writes(15)]}, 200),
+    "below zero": ({"stopping_criteria": [Writes(15, -1)]}, -1),
+    "beyond any vocabulary": ({"stopping_criteria": [Writes(15, 1 << 40)]}, 1 << 40),
+    "no rows": ({"logits_processor": [repeat(0)]}, None),
+    "too many rows": ({"logits_processor": [repeat(2)]}, None),
+}
 
 
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
 @pytest.mark.parametrize(
-    ("how", "mode"),
+    ("what", "mode"),
     [
-        *(("logits_processor", mode) for mode in ("greedy", "sample", "samples", "beams")),
-        # criteria of beams get a copy
-        *(("stopping_criteria", mode) for mode in ("greedy", "sample", "samples")),
+        (what, mode)
+        for what, (code, _) in WRONG.items()
+        for mode in ("greedy", "sample", "samples", "beams")
+        if mode != "beams" or "logits_processor" in code  # criteria of beams get a copy
     ],
 )
-def test_an_unknown_id_ends_the_request_that_chose_it_alone(how: str, mode: str, name: str) -> None:
+def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
+    what: str, mode: str, name: str
+) -> None:
+    (code, token), texts = WRONG[what], prompts(9, 12, 7)
     model = models.get("llama") if name == "llama" else build_diff_llama()
-    texts = prompts(9, 12, 7)
-    code = (
-        {"logits_processor": [Widens(15)]}
-        if how == "logits_processor"
-        else {"stopping_criteria": [Writes(15)]}
-    )
+    for paged in ({}, models.PAGED):
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            lone_run(model, texts[0], MODES[mode], **code, **paged)
+    told = UNKNOWN.replace("200", str(token))
+    assert token is None or str(caught.value) == told
+    assert_pool_empty(model)
     with PagedEngine(model, {"block_size": 8}) as engine:
-        options: list[dict[str, Any]] = [{}, {**code, "return_logprobs": True}, {}]
-        for i, (text, option) in enumerate(zip(texts, options)):
-            engine.add_request(
-                text, MODES["greedy" if i != 1 else mode], request_id=str(i), seed=i, **option
-            )
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {
-                output.request_id: output.result
-                for output in engine.step()
-                if output.result is not None
-            }
-            engine.check_integrity()
+        asked = Asked(engine, texts, GREEDY)
+        engine.add_request(texts[0], MODES[mode], request_id="bad", **code, return_logprobs=True)
+        results = run_all(engine)
         assert_drained(engine)
-    for i in (0, 2):
-        assert_same_as_lone(lone_run(model, texts[i], GREEDY), results[str(i)], GREEDY, str(i))
-    error = results["1"].error
-    assert isinstance(error, IndexError) and str(error) == UNKNOWN
-    assert results["1"].finish_reason == "error"
+    asked.check(results)
+    assert results["bad"].finish_reason == "error"
+    assert token is None or str(results["bad"].error) == told
 
 
 def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> None:
@@ -120,58 +127,6 @@ def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> N
         assert_drained(engine)
     assert str(results["beams"].error) == UNKNOWN
     assert_same_as_lone(lone_run(model, own, GREEDY), results["greedy"], GREEDY, "greedy")
-
-
-@pytest.mark.parametrize("token", [-1, 1 << 40])
-def test_ids_below_zero_and_beyond_any_vocabulary(token: int) -> None:
-    with PagedEngine(models.get("llama"), {"block_size": 8}) as engine:
-        result, other = engine.generate(
-            [[5, 6], [7, 8]], GREEDY, stopping_criteria=[Writes(5, token)]
-        )
-        assert str(result.error) == str(other.error) == UNKNOWN.replace("200", str(token))
-        assert_drained(engine)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
-def test_generate_raises_as_plain_does_and_the_pool_is_whole(mode: str) -> None:
-    model, inputs = models.build("llama"), models.padded_prompt("llama")
-    at = inputs["input_ids"].shape[1] + 3
-    # older versions fail one line earlier, where scores of beams get their shape
-    errors = (IndexError, RuntimeError) if mode == "beams" and models.BEFORE_5_18 else IndexError
-    for options in ({}, models.PAGED):
-        with pytest.raises(errors) as caught:
-            model.generate(**inputs, **MODES[mode], logits_processor=[Widens(at)], **options)
-    assert str(caught.value) == UNKNOWN
-    hf_paged.check_integrity(model)
-    assert hf_paged.memory_stats(model).used_blocks == 0
-    assert torch.equal(
-        model.generate(**inputs, **GREEDY, **models.PAGED), model.generate(**inputs, **GREEDY)
-    )
-
-
-@pytest.mark.parametrize("copies", [0, 2])
-@pytest.mark.parametrize("mode", ["greedy", "sample", "beams"])
-def test_scores_of_another_number_of_rows(mode: str, copies: int) -> None:
-    def repeat(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.repeat(copies, 1)
-
-    model, (text, other) = models.get("llama"), prompts(9, 12)
-    for paged in ({}, models.PAGED):
-        with pytest.raises(RuntimeError):
-            model.generate(torch.tensor([text]), **MODES[mode], logits_processor=[repeat], **paged)
-    with PagedEngine(model, {"block_size": 8}) as engine:
-        engine.add_request(text, MODES[mode], request_id="bad", logits_processor=[repeat])
-        engine.add_request(other, GREEDY, request_id="good")
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {
-                output.request_id: output.result
-                for output in engine.step()
-                if output.result is not None
-            }
-        assert_drained(engine)
-    assert results["bad"].error is not None and results["bad"].token_ids == []
-    assert_same_as_lone(lone_run(model, other, GREEDY), results["good"], GREEDY, "good")
 
 
 def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
@@ -199,12 +154,14 @@ def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
 def test_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> None:
     model, inputs = models.get("llama"), models.padded_prompt("llama")
     inputs["input_ids"] = inputs["input_ids"].int()
-    outputs = []
-    for options in ({}, models.PAGED):
-        torch.manual_seed(3)
-        outputs.append(model.generate(**inputs, **MODES[mode], **options))
+    plain, ours = generate_both(model, inputs, MODES[mode])
     assert hf_paged.last_route(model).road == "engine"
-    assert outputs[0].dtype == outputs[1].dtype == torch.int64 and torch.equal(*outputs)
+    assert plain.dtype == ours.dtype == torch.int64 and torch.equal(plain, ours)
+
+
+def test_a_criterion_that_writes_tokens() -> None:
+    options = {"max_new_tokens": 9, "stopping_criteria": [Writes(16, 99)]}
+    assert_paged_is_plain(models.get("llama"), models.prompt("llama"), options)
 
 
 @pytest.mark.parametrize("num_blocks", [None, 14])
@@ -220,15 +177,8 @@ def test_scores_and_logits_of_rows_that_have_ended_are_plains(
         "do_sample": do_sample,
     }
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    paged = {
-        "cache_implementation": "paged",
-        "cache_config": {"block_size": 8, "num_blocks": num_blocks},
-    }
-    outputs = []
-    for kind in ({}, paged):
-        torch.manual_seed(3)
-        outputs.append(model.generate(**inputs, **options, **kind))
-    plain, ours = outputs
+    paged = {**models.PAGED, "cache_config": {"block_size": 8, "num_blocks": num_blocks}}
+    plain, ours = generate_both(model, inputs, options, paged)
     assert hf_paged.last_route(model).road == "engine"
     assert num_blocks is None or hf_paged.memory_stats(model).peak_blocks <= num_blocks
     assert torch.equal(plain.sequences, ours.sequences)
@@ -240,35 +190,13 @@ def test_scores_and_logits_of_rows_that_have_ended_are_plains(
         torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["class", "instance"])
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
-def test_a_models_own_loop_condition_is_asked(mode: str, where: str) -> None:
-    model, inputs = models.build("llama"), models.padded_prompt("llama")
-    left = 0
-
-    def few(self: Any, *args: Any, **kwargs: Any) -> bool:
-        nonlocal left
-        left -= 1
-        return left >= 0
-
-    if where == "class":
-        model.__class__ = type("Own", (type(model),), {"_has_unfinished_sequences": few})
-    else:
-        model._has_unfinished_sequences = few.__get__(model)
-    outputs = []
-    for options in ({}, models.PAGED):
-        left = 5
-        outputs.append(model.generate(**inputs, **MODES[mode], **options))
-    plain, ours = outputs
-    assert torch.equal(plain, ours)
-    if mode == "greedy":
-        assert ours.shape[1] == inputs["input_ids"].shape[1] + 5
-    route = hf_paged.last_route(model)
-    assert route.road == "hf_loop" and "it overrides `_has_unfinished_sequences`" in route.reason
+def test_a_model_with_a_loop_condition_of_its_own_is_refused() -> None:
+    model = models.build("llama")
+    model._has_unfinished_sequences = model._has_unfinished_sequences
     with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
         engine.add_request([5, 6], GREEDY)
     assert (
         str(caught.value)
-        == f"{type(model).__name__} overrides `_has_unfinished_sequences`, which an engine does not"
+        == "LlamaForCausalLM overrides `_has_unfinished_sequences`, which an engine does not"
         ' call: call `model.generate(..., cache_implementation="paged")` instead'
     )

@@ -7,23 +7,26 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import os
 import pickle
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged.batching import shared_loop
 from hf_paged.batching.execution import executor
+from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
+from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.cache import waits
-from hf_paged.cache.waits import claims_on
 from hf_paged.generation import batch_call, candidate
 from tests.batching.test_rectangles import build, forwards
 from tests.support import models
@@ -32,56 +35,74 @@ from tests.support.rooms import records_on_cpu
 
 NUM = 6
 STEPS = 12
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": STEPS, "min_new_tokens": STEPS}
-PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": {"block_size": 8}}
 
 
-class AtToken(LogitsProcessor):
-    """Runs `action` when it chooses new token `number`, counted from 0."""
+def exactly(num_tokens: int, **more: Any) -> dict[str, Any]:
+    counts = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    return {"do_sample": False, "pad_token_id": 0, **counts, **more}
 
-    def __init__(self, number: int, action: Callable[[], Any]) -> None:
-        self.number, self.action = number, action
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.number == 0:
-            self.action()
-        self.number -= 1
+def paged_with(**config: Any) -> dict[str, Any]:
+    return {"cache_implementation": "paged", "cache_config": {"block_size": 8, **config}}
+
+
+PAGED = paged_with()
+FEW = paged_with(num_blocks=8)
+LONG = exactly(40)
+KEPT = {"return_dict_in_generate": True}
+
+
+def at_token(number: int, action: Callable[[], Any]) -> Callable[..., torch.Tensor]:
+    """A processor that runs `action` when it chooses new token `number`, counted from 0."""
+    numbers = itertools.count()
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if next(numbers) == number:
+            action()
         return scores
 
+    return process
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = threading.Event()
+
+def wait_for(condition: Callable[[], Any]) -> None:
     for _ in range(3000):
         if condition():
             return
-        limit.wait(0.01)
+        time.sleep(0.01)
     raise AssertionError("waited for 30 seconds")
 
 
+def open_loops() -> list[Any]:
+    return [loop for loops in shared_loop._loops.values() for loop in loops.values()]
+
+
 def num_callers() -> int:
-    loops = [loop for loops in shared_loop._loops.values() for loop in loops.values()]
-    return sum(len(loop._callers) for loop in loops)
+    return sum(len(loop._callers) for loop in open_loops())
 
 
 def prompt(number: int) -> torch.Tensor:
     return models.token_ids(1, 9 + 5 * number, seed=number)
 
 
-def generate(
-    model: PreTrainedModel, number: int, *processors: LogitsProcessor, **options: Any
-) -> torch.Tensor:
+def generate(model: PreTrainedModel, number: int, *processors: Any, **options: Any) -> torch.Tensor:
     ids = prompt(number).to(model.device)
-    options = {**GREEDY, "pad_token_id": 0, "logits_processor": list(processors), **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    given = {**exactly(STEPS), "logits_processor": list(processors), **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **given)
 
 
-def paged(
-    model: PreTrainedModel, number: int, *processors: LogitsProcessor, **options: Any
-) -> torch.Tensor:
+def paged(model: PreTrainedModel, number: int, *processors: Any, **options: Any) -> torch.Tensor:
     return generate(model, number, *processors, **{**PAGED, **options})
 
 
-def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[[], torch.Tensor]]:
+def plain(model: PreTrainedModel, numbers: Iterable[int] = range(NUM), **options: Any) -> list[Any]:
+    return [generate(model, number, **options) for number in numbers]
+
+
+def calls(model: PreTrainedModel, numbers: Iterable[int] = range(NUM), **options: Any) -> list[Any]:
+    return [functools.partial(paged, model, number, **options) for number in numbers]
+
+
+def together(model: PreTrainedModel, *others: Any) -> list[Callable[[], torch.Tensor]]:
     """Jobs of `NUM` calls, which wait at their first token until all are in the loop; the second
     uses `others`."""
     are_in = threading.Event()
@@ -91,38 +112,71 @@ def together(model: PreTrainedModel, *others: LogitsProcessor) -> list[Callable[
             are_in.set()  # from now on some may leave
         return are_in.is_set()
 
-    processors = {number: [AtToken(0, lambda: wait_for(is_ready))] for number in range(NUM)}
-    processors[1] += others
-    return [
-        lambda number=number: paged(model, number, *processors[number]) for number in range(NUM)
-    ]
+    def job(number: int) -> torch.Tensor:
+        processors = others if number == 1 else ()
+        return paged(model, number, at_token(0, lambda: wait_for(is_ready)), *processors)
+
+    return [functools.partial(job, number) for number in range(NUM)]
+
+
+def raises(
+    error: type[Exception], message: str | None, job: Callable[[], Any]
+) -> Callable[[], None]:
+    def caught() -> None:
+        with pytest.raises(error, match=message):
+            job()
+
+    return caught
 
 
 @contextlib.contextmanager
-def fails_with(model: PreTrainedModel, bad: int) -> Iterator[None]:
-    """The model's forward raises if it gets token `bad`; the signature stays."""
-    cls, original, is_armed = type(model), type(model).forward, []
+def before_forwards(model: PreTrainedModel, act: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Calls `act` with the token ids before each forward; the signature stays."""
+    original, is_armed = type(model).forward, []
 
     @functools.wraps(original)
     def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if is_armed and bad in input_ids:
-            raise MemoryError("of that row")
+        if is_armed:
+            act(input_ids)
         return original(self, input_ids=input_ids, **kwargs)
 
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", forward)
         paged(model, 0)  # the replaced forward is checked here
-        assert hf_paged.last_route(model).road == "engine"  # type: ignore[union-attr]
+        assert_road(model)
         is_armed.append(True)
         yield
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
+
+
+def once(is_meant: Callable[[torch.Tensor], bool], act: Callable[[], Any]) -> Callable[..., None]:
+    """Acts before the first forward that is meant."""
+    left = [act]
+
+    def look(ids: torch.Tensor) -> None:
+        if left and is_meant(ids):
+            left.pop()()
+
+    return look
+
+
+def assert_road(model: PreTrainedModel) -> None:
+    assert hf_paged.last_route(model).road == "engine"
 
 
 def assert_clean(model: PreTrainedModel) -> None:
+    gc.collect()
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0
     assert num_callers() == 0 and not any(shared_loop._loops.values())
+
+
+def assert_same(model: PreTrainedModel, expected: list[Any], found: Iterable[Any]) -> None:
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    assert_clean(model)
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return models.build(name) if name in models.CONFIGS else build(name)
 
 
 @pytest.mark.slow
@@ -130,211 +184,145 @@ def assert_clean(model: PreTrainedModel) -> None:
     "name", ["llama", "BloomForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"]
 )
 def test_calls_of_threads_share_forwards(name: str) -> None:
-    model = models.build(name) if name == "llama" else build(name)
-    expected = [generate(model, number) for number in range(NUM)]
+    model = model_of(name)
+    expected = plain(model)
     paged(model, 0)  # the model is checked here
     before = model_state(model)
     with forwards(model) as shapes:
         paged(model, 0)  # the replaced forward is
         shapes.clear()
         found = in_threads(*together(model))
-    assert len(shapes) <= 2 * STEPS + NUM, (
-        f"{len(shapes)} forwards, {NUM * STEPS} without sharing: {shapes}"
-    )
-    assert all(map(torch.equal, expected, found))
-    route = hf_paged.last_route(model)
-    assert route is not None and route.road == "engine"
+    assert len(shapes) <= 2 * STEPS + NUM, f"{NUM * STEPS} without sharing: {shapes}"
+    assert_road(model)
     assert model_state(model) == before
-    assert_clean(model)
+    assert_same(model, expected, found)
 
 
-@pytest.mark.slow_cases("cpu")
-def test_beams_and_samples_of_one_prompt_share_forwards_with_others(device: torch.device) -> None:
+MIXED = [
+    {},
+    {"num_beams": 3},
+    {"num_return_sequences": 2, "num_beams": 2},
+    {"repetition_penalty": 1.3},
+]
+
+
+@pytest.mark.slow_cases("cpu-*")
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [(MIXED, PAGED), ([{}] * NUM, FEW)],  # the longest prompt needs 6 of the few blocks
+    ids=["beams and samples of one prompt", "calls that preempt one another"],
+)
+def test_calls_share_forwards_and_blocks(
+    options: list[dict[str, Any]], config: dict[str, Any], device: torch.device
+) -> None:
     model = models.build("llama").to(device)
-    options = [
-        {},
-        {"num_beams": 3},
-        {"num_return_sequences": 2, "num_beams": 2},
-        {"repetition_penalty": 1.3},
-    ]
-    expected = [generate(model, number, **each) for number, each in enumerate(options)]
+    given = list(enumerate(options))
+    expected = [generate(model, number, **each) for number, each in given]
     for _ in range(3):
-        jobs = [
-            lambda number=number, each=each: paged(model, number, **each)
-            for number, each in enumerate(options)
-        ]
-        assert all(map(torch.equal, expected, in_threads(*jobs)))
-    assert_clean(model)
+        jobs = [functools.partial(paged, model, n, **each, **config) for n, each in given]
+        assert_same(model, expected, in_threads(*jobs))
 
 
 def test_draws_of_a_call_alone_are_those_of_plain(device: torch.device) -> None:
     model = models.build("llama").to(device)
     options = dict(do_sample=True, num_return_sequences=3, temperature=1.5)
-
-    def both(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for more in ({}, PAGED):
         torch.manual_seed(5)
-        return [function(model, 1, **options), function(model, 2, **options)]
-
-    assert all(map(torch.equal, both(generate), both(paged)))
+        found.append([generate(model, number, **options, **more) for number in (1, 2)])
+    assert_same(model, *found)
 
 
 def test_an_exception_of_one_call_does_not_reach_the_others() -> None:
     model = models.build("llama")
-    expected = [generate(model, number) for number in range(NUM)]
 
     def fail() -> None:
         raise KeyError("of a caller's own")
 
-    jobs = together(model, AtToken(4, fail))
-    failing = jobs[1]
-
-    def caught() -> None:
-        with pytest.raises(KeyError, match="of a caller's own"):
-            failing()
-
-    found = in_threads(jobs[0], caught, *jobs[2:])
-    assert [found[number].tolist() for number in (0, *range(2, NUM))] == [
-        expected[number].tolist() for number in (0, *range(2, NUM))
-    ]
-    assert_clean(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "Qwen3NextForCausalLM"])
-def test_a_forward_that_fails_for_one_call_fails_that_call_alone(name: str) -> None:
-    model = models.build(name) if name == "llama" else build(name)
-    expected = [generate(model, number) for number in range(NUM)]
-    others = {
-        token for number, ids in enumerate(expected) if number != 1 for token in ids[0].tolist()
-    }
-    bad = next(token for token in prompt(1)[0].tolist() if token not in others)
-    with fails_with(model, bad):
-        jobs = [lambda number=number: paged(model, number) for number in range(NUM)]
-        failing = jobs[1]
-
-        def caught() -> None:
-            with pytest.raises(MemoryError, match="of that row"):
-                failing()
-
-        for _ in range(3):
-            found = in_threads(jobs[0], caught, *jobs[2:])
-            for number in (0, *range(2, NUM)):
-                assert torch.equal(found[number], expected[number])
-    assert_clean(model)
+    first, failing, *rest = together(model, at_token(4, fail))
+    found = in_threads(first, raises(KeyError, "of a caller's own", failing), *rest)
+    found.pop(1)
+    assert_same(model, plain(model, (0, 2, 3, 4, 5)), found)
 
 
 @pytest.mark.slow
 def test_calls_go_on_where_a_forward_failed_and_blocks_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In separate loops, calls cannot preempt each other."""
-    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
+    """It fails that call alone. In separate loops, calls cannot preempt each other."""
+    model = models.build("llama")
     # of the first, 6 blocks; of the second, 7
-    long: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40}
-    expected = [generate(model, number, **long) for number in (0, 1)]
-    bad = next(
-        token for token in range(4, models.VOCAB_SIZE) if not any(token in ids for ids in expected)
-    )
+    expected = plain(model, (0, 1), **LONG)
+    known = torch.cat(expected, dim=1)
+    bad = next(token for token in range(4, models.VOCAB_SIZE) if token not in known)
     compute, has_begun, others = StepLoop.compute, threading.Event(), threading.Event()
 
-    def together(*args: Any, **kwargs: Any) -> Any:
+    def computed(*args: Any, **kwargs: Any) -> Any:
         if not has_begun.is_set():
             wait_for(lambda: num_callers() == 3)
             has_begun.set()
         return compute(*args, **kwargs)
 
-    def first() -> torch.Tensor:
-        # 5 of the blocks are taken, so the other call, which has 2 or more, cannot get all that it
-        # needs
-        return paged(model, 0, AtToken(30, lambda: wait_for(others.is_set)), **long, **few)
+    def fail(ids: torch.Tensor) -> None:
+        if bad in ids:
+            raise MemoryError("of that row")
 
     def failing() -> None:
-        with pytest.raises(MemoryError, match="of that row"):
-            model.generate(torch.full((1, 5), bad), **GREEDY, **{**PAGED, **few})
+        model.generate(torch.full((1, 5), bad), **exactly(STEPS), **FEW)
 
-    with fails_with(model, bad):
-        monkeypatch.setattr(StepLoop, "compute", together)
-        found = in_threads(
-            first, lambda: paged(model, 1, AtToken(4, others.set), **long, **few), failing
-        )
-    assert all(map(torch.equal, expected, found))
-    assert_clean(model)
+    jobs = [
+        # 5 of the blocks are taken, so the other call, which has 2 or more, cannot get all that
+        # it needs
+        lambda: paged(model, 0, at_token(30, lambda: wait_for(others.is_set)), **LONG, **FEW),
+        lambda: paged(model, 1, at_token(4, others.set), **LONG, **FEW),
+        raises(MemoryError, "of that row", failing),
+    ]
+    with before_forwards(model, fail):
+        monkeypatch.setattr(StepLoop, "compute", computed)
+        *found, _ = in_threads(*jobs)
+    assert_same(model, expected, found)
 
 
 @pytest.mark.slow
 def test_a_call_waits_for_blocks_of_one_that_samples() -> None:
     """A row that ended keeps its blocks until the whole call, which is slow, ends."""
-    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
-    ids = torch.cat([models.token_ids(1, 17, seed=seed) for seed in (3, 4)])
-    options = {
-        **GREEDY,
-        "min_new_tokens": 0,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones_like(ids),
-    }
+    model, is_waited_for, ended = models.build("llama"), threading.Event(), threading.Event()
+    inputs, options = models.prompt("llama", 2, 17), exactly(STEPS, min_new_tokens=0)
     # ends the first row, which keeps 3 blocks
-    options["eos_token_id"] = int(model.generate(ids, **options)[0, 18])
-    plain, needed = (
-        model.generate(ids, **options),
-        generate(model, 4, max_new_tokens=20, min_new_tokens=20),
-    )
-    waits = threading.Event()
+    options["eos_token_id"] = int(model.generate(**inputs, **options)[0, 18])
+    expected = [model.generate(**inputs, **options), *plain(model, [4], **exactly(20))]
 
-    class Short(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] == 20:
-                waits.set()
-                loops = [loop for loops in shared_loop._loops.values() for loop in loops.values()]
-                wait_for(lambda: any(loop._retry_at for loop in loops) or bool(ended))
-            return scores
-
-    ended: list[Any] = []
+    def wait() -> None:
+        is_waited_for.set()
+        wait_for(lambda: any(loop._retry_at for loop in open_loops()) or ended.is_set())
 
     def first() -> torch.Tensor:
-        kept = {"return_dict_in_generate": True, "logits_processor": [Short()]}
-        return model.generate(ids, **options, **PAGED | few, **kept).sequences
+        own = {"logits_processor": [at_token(3, wait)]}
+        return model.generate(**inputs, **options, **own, **FEW, **KEPT).sequences
 
     def second() -> torch.Tensor:
-        wait_for(waits.is_set)
+        wait_for(is_waited_for.is_set)
         try:
-            return paged(model, 4, max_new_tokens=20, min_new_tokens=20, **few)  # 6 blocks
+            return paged(model, 4, **exactly(20), **FEW)  # 6 blocks
         finally:
-            ended.append(True)
+            ended.set()
 
-    found = in_threads(first, second)
-    assert torch.equal(found[0], plain) and torch.equal(found[1], needed)
-    assert_clean(model)
+    assert_same(model, expected, in_threads(first, second))
 
 
 @pytest.mark.slow
 def test_an_error_where_no_call_will_give_blocks_back() -> None:
-    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 8}}
-    kept = paged(model, 4, return_dict_in_generate=True, **few)  # holds 5 blocks
-
-    def refused(number: int) -> None:
-        with pytest.raises(hf_paged.OutOfBlocksError, match="Other requests or caches hold"):
-            paged(model, number, **few)
-
-    in_threads(*(functools.partial(refused, number) for number in (3, 4, 5)))
+    model = models.build("llama")
+    message = "Other requests or caches hold blocks: end .*, free the caches or raise `num_blocks`"
+    expected = plain(model, [4])
+    kept = paged(model, 4, **KEPT, **FEW)  # holds 5 blocks
+    jobs = calls(model, (3, 4, 5), **FEW)
+    in_threads(*(raises(hf_paged.OutOfBlocksError, message, job) for job in jobs))
     del kept
     # within a forward, delayed by a separate call
-    held, cls, original = [True], type(model), type(model).forward
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not held[0]:
-            held[0] = True
-            refused(4)
-        return original(self, *args, **kwargs)
-
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        paged(model, 4, **few)
-        held[0] = False
-        assert torch.equal(paged(model, 4, **few), generate(model, 4))
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
-    assert_clean(model)
+    refused = raises(hf_paged.OutOfBlocksError, message, jobs[1])
+    with before_forwards(model, once(lambda ids: True, refused)):
+        assert_same(model, expected, [jobs[1]()])
 
 
 @pytest.mark.slow
@@ -344,58 +332,31 @@ def test_of_calls_that_wait_for_one_another_the_one_that_keeps_blocks_ends(
     """Rows that ended keep all blocks until the other rows end, which need more; the call that came
     first fits."""
     monkeypatch.setattr(waits, "MAX_STALL", 1.0)
-    model, few, samples = (
-        models.build("llama"),
-        {"cache_config": {"block_size": 8, "num_blocks": 6}},
-        threading.Event(),
-    )
+    model, few, samples = models.build("llama"), paged_with(num_blocks=6), threading.Event()
 
-    def is_short() -> bool:
-        loops = [loop for loops in shared_loop._loops.values() for loop in loops.values()]
-        return any(loop._shortage is not None for loop in loops)
-
-    def first() -> torch.Tensor:
-        return paged(model, 1, AtToken(5, lambda: (samples.set(), wait_for(is_short))), **few)
+    def wait() -> None:
+        samples.set()
+        wait_for(lambda: any(loop._shortage is not None for loop in open_loops()))
 
     def second() -> None:
         wait_for(samples.is_set)
-        ids = models.token_ids(12, 13)
-        kept = {
-            **GREEDY,
-            **PAGED,
-            **few,
-            "attention_mask": torch.ones_like(ids),
-            "return_dict_in_generate": True,
-        }
-        with pytest.raises(hf_paged.OutOfBlocksError):
-            model.generate(ids, **kept)
+        inputs = models.prompt("llama", 12)
+        model.generate(**inputs, **exactly(STEPS), **few, **KEPT)
 
-    found = in_threads(first, second)
-    assert torch.equal(found[0], generate(model, 1))
-    assert_clean(model)
+    jobs = [
+        lambda: paged(model, 1, at_token(5, wait), **few),
+        raises(hf_paged.OutOfBlocksError, None, second),
+    ]
+    assert_same(model, plain(model, [1]), in_threads(*jobs)[:1])
 
 
-def test_the_loop_tells_whether_its_calls_go_on() -> None:
-    """A call that waits in it for blocks does not, though no other claim may overtake it."""
-    model, seen = models.build("llama"), []
-
-    def look() -> None:
-        (loop,) = (loop for loops in shared_loop._loops.values() for loop in loops.values())
-        claims = claims_on(loop.loop.memory)
-        seen.append(([claim.is_progressing(0) for claim in claims], loop.is_progressing(0)))
-
-    paged(model, 1, AtToken(2, look), return_dict_in_generate=True)
-    assert seen == [([False], True)]
-
-
-@pytest.mark.slow_cases("gemma3")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.slow_cases("gemma3-*")
+@pytest.mark.parametrize(("name", "num_blocks"), [("llama", 7), ("gemma3", 10)])
 def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last rows may have been preempted just before they ended."""
     model, lose = models.build(name), batch_call.BatchCall._result
-    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
 
     def losing(self: Any, generation: Any, loop: StepLoop) -> Any:
         for row, (blocks, _) in generation.kept_blocks.items():
@@ -404,100 +365,55 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
         return lose(self, generation, loop)
 
     monkeypatch.setattr(batch_call.BatchCall, "_result", losing)
-    plain = generate(model, 1, **options)
-    few = {"cache_config": {"block_size": 8, "num_blocks": {"llama": 7, "gemma3": 10}[name]}}
-    found = paged(model, 1, **options, **few)
-    assert torch.equal(found.sequences, plain.sequences)
-    for layer, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
+    (expected,) = plain(model, [1], **LONG, **KEPT)
+    found = paged(model, 1, **LONG, **KEPT, **paged_with(num_blocks=num_blocks))
+    assert torch.equal(found.sequences, expected.sequences)
+    for layer, other in zip(found.past_key_values.layers, expected.past_key_values.layers):
         torch.testing.assert_close(layer.keys[..., -4:, :], other.keys[..., -4:, :])
     del found, layer
     assert_clean(model)
 
 
 @pytest.mark.slow
-def test_a_call_with_rows_that_ended_goes_on_after_a_forward_that_failed() -> None:
-    model, both, failed = models.build("llama"), threading.Event(), threading.Event()
+@pytest.mark.parametrize(
+    ("name", "samples"), [("llama", False), ("llama", True), ("BambaForCausalLM", True)]
+)
+def test_a_call_goes_on_beside_one_whose_forward_failed(name: str, samples: bool) -> None:
+    """Its first row has ended, or it samples, with the draws of plain."""
+    model, both, failed = model_of(name), threading.Event(), threading.Event()
     inputs = models.padded_prompt("llama", (13, 4))
-    rows = model.generate(**inputs, **GREEDY)[:, 13:].tolist()
-    end = next(token for token in rows[0][:4] if token not in rows[1])
-    options = dict(do_sample=False, max_new_tokens=40, eos_token_id=end, pad_token_id=0)
-    long = dict(max_new_tokens=40, min_new_tokens=40)
-    expected = model.generate(**inputs, **options), generate(model, 1, **long)
-    first_row, second_row = expected[0][:, 13:33].tolist()
-    assert end in first_row[:4] and end not in second_row and len(second_row) == 20, (
-        "one row was meant to end early"
-    )
-    cls, original = type(model), type(model).forward
+    options = dict(do_sample=samples, max_new_tokens=40, pad_token_id=0)
+    if not samples:
+        first, second = model.generate(**inputs, **exactly(20))[:, 13:].tolist()
+        options["eos_token_id"] = next(token for token in first[:4] if token not in second)
 
-    @functools.wraps(original)
-    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if both.is_set() and not failed.is_set() and input_ids.shape == (1, 2):
-            # the open row of one, and the other
-            failed.set()
-            raise MemoryError("of two rows")
-        return original(self, input_ids=input_ids, **kwargs)
-
-    def first() -> torch.Tensor:
-        waits = AtToken(6, lambda: (wait_for(lambda: num_callers() == 2), both.set()))
-        return model.generate(**inputs, **options, logits_processor=[waits], **PAGED)
-
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        paged(model, 0)  # the replaced forward is checked
-        found = in_threads(
-            first, lambda: paged(model, 1, AtToken(2, lambda: wait_for(both.is_set)), **long)
-        )
-        assert all(map(torch.equal, expected, found))
-        assert failed.is_set(), "no forward had the rows of both calls"
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
-    assert_clean(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "BambaForCausalLM"])
-def test_samples_beside_a_call_whose_forward_fails_are_those_of_plain(name: str) -> None:
-    model, failed = models.build(name) if name == "llama" else build(name), threading.Event()
-    inputs, options = (
-        models.padded_prompt("llama", (13, 4)),
-        dict(do_sample=True, max_new_tokens=40, pad_token_id=0),
-    )
-    long = dict(max_new_tokens=40, min_new_tokens=40)
-    torch.manual_seed(5)
-    expected = model.generate(**inputs, **options), generate(model, 1, **long)
-    cls, original = type(model), type(model).forward
-
-    @functools.wraps(original)
-    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if num_callers() == 2 and input_ids.numel() == 3 and not failed.is_set():
-            # one token per row
-            failed.set()
-            raise MemoryError("of three rows")
-        return original(self, input_ids=input_ids, **kwargs)
-
-    def samples() -> torch.Tensor:
+    def run(*processors: Any, **more: Any) -> torch.Tensor:
         torch.manual_seed(5)
-        return model.generate(**inputs, **options, **PAGED)
+        return model.generate(**inputs, **options, **more, logits_processor=[*processors])
 
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        paged(model, 0)  # the replaced forward is checked
-        found = in_threads(
-            samples,
-            lambda: paged(
-                model, 1, AtToken(1, lambda: wait_for(lambda: num_callers() == 2)), **long
-            ),
-        )
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
+    def fail() -> None:
+        failed.set()
+        raise MemoryError("of the rows of both")
+
+    def meet() -> None:
+        wait_for(lambda: num_callers() == 2)
+        both.set()
+
+    expected = [run(), *plain(model, [1], **LONG)]
+    # a token of each open row
+    meant = once(lambda ids: both.is_set() and ids.numel() == (3 if samples else 2), fail)
+    jobs = [
+        lambda: run(at_token(0 if samples else 6, meet), **PAGED),
+        lambda: paged(model, 1, at_token(1, lambda: wait_for(both.is_set)), **LONG),
+    ]
+    with before_forwards(model, meant):
+        found = in_threads(*jobs)
     assert failed.is_set(), "no forward had the rows of both calls"
-    assert all(map(torch.equal, expected, found))
-    assert_clean(model)
+    assert_same(model, expected, found)
 
 
 def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, jobs = models.build("llama"), []
-    expected = [generate(model, number) for number in (0, 1)]
+    model, jobs, found = models.build("llama"), [], []
     paged(model, 0)
     context, me = executor.unsupported_reasons, threading.get_ident()
 
@@ -511,12 +427,10 @@ def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.Monke
                 wait_for(lambda: num_callers() == 2)
             return context.set(value)
 
-    found: list[torch.Tensor] = []
     monkeypatch.setattr(executor, "unsupported_reasons", Joined())
-    found.append(paged(model, 0))
+    own = paged(model, 0)
     jobs[0].join(60)
-    assert sorted(map(torch.Tensor.tolist, found)) == sorted(map(torch.Tensor.tolist, expected))
-    assert_clean(model)
+    assert_same(model, plain(model, (0, 1)), [own, *found])
 
 
 def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,36 +442,101 @@ def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.Monkey
         return other if looks[0] == 1 else vars(self).get("_stepper")
 
     both = property(stepper, lambda self, value: vars(self).update(_stepper=value))
-    monkeypatch.setattr(shared_loop.SharedLoop, "_stepper", both, raising=False)
-    assert torch.equal(paged(model, 0), generate(model, 0))
+    monkeypatch.setattr(SharedLoop, "_stepper", both, raising=False)
+    assert_same(model, plain(model, [0]), [paged(model, 0)])
 
 
-@pytest.mark.slow
-def test_a_call_that_joined_during_a_step_takes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not wait for the thread that runs the step and samples."""
-    model, ended = models.build("llama"), threading.Event()
-    expected = [generate(model, number) for number in (0, 1)]
+@pytest.mark.slow_cases("during a step")
+@pytest.mark.parametrize("when", ["during a step", "later"])
+def test_no_call_waits_for_one_that_samples(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor of the first waits until the second has ended, which joins during its step and
+    takes the next, or later."""
+    model, joins, ended = models.build("llama"), threading.Event(), threading.Event()
     paged(model, 0)
-    compute, is_waited_for = StepLoop.compute, []
+    compute = StepLoop.compute
 
-    def joined(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def computed(self: Any, *args: Any, **kwargs: Any) -> Any:
         ready = compute(self, *args, **kwargs)
-        if not is_waited_for:
-            is_waited_for.append(True)
+        if not joins.is_set():
+            joins.set()
             wait_for(lambda: num_callers() == 2)
-            threading.Event().wait(0.2)  # until it waits for the end of the step
+            time.sleep(0.2)  # until it waits for the end of the step
         return ready
 
     def second() -> torch.Tensor:
-        wait_for(lambda: bool(is_waited_for))
+        wait_for(joins.is_set if when == "during a step" else num_callers)
         output = paged(model, 1)
         ended.set()
         return output
 
-    monkeypatch.setattr(StepLoop, "compute", joined)
-    monkeypatch.setattr(shared_loop, "_POLL", 100)
-    found = in_threads(lambda: paged(model, 0, AtToken(0, lambda: wait_for(ended.is_set))), second)
-    assert all(map(torch.equal, expected, found))
+    if when == "during a step":
+        monkeypatch.setattr(StepLoop, "compute", computed)
+        monkeypatch.setattr(shared_loop, "_POLL", 100)
+    number = 0 if when == "during a step" else 2
+    first = functools.partial(paged, model, 0, at_token(number, lambda: wait_for(ended.is_set)))
+    assert_same(model, plain(model, (0, 1)), in_threads(first, second))
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("name", ["_end_step", "_step"])
+def test_calls_go_on_after_a_step_for_all_that_failed_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_before: bool
+) -> None:
+    model, change, failed = models.build("llama"), getattr(SharedLoop, name), []
+    expected = plain(model, range(3))
+
+    def changed(self: SharedLoop, *args: Any) -> Any:
+        callers = self._callers.values()
+        fails = not failed and [each.sampling_since for each in callers] == [None] * 3
+        if fails:
+            failed.append(True)
+        result = None if fails and is_before else change(self, *args)
+        if fails:
+            raise MemoryError("on purpose")
+        return result
+
+    def caught(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except MemoryError as error:
+            return str(error)
+
+    monkeypatch.setattr(SharedLoop, name, changed)
+    jobs = [functools.partial(caught, job) for job in calls(model, range(3))]
+    for _ in range(50):  # a thread may begin after another's call has ended
+        found = in_threads(*jobs)
+        if failed:
+            break
+    assert failed, "no step was for all calls"
+    kept = [pair for pair in zip(expected, found) if pair[1] != "on purpose"]
+    assert len(kept) == 2
+    assert_same(model, *zip(*kept))
+
+
+def test_a_recovery_in_another_thread_waits_until_logits_are_delivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, loops = models.build("llama"), {}
+    expected, deliver, compute = plain(model, (0, 1)), Ledger.deliver, StepLoop.compute
+
+    def computed(self: StepLoop, *args: Any) -> Any:
+        loops[self.ledger] = self
+        return compute(self, *args)
+
+    def delivered(self: Ledger, *args: Any) -> None:
+        other = threading.Thread(target=loops[self].recover)
+        other.start()
+        other.join(timeout=0.02)
+        deliver(self, *args)
+
+    def slowly(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.06)  # longer than other callers wait
+        return scores
+
+    monkeypatch.setattr(StepLoop, "compute", computed)
+    monkeypatch.setattr(Ledger, "deliver", delivered)
+    found = in_threads(lambda: paged(model, 0, slowly), *calls(model, [1]))
+    assert_same(model, expected, found)
 
 
 def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,155 +554,67 @@ def test_a_call_runs_by_its_own_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(candidate, "choose_layout", choosing)
     monkeypatch.setattr(batch_call, "make_loop", making)
-    paged(
-        model,
-        0,
-        cache_config={
-            "block_size": 8,
-            "max_num_batched_tokens": 7,
-            "prefix_caching": False,
-            "capture": False,
-        },
-    )
-    assert made[-1].scheduler.max_num_batched_tokens == 7 and not made[-1].blocks.prefix_caching
-    is_recorded = made[0].executor.runner.recorder is not None
-    assert is_recorded is records_on_cpu(), "the other call may record"
-    assert made[-1].executor.runner.recorder is None
-
-
-def test_no_call_waits_for_one_that_stopped() -> None:
-    """A processor that waits until another, later call has ended."""
-    model = models.build("llama")
-    expected, ended = [generate(model, number) for number in (0, 1)], threading.Event()
-
-    def second() -> torch.Tensor:
-        wait_for(lambda: num_callers() == 1)
-        output = paged(model, 1)
-        ended.set()
-        return output
-
-    found = in_threads(lambda: paged(model, 0, AtToken(2, lambda: wait_for(ended.is_set))), second)
-    assert all(map(torch.equal, expected, found))
-    assert_clean(model)
+    paged(model, 0, **paged_with(max_num_batched_tokens=7, prefix_caching=False, capture=False))
+    other, own = made[0], made[-1]
+    assert own.scheduler.max_num_batched_tokens == 7 and not own.blocks.prefix_caching
+    recorders = [loop.executor.runner.recorder is not None for loop in (other, own)]
+    assert recorders == [records_on_cpu(), False], "the other call may record"
 
 
 @pytest.mark.slow
 def test_a_call_within_a_processor_and_within_a_forward() -> None:
     model, inner = models.build("llama"), []
-    expected = [generate(model, number) for number in (0, 1)]
-    found = paged(model, 0, AtToken(2, lambda: inner.append(paged(model, 1))))
-    assert torch.equal(found, expected[0]) and torch.equal(inner[0], expected[1])
 
-    cls, original, is_inside = type(model), type(model).forward, [True]
+    def call() -> None:
+        inner.append(paged(model, 1))
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_inside[0]:
-            is_inside[0] = True
-            inner.append(paged(model, 1))
-        return original(self, *args, **kwargs)
-
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        paged(model, 0)
-        is_inside[0] = False
-        assert torch.equal(paged(model, 0), expected[0]) and torch.equal(inner[1], expected[1])
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
-    assert_clean(model)
+    found = [paged(model, 0, at_token(2, call))]
+    with before_forwards(model, once(lambda ids: True, call)):
+        found.append(paged(model, 0))
+    assert_same(model, plain(model, (0, 0, 1, 1)), found + inner)
 
 
-@pytest.mark.slow_cases("cpu")
-def test_calls_preempt_one_another_where_blocks_are_few(device: torch.device) -> None:
-    model = models.build("llama").to(device)
-    expected = [generate(model, number) for number in range(NUM)]
-    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}  # the longest needs 6 of them
-    for _ in range(3):
-        jobs = [lambda number=number: paged(model, number, **few) for number in range(NUM)]
-        assert all(map(torch.equal, expected, in_threads(*jobs)))
-    assert_clean(model)
-
-
-def test_a_call_that_can_never_fit_is_refused_beside_others() -> None:
-    model = models.build("llama")
-    few = {"cache_config": {"block_size": 8, "num_blocks": 8}}
-
-    def refused() -> None:
-        with pytest.raises(hf_paged.OutOfBlocksError):
-            paged(model, 5, max_new_tokens=60, **few)
-
-    found = in_threads(lambda: paged(model, 1, **few), refused, lambda: paged(model, 2, **few))
-    assert torch.equal(found[0], generate(model, 1)) and torch.equal(found[2], generate(model, 2))
-    assert_clean(model)
-
-
-def rms(found: Any, expected: Any) -> float:
-    """The root mean square of the difference of two outputs' logits."""
-    return float((torch.stack(found.logits) - torch.stack(expected.logits)).square().mean().sqrt())
-
-
-@pytest.mark.slow
-def test_calls_under_other_contexts_take_turns() -> None:
-    model = models.build("llama")
-
-    def cast(function: Callable[..., torch.Tensor]) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return function(model, 3, return_dict_in_generate=True, output_logits=True)
-
-    def inference(function: Callable[..., torch.Tensor]) -> torch.Tensor:
-        with torch.inference_mode():
-            return function(model, 4)
-
-    full = generate(model, 3, return_dict_in_generate=True, output_logits=True)
-    rounding = rms(cast(generate), full)  # from plain's own products and kernels
-    jobs = [
-        lambda: paged(model, 0),
-        lambda: cast(paged),
-        lambda: inference(paged),
-        lambda: paged(model, 1),
-    ]
-    found = in_threads(*jobs)
-    assert 0.5 * rounding < rms(found[1], full) < 1.3 * rounding  # it was cast, and no worse
-    for at, number in ((0, 0), (2, 4), (3, 1)):
-        assert torch.equal(found[at], generate(model, number))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, None), ({"prefill_chunk_size": 64}, "of 8 are free")],
+    ids=["engine", "transformers' own loop"],
+)
+def test_a_call_that_can_never_fit_is_refused_beside_others(
+    options: dict[str, Any], message: str | None
+) -> None:
+    model, given = models.build("llama"), {**FEW, **options}
+    job = functools.partial(paged, model, 5, **exactly(60), **given)
+    refused = raises(hf_paged.OutOfBlocksError, message, job)
+    *found, _ = in_threads(*calls(model, (1, 2), **given), refused)
+    assert_same(model, plain(model, (1, 2)), found)
 
 
 @pytest.mark.slow
 def test_a_returned_cache_is_of_its_call_alone() -> None:
     model = models.build("llama")
-    options = dict(return_dict_in_generate=True)
-    expected = [generate(model, number, **options) for number in range(4)]
-    found = in_threads(
-        *(lambda number=number: paged(model, number, **options) for number in range(4))
-    )
-    for plain, ours in zip(expected, found):
-        assert torch.equal(plain.sequences, ours.sequences)
+
+    def again(outputs: list[Any]) -> list[torch.Tensor]:
         more = dict(max_new_tokens=4, do_sample=False)
-        again = [
-            model.generate(x.sequences, past_key_values=x.past_key_values, **more)
-            for x in (plain, ours)
-        ]
-        assert torch.equal(*again)
-    del found, ours, again
-    gc.collect()
-    assert_clean(model)
+        caches = [(each.sequences, each.past_key_values) for each in outputs]
+        return [model.generate(ids, past_key_values=cache, **more) for ids, cache in caches]
+
+    expected = again(plain(model, range(4), **KEPT))
+    assert_same(model, expected, again(in_threads(*calls(model, range(4), **KEPT))))
 
 
 @pytest.mark.slow
 def test_models_are_held_by_their_calls_alone() -> None:
     def run() -> weakref.ref[PreTrainedModel]:
         model = models.build("llama")
-        copies: list[PreTrainedModel] = []
-        paged(
-            model,
-            0,
-            AtToken(
-                2, lambda: copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
-            ),
-        )
+        copies = []
+
+        def clone() -> None:
+            copies.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+
+        paged(model, 0, at_token(2, clone))
         for twin in copies:
             assert torch.equal(paged(twin, 0), generate(model, 0))
-        in_threads(*(lambda number=number: paged(model, number) for number in range(3)))
+        in_threads(*calls(model, range(3)))
         return weakref.ref(model)
 
     gone = run()
@@ -734,18 +625,16 @@ def test_models_are_held_by_their_calls_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_process_goes_on_with_the_call_that_forked() -> None:
-    model = models.build("llama")
-    expected = [generate(model, number) for number in range(3)]
-    codes: list[int] = []
+    model, stop = models.build("llama"), threading.Event()
+    expected = plain(model, range(3))
+    codes = []
+    is_child = []
 
     def fork() -> None:
         child = os.fork()
         is_child.append(child == 0)
         if child:
             codes.append(os.waitpid(child, 0)[1])
-
-    is_child: list[bool] = []
-    stop = threading.Event()
 
     def endless() -> None:
         while not stop.is_set():
@@ -756,11 +645,10 @@ def test_a_child_process_goes_on_with_the_call_that_forked() -> None:
             torch.set_num_threads(1)  # a child has no other threads of OpenMP
             for _ in range(5):
                 is_child.clear()
-                found = paged(model, 0, AtToken(3, fork))
+                found = paged(model, 0, at_token(3, fork))
                 if is_child[0]:
-                    is_right = torch.equal(found, expected[0]) and torch.equal(
-                        paged(model, 2), expected[2]
-                    )
+                    is_right = torch.equal(found, expected[0])
+                    is_right = is_right and torch.equal(paged(model, 2), expected[2])
                     os._exit(0 if is_right else 1)
         finally:
             if True in is_child:
@@ -774,90 +662,57 @@ def test_a_child_process_goes_on_with_the_call_that_forked() -> None:
 
 # -- calls that do not fit together --------------------------------------------------------------
 
-slow = pytest.mark.slow
+
+def assert_calls_wait(
+    model: PreTrainedModel, run: Callable[..., Any], few: dict[str, Any], num_calls: int
+) -> None:
+    """Eight threads make calls of eight kinds; a call that needs blocks waits, with no error."""
+    expected = [run(number) for number in range(8)]
+
+    def job(first: int) -> None:
+        for call_number in range(num_calls):
+            number = (first + 3 * call_number) % 8
+            assert torch.equal(run(number, **few), expected[number]), number
+
+    in_threads(*(functools.partial(job, number) for number in range(8)))
+    assert_clean(model)
 
 
-@pytest.mark.slow_cases("*-1")
-@pytest.mark.parametrize(
-    ("name", "num_calls"),
-    [("t5", 1), pytest.param("t5", 32, marks=slow), pytest.param("bart", 32, marks=slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_calls"), [("t5", 1), ("t5", 32), ("bart", 32)])
 def test_calls_of_an_encoder_decoder_wait_for_one_another(name: str, num_calls: int) -> None:
     """The blocks of other calls' encoder outputs come back, too: none is told that it can never
     fit."""
     model = models.build(name)
-    inputs = [models.prompt(name, 1, 8 + 6 * number, seed=number) for number in range(8)]
-    options = [
-        {"do_sample": False, "max_new_tokens": 4 + 3 * number, "min_new_tokens": 4}
-        for number in range(8)
-    ]
-    expected = [model.generate(**given, **config) for given, config in zip(inputs, options)]
-    few = {"cache_implementation": "paged", "cache_config": {"block_size": 8, "num_blocks": 12}}
 
-    def job(first: int) -> None:
-        for call_number in range(num_calls):
-            number = (first + 3 * call_number) % 8
-            found = model.generate(**inputs[number], **options[number], **few)
-            assert torch.equal(found, expected[number]), number
+    def run(number: int, **few: Any) -> torch.Tensor:
+        counts = {"max_new_tokens": 4 + 3 * number, "min_new_tokens": 4, "do_sample": False}
+        return model.generate(**models.prompt(name, 1, 8 + 6 * number, number), **counts, **few)
 
-    in_threads(*(functools.partial(job, number) for number in range(8)))
-    assert_clean(model)
+    assert_calls_wait(model, run, paged_with(num_blocks=12), num_calls)
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "engine": {},
-    "rows that ended keep their blocks": {"return_dict_in_generate": True},
+    "rows that ended keep their blocks": KEPT,
     "transformers' own loop": {"prefill_chunk_size": 64},
-    "beams in transformers' own loop": {
-        "num_beams": 2,
-        "return_dict_in_generate": True,
-        "output_hidden_states": True,
-    },
+    "beams in transformers' own loop": {"num_beams": 2, "output_hidden_states": True, **KEPT},
 }
 
 
-@pytest.mark.slow_cases("all of them")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ways", "num_calls"),
-    [
-        *(pytest.param([way], 16, marks=slow, id=way) for way in WAYS),
-        pytest.param([*WAYS], 1, id="all of them"),
-        pytest.param([*WAYS], 16, marks=slow, id="all of them, many"),
-    ],
+    [*(([way], 16) for way in WAYS), ([*WAYS], 1), ([*WAYS], 16)],
+    ids=[*WAYS, "all of them", "all of them, many"],
 )
 def test_calls_of_any_route_wait_for_one_another(ways: list[str], num_calls: int) -> None:
     """No two of them hold half of the blocks each, and wait for the other half."""
-    model, few = models.build("llama"), {"cache_config": {"block_size": 8, "num_blocks": 12}}
-    given = [(2 + number % 3, WAYS[ways[number % len(ways)]]) for number in range(8)]
+    model = models.build("llama")
 
-    def tokens(function: Callable[..., Any], number: int) -> torch.Tensor:
-        length, options = given[number]
-        found = function(model, length, max_new_tokens=20, min_new_tokens=20, **options)
+    def run(number: int, **few: Any) -> torch.Tensor:
+        options = {**exactly(20), **WAYS[ways[number % len(ways)]], **few}
+        found = generate(model, 2 + number % 3, **options)
         return found if isinstance(found, torch.Tensor) else found.sequences
 
-    expected = [tokens(generate, number) for number in range(8)]
-
-    def job(first: int) -> None:
-        for call_number in range(num_calls):
-            number = (first + 3 * call_number) % 8
-            found = tokens(functools.partial(paged, **few), number)
-            assert torch.equal(found, expected[number]), given[number]
-
-    in_threads(*(functools.partial(job, number) for number in range(8)))
-    gc.collect()
-    assert_clean(model)
-
-
-def test_a_call_in_transformers_own_loop_that_can_never_fit_is_refused_beside_others() -> None:
-    model, few = (
-        models.build("llama"),
-        {"cache_config": {"block_size": 8, "num_blocks": 8}, "prefill_chunk_size": 64},
-    )
-
-    def refused() -> None:
-        with pytest.raises(hf_paged.OutOfBlocksError, match="of 8 are free"):
-            paged(model, 5, max_new_tokens=60, min_new_tokens=60, **few)
-
-    found = in_threads(lambda: paged(model, 1, **few), refused, lambda: paged(model, 2, **few))
-    assert torch.equal(found[0], generate(model, 1)) and torch.equal(found[2], generate(model, 2))
-    assert_clean(model)
+    assert_calls_wait(model, run, paged_with(num_blocks=12), num_calls)

@@ -22,27 +22,26 @@ def test_the_engine_under_any_order_of_events() -> None:
     assert seen["changed weights"] and seen["prefix-hit tokens"], seen
 
 
-@pytest.mark.slow
-def test_blocks_that_are_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = BlockPool.release
-    monkeypatch.setattr(
-        BlockPool, "release", lambda self, block_ids: release(self, list(block_ids)[1:])
-    )
-    with pytest.raises(AssertionError, match="refcount"):
-        engine_machine.run(60, 6, shrinks=False)
+def lose(pool: BlockPool, block_ids: Any) -> None:
+    release(pool, list(block_ids)[1:])
+
+
+def tell_twice(engine: PagedEngine) -> list[Any]:
+    outputs = step(engine)
+    return [*outputs, *(output for output in outputs if output.new_tokens and not output.result)]
+
+
+release, step = BlockPool.release, PagedEngine.step
 
 
 @pytest.mark.slow
-def test_a_token_that_is_told_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = PagedEngine.step
-
-    def twice(self: PagedEngine) -> list[Any]:
-        return [
-            copy
-            for output in step(self)
-            for copy in [output] * (1 + bool(output.new_tokens and not output.result))
-        ]
-
-    monkeypatch.setattr(PagedEngine, "step", twice)
-    with pytest.raises(AssertionError, match="streamed"):
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong", "message"),
+    [(BlockPool, "release", lose, "refcount"), (PagedEngine, "step", tell_twice, "streamed")],
+)
+def test_blocks_that_are_lost_and_tokens_that_are_told_twice_are_found(
+    owner: Any, name: str, wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match=message):
         engine_machine.run(60, 6, shrinks=False)

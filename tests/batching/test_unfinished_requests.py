@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,11 @@ import torch
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
 from hf_paged.batching.scheduling.queue import NeverFitsError
 from tests.support import models
+from tests.support.checks import in_threads
 from tests.support.engine_helpers import lone_run, prompts, run_all
 from tests.support.peft_models import many
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
-
-
-def greedy(num_tokens: int) -> dict[str, Any]:
-    return {"do_sample": False, "max_new_tokens": num_tokens}
 
 
 @pytest.mark.parametrize("length", [1, 6])
@@ -64,7 +60,10 @@ def test_rows_that_wait_for_others_get_tokens_of_the_new_weights() -> None:
         with engine.weights_update("recompute"):
             model.load_state_dict(after.state_dict())
         rows = [sequence.token_ids for sequence in run_all(engine)[name].sequences]
-    assert rows == [row + lone_run(after, prompt + row, greedy(8 - len(row)))[0] for row in known]
+    assert rows == [
+        row + lone_run(after, prompt + row, {**GREEDY, "max_new_tokens": 8 - len(row)})[0]
+        for row in known
+    ]
 
 
 def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,26 +81,21 @@ def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPat
 def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() -> None:
     model = many(3, lora_bias=False)
     model.set_adapter("a0")
-    base, prompt, stop = model.get_base_model(), prompts(12)[0], threading.Event()
-    ids = torch.tensor([prompt])
-    expected = base.generate(ids, **GREEDY)
+    base, prompt = model.get_base_model(), prompts(12)[0]
+    expected = lone_run(base, prompt, GREEDY)
+
+    def call() -> None:
+        for _ in range(12):
+            assert lone_run(base, prompt, GREEDY, **models.PAGED) == expected
+            assert last_route(base).reason.startswith("packed forwards")
+
     with PagedEngine(model, PagedConfig(block_size=8, capture=False)) as engine:
 
         def serve() -> None:
-            while not stop.is_set():
+            for _ in range(40):
                 engine.generate(prompts(5, 9), GREEDY, adapter=["a1", "a2"])
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            for _ in range(12):
-                assert torch.equal(
-                    base.generate(ids, cache_implementation="paged", **GREEDY), expected
-                )
-                assert last_route(base).reason.startswith("packed forwards")
-        finally:
-            stop.set()
-            thread.join()
+        in_threads(serve, call)
 
 
 def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
@@ -120,24 +114,17 @@ def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
 def test_an_update_of_the_weights_may_bring_more_tokens(storage: str) -> None:
     """Unfinished requests may choose these, as a call that begins now may."""
     model, prompt = models.build("llama"), prompts(13)[0]
-
-    def change() -> None:
-        model.resize_token_embeddings(256)
-        weights = torch.randn(
-            256, model.config.hidden_size, generator=torch.Generator().manual_seed(3)
-        )
-        with torch.no_grad():
-            model.lm_head.weight.copy_(weights)
-            model.model.embed_tokens.weight.copy_(weights.flip(0))
-
     with PagedEngine(model, PagedConfig(block_size=8, storage=storage)) as engine:
         request = engine.add_request(prompt, GREEDY)
         for _ in range(3):
             engine.step()
-        known = list(engine._core.requests[request].request.sequences[0].token_ids)
-        with engine.weights_update("recompute"):
-            change()
+        known = [*engine._core.requests[request].request.sequences[0].token_ids]
+        with engine.weights_update("recompute"), torch.no_grad():
+            model.resize_token_embeddings(256)
+            weights = torch.randn(256, model.config.hidden_size)
+            model.lm_head.weight.copy_(weights)
+            model.model.embed_tokens.weight.copy_(weights.flip(0))
         result = run_all(engine)[request]
-        assert result.error is None
-        expected = lone_run(model, known, greedy(12 - len(known) + len(prompt)))[0]
+        left = {**GREEDY, "max_new_tokens": 12 - len(known) + len(prompt)}
+        (expected,) = lone_run(model, known, left)
         assert max(expected) >= 128 and result.token_ids == known[len(prompt) :] + expected

@@ -42,32 +42,31 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager")
 
 
-def peft_model(model: Any) -> Any:
+def with_peft(model: Any, mixed: bool = True) -> Any:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).eval()
+    lora = peft.LoraConfig(target_modules=["q_proj"])
+    return peft.get_peft_model(model, lora, mixed=mixed).eval()
 
 
-def peft_mixed(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]), mixed=True).eval()
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "compiled": compiled,
+    "data": nn.DataParallel,
+    "mixed": with_peft,
+    "peft in data": lambda model: nn.DataParallel(with_peft(model, mixed=False)),
+    "data compiled": lambda model: compiled(nn.DataParallel(model)),
+    "all": lambda model: compiled(with_peft(model)),
+    "distributed": nn.parallel.DistributedDataParallel,
+}
 
 
-WRAPS: list[Callable[[Any], Any]] = [
-    compiled,
-    nn.DataParallel,
-    peft_mixed,
-    lambda model: nn.DataParallel(peft_model(model)),
-    lambda model: compiled(nn.DataParallel(model)),
-    lambda model: compiled(peft_mixed(model)),
-]
-
-
-def check(wrapper: Any, model: Any, path: Path) -> None:
-    expected = tokens(model)
+@pytest.mark.slow_cases("compiled")
+@pytest.mark.parametrize("name", WRAPS)
+def test_the_model_inside_serves(name: str, tmp_path: Path, process_group: None) -> None:
+    model = build()
+    expected, wrapper = tokens(model), WRAPS[name](model)
     model.generate(torch.tensor([PROMPT]), **GREEDY, **models.PAGED)
-    assert hf_paged.memory_stats(wrapper).peak_bytes and hf_paged.last_route(
-        wrapper
-    ) == hf_paged.last_route(model)
+    assert hf_paged.memory_stats(wrapper).peak_bytes
+    assert hf_paged.last_route(wrapper) == hf_paged.last_route(model)
     hf_paged.check_integrity(wrapper)
     hf_paged.free(wrapper)
     assert not hf_paged.memory_stats(wrapper).peak_bytes
@@ -75,22 +74,9 @@ def check(wrapper: Any, model: Any, path: Path) -> None:
         assert engine.model is model
         (result,) = engine.generate([PROMPT], GREEDY)
         assert result.error is None and result.token_ids == expected
+        path = tmp_path / "prefix"
         assert engine.save_prefix(PROMPT, path) == other.load_prefix(path) == len(PROMPT)
         assert other.generate([PROMPT], GREEDY)[0].num_prefix_hit_tokens
-
-
-@pytest.mark.slow_cases("compiled")
-@pytest.mark.parametrize(
-    "wrap", WRAPS, ids=["compiled", "data", "mixed", "peft in data", "data compiled", "all"]
-)
-def test_the_model_inside_serves(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
-    model = build()
-    check(wrap(model), model, tmp_path / "prefix")
-
-
-def test_distributed_data_parallel(process_group: None, tmp_path: Path) -> None:
-    model = build()
-    check(nn.parallel.DistributedDataParallel(model), model, tmp_path / "prefix")
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "in place", "layers"])
@@ -106,7 +92,6 @@ def test_fsdp_is_refused_by_name(kind: str, process_group: None) -> None:
             model if kind == "in place" else model.model.layers[0],
             mesh=init_device_mesh("cpu", (1,)),
         )
-    with pytest.raises(
-        ValueError, match=rf"`model` is a {type(model).__name__} that FSDP has sharded.*synced_gpus"
-    ):
+    told = rf"`model` is a {type(model).__name__} that FSDP has sharded.*synced_gpus"
+    with pytest.raises(ValueError, match=told):
         PagedEngine(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from hf_paged.cache.block_sizes import (
@@ -42,13 +40,6 @@ def test_the_size_grows_with_the_lengths(length: int, size: int) -> None:
     )
 
 
-def test_a_window_keeps_less_and_gets_smaller_blocks() -> None:
-    sizes = BlockSizes(SLOWER_IF_SMALL, [1500])
-    assert (sizes.of(FULL_ATTENTION), sizes.of(WINDOW)) == (64, 8)
-    assert sizes.of(GroupSpec("cross")) == DEFAULT_BLOCK_SIZE
-    assert "encoder" in sizes.chosen[GroupSpec("cross")].reason
-
-
 def test_without_lengths_or_times_it_is_the_default() -> None:
     assert choose([], SLOWER_IF_SMALL) == choose((), FLAT)
     assert (choose([], FLAT).block_size, choose([], FLAT).reason) == (
@@ -73,20 +64,3 @@ def test_sizes_stay_until_others_are_clearly_better() -> None:
     assert later is not None and later.of(FULL_ATTENTION) < 64 == sizes.of(FULL_ATTENTION)
     assert (len(later.lengths), later.num_ended, sizes.num_ended) == (220, 0, 220)
     assert later.rechoose() is None
-
-
-def test_a_size_of_which_no_time_is_known_gives_way() -> None:
-    sizes = BlockSizes(Costs({4: 1.0, 8: 1.0}, "made up"))
-    assert sizes.of(FULL_ATTENTION) == DEFAULT_BLOCK_SIZE
-    sizes.note(100)
-    later = sizes.rechoose()
-    assert later is not None and later.of(FULL_ATTENTION) == 4
-
-
-def test_a_copy_has_the_same_sizes() -> None:
-    sizes = BlockSizes(SLOWER_IF_SMALL, [1500])
-    sizes.of(WINDOW)
-    sizes.note(3)
-    twin = pickle.loads(pickle.dumps(sizes))
-    assert (twin.chosen, list(twin.lengths)) == (sizes.chosen, [3])
-    assert twin.of(FULL_ATTENTION) == sizes.of(FULL_ATTENTION) == 64

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, InfNanRemoveLogitsProcessor, LogitsProcessorList
+from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
@@ -30,39 +30,23 @@ def hit(engine: PagedEngine, **options: Any) -> int:
     return result.num_prefix_hit_tokens
 
 
-def test_requests_with_different_salts_share_no_prefix() -> None:
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
-        assert hit(engine, cache_salt="alice") == 0
-        assert hit(engine, cache_salt="bob") == 0
-        assert hit(engine) == 0
-        assert [hit(engine, cache_salt="alice"), hit(engine, cache_salt="bob"), hit(engine)] == [
-            40,
-            40,
-            40,
-        ]
+@pytest.mark.parametrize("own", [None, "alice"])
+def test_requests_with_different_salts_share_no_prefix(own: str | None) -> None:
+    """A request's salt comes before the config's."""
+    config = PagedConfig(block_size=8, num_blocks=64, cache_salt=own)
+    salts: list[dict[str, Any]] = [{}, {"cache_salt": "bob"}, {"cache_salt": "carol"}]
+    with PagedEngine(models.build("llama"), config) as engine:
+        for expected in (0, 40):
+            assert [hit(engine, **salt) for salt in salts] == [expected] * 3
+        assert hit(engine, cache_salt="alice") == (0 if own is None else 40)
 
 
 def test_running_requests_with_different_salts_hold_no_block_together() -> None:
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
-        for salt in ("alice", "bob"):
+        for salt, num_shared in (("alice", 0), ("bob", 0), ("bob", 5)):
             engine.add_request(PROMPT, GREEDY, cache_salt=salt)
             engine.step()
-        assert engine.stats().shared_blocks == 0
-        engine.add_request(PROMPT, GREEDY, cache_salt="bob")
-        engine.step()
-        assert engine.stats().shared_blocks == 5
-
-
-def test_a_requests_salt_comes_before_the_configs() -> None:
-    with PagedEngine(
-        models.build("llama"), PagedConfig(block_size=8, num_blocks=64, cache_salt="alice")
-    ) as engine:
-        assert [hit(engine), hit(engine, cache_salt="bob")] == [0, 0]
-        assert [hit(engine, cache_salt="alice"), hit(engine), hit(engine, cache_salt="bob")] == [
-            40,
-            40,
-            40,
-        ]
+            assert engine.stats().shared_blocks == num_shared
 
 
 @pytest.mark.slow
@@ -84,28 +68,15 @@ def test_salts_and_adapters_combine() -> None:
         assert [hit(engine, **kind) for kind in kinds] == [40] * 5
 
 
-@pytest.mark.parametrize("door", ["dict", "PagedConfig", "generation_config", "model"])
-def test_calls_of_generate_with_different_salts_share_no_prefix(door: str) -> None:
-    model = models.build("llama")
-    ids = torch.tensor([PROMPT] * 4)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(**inputs, **GREEDY)
+def test_calls_of_generate_with_different_salts_share_no_prefix() -> None:
+    model, ids = models.build("llama"), torch.tensor([PROMPT] * 4)
+    expected = model.generate(ids, **GREEDY)
 
     def call(salt: str | None) -> int:
         """Number of cached blocks afterwards: a prompt that was found adds none."""
-        options: dict[str, Any] = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
-        if door == "model":
-            model.generation_config.update(cache_implementation="paged", cache_config=options)
-            out = model.generate(**inputs, **GREEDY)
-        elif door == "generation_config":
-            config = GenerationConfig(cache_implementation="paged", cache_config=options, **GREEDY)
-            out = model.generate(**inputs, generation_config=config)
-        else:
-            given = PagedConfig(**options) if door == "PagedConfig" else options
-            out = model.generate(
-                **inputs, **GREEDY, cache_implementation="paged", cache_config=given
-            )
-        assert torch.equal(out, expected)
+        config = {"block_size": 8, "num_blocks": 128, "cache_salt": salt}
+        paged = {"cache_implementation": "paged", "cache_config": config}
+        assert torch.equal(model.generate(ids, **GREEDY, **paged), expected)
         assert hf_paged.last_route(model).road == "engine"
         hf_paged.check_integrity(model)
         return hf_paged.memory_stats(model).cached_blocks
@@ -149,27 +120,11 @@ def test_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> 
 @pytest.mark.parametrize("value", ["", 5, b"alice", ["alice"], True], ids=repr)
 def test_a_salt_is_text_or_none(value: Any) -> None:
     message = f"`cache_salt` is {value!r}: it must be None or text of at least one character"
-    with pytest.raises(ValueError) as caught:
-        PagedConfig(cache_salt=value)
-    assert str(caught.value) == message
-    model = models.build("llama")
-    with pytest.raises(ValueError) as caught:
-        model.generate(
-            torch.tensor([PROMPT]), cache_implementation="paged", cache_config={"cache_salt": value}
-        )
-    assert str(caught.value) == message
-    with PagedEngine(model) as engine:
-        with pytest.raises(ValueError) as caught:
-            engine.add_request(PROMPT, GREEDY, cache_salt=value)
-        assert str(caught.value) == message
+    with PagedEngine(models.get("llama")) as engine:
+        for call in (
+            lambda: PagedConfig(cache_salt=value),
+            lambda: engine.add_request(PROMPT, GREEDY, cache_salt=value),
+        ):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                call()
         assert not engine.has_unfinished
-
-
-def test_a_salt_is_saved_with_the_config(tmp_path: Path) -> None:
-    config = PagedConfig(cache_salt="alice")
-    assert PagedConfig.coerce(config.to_dict()) == config
-    assert PagedConfig.coerce({"block_size": 8}).cache_salt is None
-    GenerationConfig(cache_implementation="paged", cache_config=config.to_dict()).save_pretrained(
-        tmp_path
-    )
-    assert PagedConfig.coerce(GenerationConfig.from_pretrained(tmp_path).cache_config) == config

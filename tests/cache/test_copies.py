@@ -9,7 +9,6 @@ import torch
 
 from hf_paged import kernels
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.copies import BlockCopier, copy_portable
 from hf_paged.cache.storage import BlockStorage
 from tests.support.kernels.device import DEVICE, available
 
@@ -69,18 +68,25 @@ def content(storage: BlockStorage) -> list[list[int]]:
     return found
 
 
-def test_all_layers_in_one_launch(launches: list[Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("copies", "expected", "num_launches"),
+    [
+        ([(1, 4), (1, 0), (5, 2)], [1, 1, 5, 3, 1, 5], 1),
+        # programs that run in any order would read what others wrote
+        ([(0, 1), (1, 2), (4, 5), (5, 4)], [0, 0, 1, 3, 5, 4], 0),
+    ],
+    ids=["all layers in one launch", "all are read before one is written"],
+)
+def test_copies(
+    copies: list[tuple[int, int]],
+    expected: list[int],
+    num_launches: int,
+    launches: list[Any] | None,
+) -> None:
     storage = storage_of(5)
-    storage.copy_blocks([(1, 4), (1, 0), (5, 2)])
-    assert content(storage) == [[1, 1, 5, 3, 1, 5]] * 6
-    assert launches is None or len(launches) == 1
-
-
-def test_all_are_read_before_one_is_written(launches: list[Any] | None) -> None:
-    storage = storage_of(2)
-    storage.copy_blocks([(0, 1), (1, 2), (4, 5), (5, 4)])
-    assert content(storage) == [[0, 0, 1, 3, 5, 4]] * 3
-    assert not launches, "programs that run in any order would read what others wrote"
+    storage.copy_blocks(copies)
+    assert content(storage) == [expected] * 6
+    assert launches is None or len(launches) == num_launches
 
 
 def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) -> None:
@@ -108,16 +114,3 @@ def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
     with pytest.raises(IndexError):
         storage.copy_blocks([(0, 6)])
     assert content(storage) == [[0, 1, 2, 3, 4, 5]] * 2
-
-
-def test_no_layers() -> None:
-    BlockStorage(4, BlockPool()).copy_blocks([(0, 1)])
-    BlockCopier().copy([], [(3, 3)])
-
-
-def test_plain_copies_of_tensors_of_any_strides() -> None:
-    tensor = torch.arange(24).view(3, 2, 4).transpose(1, 2)
-    expected = tensor.clone()
-    expected[2] = expected[0]
-    copy_portable([tensor], torch.tensor([[0, 2]]))
-    assert torch.equal(tensor, expected)

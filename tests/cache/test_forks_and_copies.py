@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +18,9 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.model import state
 from tests.support import models
+from tests.support.engine_helpers import run_all
+from tests.test_forks import holds_in_child
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 CONFIG = PagedConfig(block_size=8)
@@ -68,48 +69,14 @@ def test_a_copy_of_the_model_during_a_call_has_its_own_attention(name: str, how:
     assert attention_of(model) == before
 
 
-@pytest.mark.slow
-def test_a_copy_during_an_engines_step_has_its_own_attention() -> None:
-    model = models.build("llama")
-    processor, prompt = Copies(model, copy.deepcopy), [5, 6, 7]
-    with PagedEngine(model, CONFIG) as engine:
-        (result,) = engine.generate([prompt], OPTIONS, logits_processor=[processor])
-    assert len(processor.copies) == 2
-    for twin in processor.copies:
-        assert attention_of(twin) == {"sdpa"}
-        with PagedEngine(twin, CONFIG) as engine:
-            assert engine.generate([prompt], OPTIONS)[0].token_ids == result.token_ids
-
-
 def test_configs_copied_during_a_call_name_the_models_attention() -> None:
-    model, inputs, found = models.build("llama"), models.prompt("llama"), []
-
-    class Looks(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            found.append(copy.deepcopy(model.config)._attn_implementation)
-            found.append(type(model)(copy.deepcopy(model.config)).config._attn_implementation)
-            return scores
-
+    model = models.build("llama")
+    processor = Copies(model, lambda model: type(model)(copy.deepcopy(model.config)))
     model.generate(
-        **inputs, **{**OPTIONS, "max_new_tokens": 2}, **models.PAGED, logits_processor=[Looks()]
+        **models.prompt("llama"), **OPTIONS, **models.PAGED, logits_processor=[processor]
     )
-    assert found == ["sdpa"] * 4
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_a_copy_of_the_cache_that_a_call_returned_goes_on_like_it(name: str, how: str) -> None:
-    model, inputs = models.build(name), models.prompt(name)
-    returned = model.generate(**inputs, **OPTIONS, **models.PAGED, return_dict_in_generate=True)
-    assert hf_paged.last_route(model).road == "engine"
-    twin, ids = HOW[how](returned.past_key_values), returned.sequences
-    mask = torch.ones_like(ids)
-    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    for cache in (twin, returned.past_key_values):
-        assert torch.equal(
-            model.generate(ids, attention_mask=mask, **OPTIONS, past_key_values=cache), expected
-        )
-    hf_paged.check_integrity(model)
+    found = [twin.config._attn_implementation for twin in processor.copies]
+    assert found == ["sdpa"] * 2
 
 
 # ------------------------------------------------------------------------------------------ forks
@@ -118,31 +85,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded"
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 
-def in_child(work: Callable[[], None], seconds: float = 60.0) -> str:
-    """The exception of `work` in a forked child; "hangs" if it did not end in time."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            try:
-                work()
-                told = "fine"
-            except BaseException as error:
-                told = f"{type(error).__name__}: {error}"
-            os.write(write, told.encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    end = time.monotonic() + seconds
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(read)
-            return "hangs"
-        time.sleep(0.01)
-    with os.fdopen(read) as pipe:
-        return pipe.read()
+def in_child(work: Callable[[], None]) -> None:
+    """Runs `work` in a forked child, which ends if it hangs."""
+
+    def claim() -> bool:
+        signal.alarm(60)
+        work()
+        return True
+
+    assert holds_in_child(claim)
 
 
 class Pauses(LogitsProcessor):
@@ -151,10 +102,10 @@ class Pauses(LogitsProcessor):
     def __init__(self) -> None:
         self.is_there, self.may_go_on = threading.Event(), threading.Event()
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args: Any) -> Any:
         self.is_there.set()
         assert self.may_go_on.wait(120)
-        return scores
+        return args[-1]
 
 
 @contextlib.contextmanager
@@ -167,6 +118,18 @@ def another_thread(work: Callable[[], Any]) -> Iterator[list[Any]]:
         yield results
     finally:
         thread.join()
+
+
+def forked_in(call: Callable[[], Any], pause: Pauses, work: Callable[[], None]) -> Any:
+    """Runs `work` in a child that is forked while another thread's call is in the middle; returns
+    the call's result."""
+    with another_thread(call) as got:
+        assert pause.is_there.wait(60)
+        try:
+            in_child(work)
+        finally:
+            pause.may_go_on.set()
+    return got[0]
 
 
 @pytest.mark.slow_cases("t5")
@@ -187,80 +150,9 @@ def test_a_child_generates_while_a_thread_of_its_parent_does(name: str) -> None:
         assert attention_of(model) == before
 
     pause = Pauses()
-    with another_thread(
-        lambda: model.generate(**inputs, **OPTIONS, **models.PAGED, logits_processor=[pause])
-    ) as got:
-        assert pause.is_there.wait(60)
-        try:
-            told = in_child(work)
-        finally:
-            pause.may_go_on.set()
-    assert told == "fine"
-    assert torch.equal(got[0], expected), "the parent's own call"
-
-
-@pytest.mark.slow
-@needs_fork
-def test_a_child_finds_locks_free_that_threads_of_its_parent_held() -> None:
-    """Forks at many moments of continuous calls."""
-    model, inputs = models.build("llama", num_hidden_layers=1), models.prompt("llama", 2, 9)
-    options = {**OPTIONS, "max_new_tokens": 4}
-    expected = model.generate(**inputs, **options)
-    engine, stop = PagedEngine(model, CONFIG), threading.Event()
-    prompts = inputs["input_ids"].tolist()
-
-    def work() -> None:
-        assert torch.equal(model.generate(**inputs, **options, **models.PAGED), expected)
-        engine.free()
-        results = engine.generate(prompts, options)
-        assert [r.prompt_ids + r.token_ids for r in results] == expected.tolist()
-        engine.check_integrity()
-
-    def run_on() -> None:
-        while not stop.is_set():
-            model.generate(**inputs, **options, **models.PAGED)
-            engine.generate(prompts, options)
-
-    with another_thread(run_on):
-        try:
-            told = [in_child(work) for _ in range(12)]
-        finally:
-            stop.set()
-    assert told == ["fine"] * 12
-    engine.check_integrity()
-
-
-@needs_fork
-def test_a_child_reads_the_model_while_a_thread_of_its_parent_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, is_there, may_go_on = (
-        models.build("llama", num_hidden_layers=1),
-        threading.Event(),
-        threading.Event(),
-    )
-
-    class Waits(state.ModelState):
-        def __init__(self, model: Any) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                is_there.set()
-                assert may_go_on.wait(120)
-            super().__init__(model)
-
-    monkeypatch.setattr(state, "ModelState", Waits)
-    expected = state.fingerprint(model)
-
-    def work() -> None:
-        assert expected is not None and state.fingerprint(model) == expected
-
-    with another_thread(lambda: state.fingerprint(model)) as got:
-        assert is_there.wait(60)
-        try:
-            told = in_child(work, seconds=20)
-        finally:
-            may_go_on.set()
-    assert told == "fine"
-    assert got == [expected]
+    call = functools.partial(model.generate, **inputs, **OPTIONS, **models.PAGED)
+    found = forked_in(lambda: call(logits_processor=[pause]), pause, work)
+    assert torch.equal(found, expected), "the parent's own call"
 
 
 @needs_fork
@@ -276,16 +168,8 @@ def test_an_engine_in_a_child_is_empty_if_a_thread_was_taking_a_step() -> None:
         assert engine.generate([[5, 6, 7]], OPTIONS)[0].token_ids == expected
         assert attention_of(model) == {"sdpa"}
 
-    with another_thread(
-        lambda: engine.generate([[5, 6, 7]], OPTIONS, logits_processor=[pause])
-    ) as got:
-        assert pause.is_there.wait(60)
-        try:
-            told = in_child(work)
-        finally:
-            pause.may_go_on.set()
-    assert told == "fine"
-    assert got[0][0].token_ids == expected
+    call = functools.partial(engine.generate, [[5, 6, 7]], OPTIONS, logits_processor=[pause])
+    assert forked_in(call, pause, work)[0].token_ids == expected
 
 
 @needs_fork
@@ -298,18 +182,18 @@ def test_a_child_of_a_thread_in_a_call_goes_on_with_it() -> None:
     class Forks(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             if not told:
-                told.append(in_child(self.check))
+                told.append("parent")
+                in_child(self.check)
             return scores
 
         def check(self) -> None:
-            told.append("child")
             with PagedEngine(model, CONFIG) as engine:
                 results = engine.generate(inputs["input_ids"], OPTIONS)
             assert [r.prompt_ids + r.token_ids for r in results] == expected.tolist()
             assert attention_of(model) == {"hf_paged"}, "this thread's call has not ended"
 
     actual = model.generate(**inputs, **OPTIONS, **models.PAGED, logits_processor=[Forks()])
-    assert told == ["fine"]
+    assert told
     assert torch.equal(actual, expected)
 
 
@@ -322,11 +206,7 @@ def test_idle_engines_go_on_in_a_child() -> None:
     engine.step()
 
     def finish() -> None:
-        while engine.has_unfinished:
-            for output in engine.step():
-                if output.result is not None:
-                    assert output.result.token_ids == expected
-        engine.check_integrity()
+        assert run_all(engine)["a"].token_ids == expected
 
-    assert in_child(finish) == "fine"
+    in_child(finish)
     finish()

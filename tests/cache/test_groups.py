@@ -17,15 +17,12 @@ def test_equal_specs_are_one_group() -> None:
 @pytest.mark.parametrize(
     ("window", "first", "end", "chunk", "held", "expected"),
     [
-        (None, 0, 0, 1, 0, 0),
         (None, 0, 17, 1, 0, 3),
         (None, 8, 17, 1, 1, 2),
-        (8, 0, 100, 1, 0, 2),
         (9, 0, 100, 1, 0, 2),
         (10, 0, 100, 1, 0, 3),
         (8, 0, 100, 1, 2, 0),
         (8, 0, 100, 32, 0, 6),
-        (8, 0, 9, 32, 0, 2),
     ],
 )
 def test_blocks_spanned(

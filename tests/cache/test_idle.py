@@ -12,12 +12,12 @@ import weakref
 import psutil
 import pytest
 import torch
-import transformers
 
 import hf_paged
 from hf_paged.cache import idle
 from hf_paged.model import registry
-from tests.support.models import BLOCK_SIZE, VOCAB_SIZE, build
+from tests.support import models
+from tests.support.models import BLOCK_SIZE, build
 
 PROMPT = torch.arange(4, 44)[None]
 PLAIN = {"max_new_tokens": 6, "do_sample": False}
@@ -41,18 +41,8 @@ def _held(model) -> int:
 
 @pytest.mark.slow
 def test_memory_returns_to_the_system() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        head_dim=256,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    model, process = transformers.LlamaForCausalLM(config).eval(), psutil.Process()
-    prompts = torch.randint(4, VOCAB_SIZE, (4, 900))
+    model, process = build("llama", num_hidden_layers=4, head_dim=1024), psutil.Process()
+    prompts = models.token_ids(4, 900)
     first = model.generate(prompts, **_paged(None, block_size=16))
     gc.collect()
     held, before = _held(model), process.memory_info().rss
@@ -63,12 +53,16 @@ def test_memory_returns_to_the_system() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])
-def test_same_tokens_after_each_release(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [*((name, "blocks") for name in ("llama", "mistral", "qwen3_next")), ("llama", "virtual")],
+)
+def test_same_tokens_after_each_release(name: str, storage: str) -> None:
     model = build(name)
     expected = model.generate(PROMPT, **PLAIN)
     for _ in range(3):
-        assert torch.equal(model.generate(PROMPT, **_paged(0)), expected)
+        found = model.generate(PROMPT, **_paged(0, storage=storage))
+        assert torch.equal(found, expected)
         stats = hf_paged.memory_stats(model)
         assert stats.held_bytes == stats.cached_blocks == 0 < stats.peak_bytes
         hf_paged.check_integrity(model)
@@ -105,16 +99,6 @@ def test_the_thread_ends_and_keeps_no_pool_alive() -> None:
         assert _wait_for(lambda: not threads[0].is_alive())
 
 
-def test_another_thread_begins_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    with monkeypatch.context() as patch:
-        patch.setattr(idle, "_pop_due", lambda: [][0])
-        model.generate(PROMPT, **_paged(0.01))
-        assert _wait_for(lambda: not idle._is_running) and _held(model) > 0
-    model.generate(PROMPT, **_paged(0.01))
-    assert _wait_for(lambda: _held(model) == 0)
-
-
 @pytest.mark.slow
 def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle, "MIN_WAIT", 0.1)
@@ -132,62 +116,21 @@ def test_blocks_that_a_callers_cache_holds_stay(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_engine_is_idle_without_unfinished_requests() -> None:
-    model = build("llama")
-    prompt = PROMPT[0].tolist()
-    with hf_paged.PagedEngine(
-        model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0}
-    ) as engine:
+    model, prompt = build("llama"), PROMPT[0].tolist()
+    config = {"block_size": BLOCK_SIZE, "idle_release_seconds": 0}
+    with hf_paged.PagedEngine(model, config) as engine:
         expected = engine.generate([prompt], PLAIN)[0].token_ids
-        assert engine.stats().cached_blocks == 0 and engine.memory.stats().held_bytes == 0
+        assert engine.stats().cached_blocks == _held(engine) == 0
         assert engine.route is not None
         engine.add_request(prompt, PLAIN, request_id="a")
         engine.add_request(prompt, {**PLAIN, "max_new_tokens": 2}, request_id="b")
-        found = {}
+        found: dict[str, list[int]] = {}
         while engine.has_unfinished:
-            for output in engine.step():
-                if output.result is not None:
-                    found[output.request_id] = output.result.token_ids
-            assert (engine.memory.stats().held_bytes > 0) == ("a" not in found)
+            results = [output.result for output in engine.step() if output.result is not None]
+            found |= {result.request_id: result.token_ids for result in results}
+            assert (_held(engine) > 0) == ("a" not in found)
         assert found == {"a": expected, "b": expected[:2]}
         engine.check_integrity()
-
-
-@pytest.mark.slow
-def test_release_at_any_moment_beside_calls_of_threads() -> None:
-    model = build("llama")
-    prompts = [torch.arange(4, 24 + 3 * i)[None] for i in range(4)]
-    expected = [model.generate(prompt, **PLAIN) for prompt in prompts]
-    model.generate(PROMPT, **_paged(None))
-    memory, failures, over = registry._memories[model][1], [], threading.Event()
-    engine = hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE, "idle_release_seconds": 0})
-
-    def call(i: int) -> None:
-        for turn in range(6):
-            found = model.generate(prompts[i], **_paged((0, None, 0.01)[turn % 3]))
-            result = engine.generate([prompts[i][0]], PLAIN)[0]
-            if (
-                not torch.equal(found, expected[i])
-                or result.token_ids != expected[i][0, prompts[i].shape[1] :].tolist()
-            ):
-                failures.append((i, turn, result.error))
-
-    def release() -> None:
-        while not over.is_set():
-            memory.release()
-            engine.memory.release()
-
-    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
-    releasing = threading.Thread(target=release)
-    for thread in (*threads, releasing):
-        thread.start()
-    for thread in threads:
-        thread.join()
-    over.set()
-    releasing.join()
-    assert not failures
-    hf_paged.check_integrity(model)
-    engine.check_integrity()
-    engine.free()
 
 
 _SCRIPT = """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -58,23 +59,23 @@ def build(config: PreTrainedConfig, attention: str = "sdpa") -> Any:
     return auto.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
 
 
+Make = Callable[[], DynamicCache]
+
+
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
 def assert_same_gradients(
-    config: PreTrainedConfig, run: Callable[[Any, DynamicCache], Any], **options: Any
+    config: PreTrainedConfig, run: Callable[[Any, Make], torch.Tensor], **options: Any
 ) -> None:
-    """Asserts that `run(model, cache)`, which returns logits, gives the same gradients with both
-    caches."""
+    """Asserts that `run(model, make_cache)`, which returns logits, gives the same gradients with
+    both kinds of caches."""
     results = []
     for cls in CACHES:
         model = build(config, **options)
-        run(model, cls(config=model.config)).pow(2).sum().backward()
+        run(model, functools.partial(cls, config=model.config)).pow(2).sum().backward()
         results.append(gradients(model))
     assert results[0].keys() == results[1].keys()
     for name, gradient in results[0].items():
@@ -85,39 +86,19 @@ def forward(model: Any, cache: Any, length: int, seed: int, rows: int = 2) -> to
     return model(tokens(rows, length, seed), past_key_values=cache).logits
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_gradients_reach_what_earlier_forwards_cached(name: str, attention: str) -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        forward(model, cache, 9, 0)
-        for step in range(3):
-            logits = forward(model, cache, 1 + step, 1 + step)
-        return logits
-
-    assert_same_gradients(MODELS[name], run, attention=attention)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_gradients_on_top_of_a_prefix_without_them(name: str) -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        with torch.no_grad():
-            forward(model, cache, 7, 0)
-        forward(model, cache, 2, 1)
-        return forward(model, cache, 3, 2)
-
-    assert_same_gradients(MODELS[name], run)
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_forward_without_gradients_between_two_with(name: str) -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        first = forward(model, cache, 4, 0)
-        with torch.no_grad():
-            forward(model, cache, 2, 1)
-        forward(model, cache, 2, 2)
-        return torch.cat([first, forward(model, cache, 2, 3)], dim=1)
-
-    assert_same_gradients(MODELS[name], run)
+def play(steps: Sequence[Any], model: Any, make: Make) -> torch.Tensor:
+    """Logits of forwards of these numbers of tokens, without gradients where negative; operations
+    on the cache in between."""
+    cache, rows, logits = make(), 2, []
+    for seed, step in enumerate(steps):
+        if callable(step):
+            step(cache)
+            rows = cache.layers[0].keys.shape[0] if cache.get_seq_length() else 2
+            continue
+        with torch.set_grad_enabled(step > 0):
+            found = forward(model, cache, abs(step), seed, rows)
+        logits += [found.flatten()] if step > 0 else []
+    return torch.cat(logits)
 
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -132,74 +113,69 @@ if models.BEFORE_5_18:
     del OPERATIONS["reset"]  # it zeroes the tensors of the graph there
 
 
-@pytest.mark.parametrize("has_gradients", [True, False])
-@pytest.mark.parametrize("name", ["full", "window", "latent"])
-@pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_gradients_follow_operations_on_rows_and_lengths(
-    operation: str, name: str, has_gradients: bool
-) -> None:
-    rows = {"repeat": 4, "select": 1}.get(operation, 2)
-
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        first = forward(model, cache, 7, 0)
-        with torch.set_grad_enabled(has_gradients):
-            OPERATIONS[operation](cache)
-        forward(model, cache, 1, 1, rows)
-        return torch.cat([first.flatten(), forward(model, cache, 2, 2, rows).flatten()])
-
-    assert_same_gradients(MODELS[name], run)
+def record(cache: Any) -> None:
+    cache.activate_past_recording()
 
 
-def test_gradients_in_a_window_whose_past_is_recorded() -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        forward(model, cache, 14, 0)
-        cache.activate_past_recording()
-        forward(model, cache, 4, 1)
-        cache.crop(-3)
-        return forward(model, cache, 2, 2)
-
-    assert_same_gradients(CONFIGS["window"], run)
+def crop(cache: Any) -> None:
+    cache.crop(-3)
 
 
-@pytest.mark.skipif(models.BEFORE_5_18, reason="a recorded past is cut to another length there")
-def test_gradients_reach_a_window_through_states_that_were_cached_without() -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
-        with torch.no_grad():
-            forward(model, cache, 5, 0)
-            cache.activate_past_recording()
-            forward(model, cache, 9, 1)
-        forward(model, cache, 2, 2)
-        cache.crop(-3)
-        forward(model, cache, 2, 3)
-        return forward(model, cache, 1, 4)
+STEPS: dict[str, tuple[Any, ...]] = {
+    "what earlier forwards cached": (9, 1, 2, 3),
+    "on top of a prefix without them": (-7, 2, 3),
+    "around a forward without them": (4, -2, 2, 2),
+}
+AROUND = {name: (7, operation, 1, 2) for name, operation in OPERATIONS.items()}
+AROUND |= {
+    f"{name}, without": (7, torch.no_grad()(operation), 1, 2)
+    for name, operation in OPERATIONS.items()
+}
+OF_WINDOWS = {"a recorded past": (14, record, 4, crop, 2)}
+if not models.BEFORE_5_18:  # a recorded past is cut to another length there
+    OF_WINDOWS["a past recorded without"] = (-5, record, -9, 2, crop, 2, 1)
 
-    assert_same_gradients(CONFIGS["window"], run)
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_gradients_of_forwards(name: str, steps: Sequence[Any], attention: str) -> None:
+    assert_same_gradients(MODELS[name], functools.partial(play, steps), attention=attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, steps) for name in ("full", "window", "latent") for steps in AROUND),
+        *(("window", steps) for steps in OF_WINDOWS),
+    ],
+)
+def test_gradients_follow_operations_on_rows_and_lengths(name: str, steps: str) -> None:
+    assert_same_gradients(MODELS[name], functools.partial(play, (AROUND | OF_WINDOWS)[steps]))
 
 
 @pytest.mark.parametrize(
     "names", ["layers.2.self_attn.k_proj", "layers.0.self_attn.v_proj", "layers.1.mlp", "q_proj"]
 )
 def test_gradients_of_some_parameters(names: str) -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
+    def run(model: Any, make: Make) -> torch.Tensor:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(names in name)
-        forward(model, cache, 5, 0)
-        forward(model, cache, 1, 1)
-        return forward(model, cache, 2, 2)
+        return play((5, 1, 2), model, make)
 
     assert_same_gradients(CONFIGS["full"], run)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_gradients_of_learned_keys_and_values(frozen: bool) -> None:
-    def run(model: Any, cache: Any) -> torch.Tensor:
+    def run(model: Any, make: Make) -> torch.Tensor:
         model.requires_grad_(not frozen)
+        cache = make()
         for layer in range(3):
             prefix = torch.nn.Parameter(torch.randn(2, 2, 2, 4, 8))
             model.register_parameter(f"prefix_{layer}", prefix)
             cache.update(prefix[0], prefix[1], layer)
-        forward(model, cache, 3, 0)
-        return forward(model, cache, 1, 1)
+        return play((3, 1), model, lambda: cache)
 
     assert_same_gradients(CONFIGS["full"], run)
 
@@ -209,83 +185,39 @@ def test_gradients_of_learned_keys_and_values(frozen: bool) -> None:
 def test_gradients_reach_an_encoder_and_cross_attention(
     config: PreTrainedConfig, frozen_first: bool
 ) -> None:
-    results = []
-    for cls in CACHES:
-        model = build(config)
-        cache = EncoderDecoderCache(cls(config=config), cls(config=config))
-        encoder_outputs = model.get_encoder()(tokens(2, 6))
-        with torch.set_grad_enabled(not frozen_first):
-            model(
-                encoder_outputs=encoder_outputs,
-                decoder_input_ids=tokens(2, 3, 1),
-                past_key_values=cache,
-            )
-        for seed in (2, 3):
-            ids = tokens(2, 1, seed)
-            logits = model(
-                encoder_outputs=encoder_outputs, decoder_input_ids=ids, past_key_values=cache
-            ).logits
-        logits.pow(2).sum().backward()
-        results.append(gradients(model))
-    for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-4)
+    def run(model: Any, make: Make) -> torch.Tensor:
+        cache, encoded = EncoderDecoderCache(make(), make()), model.get_encoder()(tokens(2, 6))
+        for seed, length in enumerate((3, 1, 1)):
+            with torch.set_grad_enabled(seed > 0 or not frozen_first):
+                ids = tokens(2, length, 1 + seed)
+                output = model(
+                    encoder_outputs=encoded, decoder_input_ids=ids, past_key_values=cache
+                )
+        return output.logits
+
+    assert_same_gradients(config, run)
 
 
-def test_a_copy_has_the_graph_and_a_pickle_has_not() -> None:
-    model = build(CONFIGS["full"])
-    expected, cache = DynamicCache(config=model.config), PagedCache(model.config)
-    for each in (expected, cache):
-        forward(model, each, 5, 0)
-    twin, unpickled = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
-    grads = []
-    for each in (expected, twin):
-        model.zero_grad()
-        forward(model, each, 2, 1).pow(2).sum().backward(retain_graph=True)
-        grads.append(gradients(model))
-        grads[-1] = {name: gradient.clone() for name, gradient in grads[-1].items()}
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][name], gradient, rtol=1e-4, atol=1e-4)
-    frozen = PagedCache(model.config)
-    with torch.no_grad():
-        forward(model, frozen, 5, 0)
-    grads = []
-    for each in (frozen, unpickled):
-        model.zero_grad()
-        forward(model, each, 2, 1).pow(2).sum().backward()
-        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
-    torch.testing.assert_close(*grads)
-    cache.check_integrity()
+@pytest.mark.parametrize("is_copied", [True, False], ids=["copy", "pickle"])
+def test_a_copy_has_the_graph_and_a_pickle_has_not(is_copied: bool) -> None:
+    def run(model: Any, make: Make) -> torch.Tensor:
+        cache = make()
+        is_paged = isinstance(cache, PagedCache)
+        with torch.set_grad_enabled(is_paged or is_copied):
+            forward(model, cache, 5, 0)
+        if is_paged:
+            cache = copy.deepcopy(cache) if is_copied else pickle.loads(pickle.dumps(cache))
+        return forward(model, cache, 2, 1)
 
-
-def test_gradients_on_a_cache_that_a_call_returned() -> None:
-    grads = []
-    for options in ({}, {"cache_implementation": "paged"}):
-        model = build(CONFIGS["full"])
-        output = model.generate(
-            tokens(2, 6),
-            max_new_tokens=4,
-            do_sample=False,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            **options,
-        )
-        cache = output.past_key_values
-        forward(model, cache, 2, 1)
-        forward(model, cache, 2, 2).pow(2).sum().backward()
-        grads.append(gradients(model))
-    for name, gradient in grads[0].items():
-        torch.testing.assert_close(grads[1][name], gradient, rtol=1e-4, atol=1e-4)
+    assert_same_gradients(CONFIGS["full"], run)
 
 
 def test_detach_truncates_backpropagation_through_time() -> None:
     model = build(CONFIGS["full"])
     cache = PagedCache(model.config)
-    grads = []
     for seed in range(3):
-        model.zero_grad()
         forward(model, cache, 3, seed).pow(2).sum().backward()
         cache.detach()
-        grads.append(gradients(model))
     forward(model, cache, 1, 5).sum().backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         forward(model, cache, 1, 6).sum().backward()
@@ -315,31 +247,25 @@ def test_gradients_are_not_kept_in_a_forward_that_enables_them_in_an_engine(
     hf_paged.check_integrity(model)
 
 
-def test_forward_mode_differentiation_is_refused() -> None:
-    model = build(CONFIGS["full"], "eager").requires_grad_(False)
-    cache = PagedCache(model.config)
-    embeds = model.get_input_embeddings()(tokens(1, 4))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(embeds, torch.ones_like(embeds))
-        with pytest.raises(RuntimeError, match="use a `DynamicCache`"):
-            model(inputs_embeds=dual, past_key_values=cache)
-        assert cache.memory.num_used == 0
-        forward(model, cache, 3, 0)
-    cache.check_integrity()
-
-
 @pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap]
+    "transform", [torch.func.grad, torch.func.jacfwd, torch.func.jacrev, torch.vmap, None]
 )
-def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
-    model = build(CONFIGS["full"], "eager").requires_grad_(False)
-    cache = PagedCache(model.config)
-    with pytest.raises(RuntimeError, match=r"`torch.func`.* use a `DynamicCache`"):
-        transform(lambda x: cache.update(*[x.reshape(2, 2, 4, 8)] * 2, 0)[0].sum())(
-            torch.randn(1, 2, 2, 4, 8)
-        )
+def test_transforms_of_functions_are_refused(transform: Any) -> None:
+    """And forward-mode differentiation."""
+    cache, states = PagedCache(paged_config={"block_size": 8}), torch.randn(1, 2, 2, 4, 8)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return cache.update(*2 * [x.reshape(2, 2, 4, 8)], 0)[0].sum()
+
+    message = "use a `DynamicCache`"
+    if transform is None:
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
+            call(forward_ad.make_dual(states, states))
+    else:
+        with pytest.raises(RuntimeError, match=f"`torch.func`.* {message}"):
+            transform(call)(states)
     assert cache.memory.num_used == 0
-    forward(model, cache, 3, 0)
+    call(states)
     cache.check_integrity()
 
 
@@ -348,23 +274,20 @@ def test_function_transforms_are_refused(transform: Callable[..., Any]) -> None:
 def test_quantized_states_are_as_rounded_with_gradients_as_without(
     kv_dtype: str | None, name: str
 ) -> None:
-    model, results = build(CONFIGS[name]), []
-    for has_gradients in (False, True):
-        cache = PagedCache(model.config, {"block_size": 8, "kv_dtype": kv_dtype})
+    config, logits, grads = CONFIGS[name], [], []
+    options = {"block_size": 8, "kv_dtype": kv_dtype}
+    for cache, has_gradients in (
+        (PagedCache(config, options), False),
+        (PagedCache(config, options), True),
+        (DynamicCache(config=config), True),
+    ):
+        model = build(config)
         with torch.set_grad_enabled(has_gradients):
             for seed in range(3):
-                logits = forward(model, cache, 12, seed)
-        results.append(logits)
-        shown = cache.layers[0].keys
-        with torch.no_grad():
-            assert torch.equal(shown + 0, cache.layers[0].keys + 0)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-    results[1].pow(2).sum().backward()
-    key_gradient = model.model.layers[0].self_attn.k_proj.weight.grad
-    exact = build(CONFIGS[name])
-    cache = DynamicCache(config=exact.config)
-    for seed in range(3):
-        logits = forward(exact, cache, 12, seed)
-    logits.pow(2).sum().backward()
-    expected = exact.model.layers[0].self_attn.k_proj.weight.grad
-    assert (key_gradient - expected).norm() < 0.2 * expected.norm()
+                found = forward(model, cache, 12, seed)
+        logits.append(found)
+        if has_gradients:
+            found.pow(2).sum().backward()
+            grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert (grads[0] - grads[1]).norm() < 0.2 * grads[1].norm()

@@ -3,7 +3,7 @@ cached blocks stay."""
 
 from __future__ import annotations
 
-import random
+import itertools
 import threading
 from typing import Any
 
@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged.cache import group_memory
 from hf_paged.model.own_loop import cache_parts
 from tests.support import models
+from tests.support.engine_helpers import prompts
 
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -31,44 +32,39 @@ def plain_cache_bytes(model: Any, inputs: dict[str, torch.Tensor], options: dict
     return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def call(
-    model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], **config: Any
-) -> hf_paged.MemoryStats:
-    cache_config = {**models.PAGED["cache_config"], **config}
-    model.generate(**inputs, **options, cache_implementation="paged", cache_config=cache_config)
+def call(model: Any, inputs: Any, options: dict[str, Any], **config: Any) -> hf_paged.MemoryStats:
+    paged = {**models.PAGED, "cache_config": {**models.PAGED["cache_config"], **config}}
+    model.generate(**inputs, **options, **paged)
     return hf_paged.memory_stats(model)
 
 
-@pytest.mark.parametrize("kind", list(CALLS))
+OTHER_LOOPS = {"chunks": {"prefill_chunk_size": 5}, "lookup": {"prompt_lookup_num_tokens": 3}}
+
+
+@pytest.mark.slow_cases("gemma2-*")
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "gemma3", "t5"]
+    ("name", "kind"),
+    [
+        *itertools.product(["llama", "gemma2", "gemma3", "t5"], CALLS),
+        # transformers' own loop on a paged cache; rows that advance by several tokens
+        *(("gemma3", kind) for kind in OTHER_LOOPS),
+    ],
 )
 def test_plain_bytes_are_those_of_a_plain_call(name: str, kind: str) -> None:
     """With padding, sliding windows that are full, an encoder, and EOS that ends some rows
     earlier."""
     model, inputs = models.get(name), models.padded_prompt(name)
-    options = {
-        "do_sample": False,
-        "max_new_tokens": 9,
-        "eos_token_id": list(range(4, 16)),
-        **CALLS[kind],
-    }
+    options = {"do_sample": False, "max_new_tokens": 9, **(CALLS | OTHER_LOOPS)[kind]}
+    if kind in CALLS:
+        options["eos_token_id"] = list(range(4, 16))
+    else:
+        inputs = models.prompt(name, batch_size=1)
     torch.manual_seed(0)
     expected = plain_cache_bytes(model, inputs, options)
     torch.manual_seed(0)
     stats = call(model, inputs, options)
     assert stats.plain_bytes == expected
     assert 0 < stats.call_bytes <= stats.peak_bytes
-
-
-@pytest.mark.parametrize(
-    "options", [{"prefill_chunk_size": 5}, {"prompt_lookup_num_tokens": 3}], ids=str
-)
-def test_plain_bytes_of_calls_in_other_loops(options: dict[str, Any]) -> None:
-    """transformers' own loop on a paged cache; rows that advance by several tokens."""
-    model, inputs = models.get("gemma3"), models.prompt("gemma3", batch_size=1)
-    options = {"do_sample": False, "max_new_tokens": 9, **options}
-    assert call(model, inputs, options).plain_bytes == plain_cache_bytes(model, inputs, options)
 
 
 def test_bytes_of_a_call_are_those_of_the_last_one() -> None:
@@ -92,98 +88,72 @@ def test_bytes_of_a_call_are_those_of_the_last_one() -> None:
 def test_calls_that_overlap_leave_the_bytes_of_the_last_lone_call() -> None:
     model, options = models.build("llama"), {"do_sample": False, "max_new_tokens": 4}
     begun, ended = threading.Event(), threading.Event()
+    inputs = [models.prompt("llama", *size) for size in ((1, 5), (3, 30), (2, 9))]
 
-    def waits(ids: torch.Tensor, scores: Any, **inputs: Any) -> torch.Tensor:
+    def waits(ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         begun.set()
         assert ended.wait(60)
         return torch.zeros(len(ids), dtype=torch.bool)
 
-    lone = call(model, models.prompt("llama", 1, 5), options)
+    lone = call(model, inputs[0], options)
     overlapping = {**options, "stopping_criteria": [waits]}
-    thread = threading.Thread(target=call, args=(model, models.prompt("llama", 3, 30), overlapping))
+    thread = threading.Thread(target=call, args=(model, inputs[1], overlapping))
     thread.start()
     assert begun.wait(60)
-    inner = call(model, models.prompt("llama", 2, 9), options)
+    inner = call(model, inputs[2], options)
     ended.set()
     thread.join()
     outer = hf_paged.memory_stats(model)
     assert lone.call_bytes == inner.call_bytes == outer.call_bytes < outer.peak_bytes
     assert lone.plain_bytes == inner.plain_bytes == outer.plain_bytes
-    assert call(model, models.prompt("llama", 2, 9), options).plain_bytes > lone.plain_bytes
+    assert call(model, inputs[2], options).plain_bytes > lone.plain_bytes
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
-def text(length: int, seed: int) -> list[int]:
-    return models.token_ids(1, length, seed=seed)[0].tolist()
-
-
 def talk(engine: hf_paged.PagedEngine, chats: int, at_once: int) -> list[int]:
     """Four turns of each chat, `at_once` chats together; returns each turn's tokens that were
     cached."""
-    texts, hits = [text(60 + 10 * chat, chat) for chat in range(chats)], []
+    texts, hits = [prompts(60 + 10 * chat, seed=chat)[0] for chat in range(chats)], []
     for turn in range(4):
         for first in range(0, chats, at_once):
             several = texts[first : first + at_once]
             for chat, result in zip(several, engine.generate(several, GREEDY)):
                 hits.append(result.num_prefix_hit_tokens)
-                chat += [*result.token_ids, *text(12, 90 + turn)]
+                chat += [*result.token_ids, *prompts(12, seed=90 + turn)[0]]
             stats = engine.stats()
             assert stats.cached_blocks <= 3 * stats.peak_blocks
     return hits
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(("chats", "at_once"), [(1, 1), (3, 1), (6, 2), (3, 3)])
-def test_chats_find_their_earlier_turns_without_a_limit(chats: int, at_once: int) -> None:
-    """One after another, and in turn: as many as with a limit that never binds."""
-    model = models.build("llama")
+def test_chats_find_their_earlier_turns_without_a_limit(
+    chats: int, at_once: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another, and in turn: as many as with a limit that never binds. A pool grows to
+    three blocks for each of its peak."""
+    monkeypatch.setattr(group_memory, "GROWTH_STEP", 0)  # blocks beyond those that are missing
+    model = models.build(name)
     with hf_paged.PagedEngine(model, {"num_blocks": 4096}) as engine:
         expected = talk(engine, chats, at_once)
     assert all(hit >= 48 for hit in expected[chats:]), expected
     with hf_paged.PagedEngine(model) as engine:
         assert talk(engine, chats, at_once) == expected
         engine.check_integrity()
-        assert engine.memory.stats().held_bytes > 0
+        for group in engine.memory.groups.values():
+            assert group.pool.num_blocks <= 3 * group.pool.peak_used
         engine.free()
         assert (engine.stats().cached_blocks, engine.memory.stats().held_bytes) == (0, 0)
-    with hf_paged.PagedEngine(model, {"idle_release_seconds": 0}) as engine:
-        talk(engine, chats, at_once)
-        assert (engine.stats().cached_blocks, engine.memory.stats().held_bytes) == (0, 0)
-
-
-@pytest.mark.slow_cases("gemma3")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_an_engines_pool_grows_to_three_blocks_for_each_of_its_peak(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a limit, while requests come and go; of each layer group, with sliding windows,
-    too."""
-    monkeypatch.setattr(group_memory, "GROWTH_STEP", 0)  # blocks beyond those that are missing
-    draw, num_reached = random.Random(0), 0
-    with hf_paged.PagedEngine(models.build(name), {"block_size": 8}) as engine:
-        for seed in range(12):
-            engine.add_request(
-                text(draw.randrange(8, 50), seed),
-                {**GREEDY, "max_new_tokens": draw.randrange(1, 9)},
-            )
-            for _ in range(draw.randrange(10)):
-                engine.step()
-                pools = [group.pool for group in engine.memory.groups.values()]
-                assert all(pool.num_blocks <= 3 * pool.peak_used for pool in pools)
-                num_reached += any(pool.num_blocks > 2.5 * pool.peak_used for pool in pools)
-                engine.check_integrity()
-        peak_used = sum(pool.peak_used for pool in pools)
-        assert engine.stats().peak_blocks <= peak_used <= engine.stats().peak_blocks + len(pools)
-    assert num_reached, "the pools were meant to come near the bound"
 
 
 def test_cached_blocks_give_way_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_memory, "free_bytes", lambda device: 0)
     with hf_paged.PagedEngine(models.build("llama")) as engine:
         for seed in range(4):
-            engine.generate([text(70, seed)], GREEDY)
+            engine.generate(prompts(70, seed=seed), GREEDY)
         stats = engine.memory.stats()
         assert stats.held_bytes == stats.peak_bytes and stats.cached_blocks == 4
 
@@ -191,8 +161,7 @@ def test_cached_blocks_give_way_where_memory_is_short(monkeypatch: pytest.Monkey
 def test_a_call_evicts_before_its_pool_grows() -> None:
     model = models.build("llama")
     for seed in range(4):
-        ids = torch.tensor([text(70, seed)])
-        model.generate(ids, **GREEDY, cache_implementation="paged")
+        call(model, {"input_ids": models.token_ids(1, 70, seed)}, GREEDY)
         stats = hf_paged.memory_stats(model)
         assert stats.held_bytes == stats.peak_bytes
 
@@ -200,8 +169,8 @@ def test_a_call_evicts_before_its_pool_grows() -> None:
 def test_a_reset_of_the_peaks_is_no_progress() -> None:
     """A call that waits for blocks gives up once nobody progresses, also while a caller polls."""
     with hf_paged.PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
-        engine.generate([text(70, 0)], GREEDY)
-        engine.add_request(text(20, 1), GREEDY)
+        engine.generate(prompts(70), GREEDY)
+        engine.add_request(prompts(20, seed=1)[0], GREEDY)
         engine.step()
         progress_count = engine.memory.progress_count
         peak = hf_paged.memory_stats(engine, reset=True).peak_blocks

@@ -1,33 +1,46 @@
-"""Layers of one cache with different numbers of tokens, such as cross attention beside self
-attention."""
+"""Any order of operations on caches against the `DynamicCache` that they replace, with layers of
+different shapes and numbers of tokens, such as cross attention beside self attention."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import random
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    Gemma3TextConfig,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-)
+from torch import Tensor
+from transformers import DynamicCache, Gemma3TextConfig
 
-import hf_paged
 from hf_paged import PagedCache
+from hf_paged.cache.block_pool import BlockTable
+from hf_paged.cache.group_memory import GroupMemory
+from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.cache.layer_group import LayerGroup
 from tests.support import models
 
-HEADS, DIM = 2, 4
-CROSS_TOKENS = 10  # of `image_inputs`: 2 tiles of 2 x 2 patches and a class token
+Shape = tuple[int, int]  # heads, dim
+KEYS: Shape = (2, 4)
+SHAPES = ((KEYS, KEYS), ((1, 16), (1, 4)), (KEYS, (4, 8)))  # of keys and values of layers
+FAULTS = (
+    (GroupMemory, "ensure_free"),
+    (BlockTable, "append"),
+    (LayerGroup, "_make_step"),
+    (KVBlocks, "store"),
+    (GroupMemory, "copy_blocks"),  # also where a cache is not empty
+)
+WINDOWS = Gemma3TextConfig(
+    num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2
+)
 
 
-def states(rows: int, tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (rows, HEADS, tokens, DIM)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+def states(
+    rows: int, tokens: int, generator: torch.Generator, shapes: Sequence[Shape] = (KEYS, KEYS)
+) -> list[Tensor]:
+    return [torch.randn(rows, heads, tokens, dim, generator=generator) for heads, dim in shapes]
 
 
 def assert_equal(plain: DynamicCache, paged: PagedCache, what: str) -> None:
@@ -38,15 +51,85 @@ def assert_equal(plain: DynamicCache, paged: PagedCache, what: str) -> None:
             assert torch.equal(expected, found.clone()), f"{name} of layer {index} after {what}"
 
 
+def play(
+    seed: int,
+    num_operations: int,
+    paged: PagedCache,
+    shapes: Sequence[Sequence[Shape]] = SHAPES,
+    config: Any = None,
+    device: str = "cpu",
+) -> None:
+    """Random operations on an empty cache, and on copies of it, and updates that fail and are
+    repeated. What was shown stays as it was."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    pairs: list[Any] = [(DynamicCache(config=config), paged)]
+    shown: list[tuple[Tensor, Tensor]] = []
+    for number in range(num_operations):
+        place = choose.randrange(len(pairs))
+        plain, paged = pairs[place]
+        shortest = min((layer.get_seq_length() for layer in plain.layers), default=0)
+        rows = plain.layers[0].keys.shape[0] if number and shortest else 3
+        kinds = ["update"] * 2 + ["rows", "repeat", "crop", "copy", "pickle", "show", "reset"]
+        what = choose.choice(kinds) if number and shortest else "reset"
+        if what == "reset":
+            paged.reset()
+            plain = DynamicCache(config=config)  # the stock `reset` of 5.17 keeps the length
+        if what in ("reset", "update"):
+            # layers with windows go on together
+            indices = [choose.randrange(len(shapes))]
+            if what == "reset" or config is not None:
+                indices = list(range(len(shapes)))
+            length = choose.choice([1, 1, 2, 6, 80])
+            for index in indices:
+                if what == "reset" and config is None:
+                    length = choose.choice([3, 8, 11, 21, 150])
+                new = [x.to(device) for x in states(rows, length, generator, shapes[index])]
+                plain.update(*new, index)
+                fault = choose.choice(FAULTS if paged.is_empty else FAULTS[-1:])
+                try:
+                    with mock.patch.object(*fault, side_effect=RuntimeError("on purpose")):
+                        paged.update(*new, index)
+                except RuntimeError as error:
+                    assert str(error) == "on purpose"
+                    paged.check_integrity()
+                    paged.update(*new, index)
+        elif what == "rows":
+            chosen = [choose.randrange(rows) for _ in range(choose.choice([rows, 2, 4]))]
+            for cache in (plain, paged):
+                cache.batch_select_indices(torch.tensor(chosen, device=device))
+        elif what == "repeat" and rows < 5:
+            for cache in (plain, paged):
+                cache.batch_repeat_interleave(2)
+        elif what == "crop" and config is None and shortest > 2:
+            for cache in (plain, paged):
+                cache.crop(-2)
+        elif what in ("copy", "pickle"):
+            twin = copy.deepcopy(paged) if what == "copy" else pickle.loads(pickle.dumps(paged))
+            pairs = [*pairs[-3:], (copy.deepcopy(plain), twin)]
+        elif what == "show":
+            index = choose.randrange(len(shapes))
+            keys, expected = paged.layers[index].keys, plain.layers[index].keys.clone()
+            shown = [*shown[-3:], (keys, expected), (keys.read()[:, :, :], expected)]
+        if what == "reset":
+            pairs[place] = plain, paged
+        for pair in pairs:
+            assert_equal(*pair, what)
+        for found, expected in shown:
+            assert torch.equal(found + 0, expected), f"what was shown changed after {what}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("windowed", [False, True])
+def test_any_order_of_operations(windowed: bool, seed: int) -> None:
+    config, shapes = (WINDOWS, [(KEYS, KEYS)] * 2) if windowed else (None, SHAPES)
+    play(seed, 60, PagedCache(config, {"block_size": 8}), shapes, config)
+
+
 def filled(
-    lengths: tuple[int, ...], rows: int = 2
+    lengths: tuple[int, ...], rows: int = 2, config: Any = None
 ) -> tuple[DynamicCache, PagedCache, torch.Generator]:
-    plain, paged, generator = (
-        DynamicCache(),
-        PagedCache(paged_config={"block_size": 8}),
-        torch.Generator(),
-    )
-    generator.manual_seed(0)
+    plain, paged = DynamicCache(config=config), PagedCache(config, {"block_size": 8})
+    generator = torch.Generator().manual_seed(0)
     for index, length in enumerate(lengths):
         new = states(rows, length, generator)
         for cache in (plain, paged):
@@ -55,129 +138,11 @@ def filled(
     return plain, paged, generator
 
 
-@pytest.mark.parametrize("lengths", [(5, 40), (40, 5), (5, 5, 41)], ids=str)
-def test_rows_that_share_a_block_write_to_their_own(lengths: tuple[int, ...]) -> None:
-    plain, paged, generator = filled(lengths)
-    new = states(2, 1, generator)
-    for cache in (plain, paged):
-        cache.reorder_cache(torch.tensor([0, 0]))
-        for index, length in enumerate(lengths):
-            if length == 5:
-                cache.update(*new, index)
-    assert_equal(plain, paged, "an update of rows that were one")
-
-
-def test_a_deep_copy_is_not_written_to() -> None:
-    plain, paged, generator = filled((5, 40))
-    twins = copy.deepcopy(plain), copy.deepcopy(paged)
-    for pair in (twins, (plain, paged)):
-        new = states(2, 1, generator)
-        for cache in pair:
-            cache.update(*new, 0)
-    assert_equal(*twins, "a write to what it was copied from")
-    assert_equal(plain, paged, "a write to its copy")
-
-
-def test_a_copy_made_between_two_layers_of_a_step() -> None:
-    plain, paged, generator = filled((5, 5))
-    first, second, other = (states(2, 1, generator) for _ in range(3))
-    for cache in (plain, paged):
-        cache.update(*first, 0)
-    twins = copy.deepcopy(plain), copy.deepcopy(paged)
-    for cache in twins:
-        cache.update(*other, 1)
-    for cache in (plain, paged):
-        cache.update(*second, 1)
-    assert_equal(plain, paged, "its own step")
-    assert_equal(*twins, "the copy's step")
-
-
-@pytest.mark.parametrize("lengths", [(5, 5), (5, 40)], ids=["even", "mixed"])
-def test_keys_shown_before_a_write_stay_after_the_copy_has_their_block(
-    lengths: tuple[int, ...],
-) -> None:
-    _, paged, generator = filled(lengths)
-    for index in range(2):  # large enough: storage that grows would leave old keys in place
-        paged.update(*states(2, 100, generator), index)
-    paged.crop(-100)
-    shown = paged.layers[0].keys
-    expected = paged.layers[0].keys.clone()
-    twin = copy.deepcopy(paged)
-    paged.update(*states(2, 1, generator), 0)
-    twin.crop(-3)
-    twin.update(*states(2, 3, generator), 0)
-    assert torch.equal(shown, expected)
-
-
-def test_crop_takes_as_many_tokens_of_every_layer() -> None:
-    plain, paged, generator = filled((5, 40))
-    new = states(2, 3, generator)
-    for cache in (plain, paged):
-        cache.crop(-2)
-    assert_equal(plain, paged, "crop")
-    for cache in (plain, paged):
-        cache.update(*new, 0)
-        cache.update(*new, 1)
-    assert_equal(plain, paged, "an update after crop")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_operations_on_layers_of_different_lengths(seed: int) -> None:
-    choose = random.Random(seed)
-    plain, paged, generator = filled(tuple(choose.choice([3, 8, 11, 21]) for _ in range(3)), rows=3)
-    pairs = [(plain, paged)]
-    for _ in range(25):
-        plain, paged = choose.choice(pairs)
-        rows = plain.layers[0].keys.shape[0]
-        what = choose.choice(["update", "update", "rows", "crop", "copy", "pickle"])
-        if what == "update":
-            new, index = states(rows, choose.choice([1, 1, 2, 6]), generator), choose.randrange(3)
-            for cache in (plain, paged):
-                cache.update(*new, index)
-        elif what == "rows":
-            indices = torch.tensor(
-                [choose.randrange(rows) for _ in range(choose.choice([rows, 2, 4]))]
-            )
-            for cache in (plain, paged):
-                cache.batch_select_indices(indices)
-        elif what == "crop" and min(layer.get_seq_length() for layer in plain.layers) > 2:
-            count = choose.choice([1, 2])
-            for cache in (plain, paged):
-                cache.crop(-count)
-        elif what == "copy":
-            pairs.append((copy.deepcopy(plain), copy.deepcopy(paged)))
-        elif what == "pickle":
-            pairs[pairs.index((plain, paged))] = (
-                copy.deepcopy(plain),
-                pickle.loads(pickle.dumps(paged)),
-            )
-        for pair in pairs:
-            assert_equal(*pair, what)
-
-
-def windowed(lengths: tuple[int, int]) -> tuple[DynamicCache, PagedCache]:
-    """Two layers with a window of 8 that got these tokens at once."""
-    config = Gemma3TextConfig(
-        num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention"] * 2
-    )
-    plain, paged, generator = (
-        DynamicCache(config=config),
-        PagedCache(config, {"block_size": 8}),
-        torch.Generator(),
-    )
-    for index, length in enumerate(lengths):
-        new = states(2, length, generator.manual_seed(index))
-        for cache in (plain, paged):
-            cache.update(*new, index)
-    return plain, paged
-
-
 @pytest.mark.parametrize("lengths", [(5, 40), (20, 20), (40, 39)], ids=str)
 def test_a_layer_behind_another_sees_its_window(lengths: tuple[int, int]) -> None:
-    plain, paged = windowed(lengths)
-    assert_equal(plain, paged, "the first update")
-    for seed in range(3):
-        new = states(2, 1, torch.Generator().manual_seed(seed))
+    plain, paged, generator = filled(lengths, config=WINDOWS)
+    for _ in range(3):
+        new = states(2, 1, generator)
         for cache in (plain, paged):
             cache.update(*new, 0)
         assert_equal(plain, paged, "an update of the first layer")
@@ -188,16 +153,16 @@ def test_a_layer_whose_window_was_given_back_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"8 tokens up to token 5, .* first 32 .* another layer .* holds 40"
     ):
-        windowed((40, 5))
-    _, paged = windowed((8, 8))
-    for seed in range(20):
-        paged.update(*states(2, 1, torch.Generator().manual_seed(seed)), 0)
+        filled((40, 5), config=WINDOWS)
+    _, paged, generator = filled((8, 8), config=WINDOWS)
+    for _ in range(20):
+        paged.update(*states(2, 1, generator), 0)
     message = (
         "a layer attends to 8 tokens up to token 8, but the first 16 were freed, since another"
         " layer .* holds 28"
     )
     with pytest.raises(ValueError, match=message):
-        paged.update(*states(2, 1, torch.Generator()), 1)
+        paged.update(*states(2, 1, generator), 1)
     with pytest.raises(ValueError, match=message):
         _ = paged.layers[1].keys
     paged.check_integrity()
@@ -253,80 +218,6 @@ def test_a_refused_operation_leaves_the_layers_together() -> None:
     for cache in (plain, paged):
         cache.batch_repeat_interleave(torch.tensor([2, 0, 1]))
     assert_equal(plain, paged, "repeats of each row")
-
-
-def image_model() -> Any:
-    text: dict[str, Any] = dict(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        cross_attention_layers=[1, 3],
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    vision: dict[str, Any] = dict(
-        hidden_size=32,
-        image_size=32,
-        patch_size=16,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_global_layers=1,
-        attention_heads=4,
-        vision_output_dim=96,
-        intermediate_layers_indices=[0, 1],
-        max_num_tiles=2,
-        supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]],
-    )
-    torch.manual_seed(0)
-    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=127)
-    model = MllamaForConditionalGeneration(config).eval()
-    for name, parameter in model.named_parameters():
-        if "gate" in name:
-            parameter.data.fill_(1.0)  # gates are closed at first: the image would have no effect
-        elif parameter.dim() > 1:
-            parameter.data.mul_(8)
-    return model
-
-
-def image_inputs(length: int, padding: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    ids = torch.randint(3, 120, (2, length))
-    mask = torch.ones_like(ids)
-    ids[0, :padding] = mask[0, :padding] = 0
-    return dict(
-        input_ids=ids,
-        attention_mask=mask,
-        pixel_values=torch.randn(2, 1, 2, 3, 32, 32),
-        aspect_ratio_ids=torch.full((2, 1), 2),
-        aspect_ratio_mask=torch.ones(2, 1, 2, dtype=torch.long),
-        cross_attention_mask=torch.ones(2, length, 1, 2, dtype=torch.long),
-    )
-
-
-@pytest.mark.slow_cases(but=["more-*"])
-@pytest.mark.parametrize("padding", [0, 3], ids=["even", "padded"])
-@pytest.mark.parametrize("length", [7, CROSS_TOKENS, 13], ids=["fewer", "as-many", "more"])
-def test_mllama_gives_plain_tokens(length: int, padding: int) -> None:
-    model = image_model()
-    for options in ({}, {"num_beams": 3, "num_return_sequences": 2}):
-        calls: list[torch.Tensor] = []
-        for paged in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
-            calls.append(
-                model.generate(
-                    **image_inputs(length, padding),
-                    max_new_tokens=12,
-                    do_sample=False,
-                    **options,
-                    **paged,
-                )
-            )
-        assert torch.equal(*calls), f"{options}: {calls}"
-    hf_paged.check_integrity(model)
 
 
 @pytest.mark.slow_cases("bart-options1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.engine_helpers import (
     assert_same_as_lone,
     lone_run,
     prompts,
+    tokens_of,
 )
 from tests.support.quantized import round_caches, round_states
 
@@ -51,65 +53,47 @@ def paged(kv_dtype: str, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("mode", ["greedy", "samples", "beams", "penalties"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def build(name: str) -> Any:
+    if name == "deepseek":  # latents
+        return build_deepseek()
+    # the second kind has attention code of its own, which gets packed rows (`RowTensor`)
+    return models.get(name) if name.islower() else tiny_model(getattr(transformers, name))
+
+
+MODE_NAMES = ("greedy", "samples", "beams", "penalties")
+
+
+@pytest.mark.slow_cases("*bart-greedy")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *itertools.product(["llama", "gemma3", "gpt2"], MODE_NAMES),
+        # cross attention, biases, states, sinks
+        *itertools.product(["t5", "bart", "qwen3_next", "gpt_oss"], ["greedy", "beams"]),
+        *((name, "greedy") for name in ("deepseek", "GPTJForCausalLM", "FalconForCausalLM")),
+    ],
+)
 def test_generate(name: str, mode: str, rounded: Any, device: torch.device) -> None:
-    model, inputs = (
-        models.put(models.get(name), device),
-        models.put(models.padded_prompt(name, (21, 4, 9)), device),
-    )
-    kv_dtype = KV_DTYPES[["greedy", "samples", "beams", "penalties"].index(mode) % 3]
+    model, inputs = models.put(build(name), device), models.padded_prompt(name, (21, 4, 9))
+    inputs, kv_dtype = models.put(inputs, device), KV_DTYPES[MODE_NAMES.index(mode) % 3]
     torch.manual_seed(0)
     found = model.generate(**inputs, **MODES[mode], **paged(kv_dtype))
-    route = last_route(model)
-    assert route is not None and "packed forwards" in route.reason
-    assert route.num_captured_steps or not is_installed("tape")
+    route, stats = last_route(model), memory_stats(model)
+    assert route is not None and route.latent == (name == "deepseek")
+    # rectangles begin with a forward that attends to unrounded states
+    is_packed = "packed forwards" in route.reason
+    assert is_packed == (name not in ("t5", "bart", "qwen3_next"))
+    assert not is_packed or route.num_captured_steps or not is_installed("tape")
+    assert stats.kv_dtype == kv_dtype and stats.peak_bytes > 0
     hf_paged.check_integrity(model)
     torch.manual_seed(0)
     unrounded = model.generate(**inputs, **MODES[mode])
-    rounded(kv_dtype)
+    rounded(kv_dtype, shows_fresh=not is_packed)
     torch.manual_seed(0)
     assert torch.equal(found, model.generate(**inputs, **MODES[mode]))
     assert name != "llama" or kv_dtype == "int8" or not torch.equal(found, unrounded), (
         "nothing was rounded"
     )
-    hf_paged.free(model)
-
-
-@pytest.mark.parametrize("name", ["GPTJForCausalLM", "FalconForCausalLM"])
-def test_attention_code_of_the_models_own(name: str, rounded: Any) -> None:
-    """It gets packed rows (`RowTensor`)."""
-    model = tiny_model(getattr(transformers, name))
-    inputs = models.prompt("llama", 2, 21)
-    found = model.generate(**inputs, **MODES["greedy"], **paged("int8"))
-    route = last_route(model)
-    assert route is not None and "packed forwards" in route.reason
-    rounded("int8")
-    assert torch.equal(found, model.generate(**inputs, **MODES["greedy"]))
-
-
-def test_latents(rounded: Any, device: torch.device) -> None:
-    model = build_deepseek().to(device)
-    inputs = models.put(models.prompt("llama", 2, 37), device)
-    found = model.generate(**inputs, max_new_tokens=20, do_sample=False, **paged("int8"))
-    route = last_route(model)
-    assert route is not None and route.latent and "packed forwards" in route.reason
-    rounded("int8")
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=20, do_sample=False))
-
-
-@pytest.mark.slow_cases("bart-greedy")
-@pytest.mark.parametrize("mode", ["greedy", "beams"])
-@pytest.mark.parametrize("name", ["t5", "bart", "qwen3_next", "gpt_oss"])
-def test_other_families(name: str, mode: str, rounded: Any) -> None:
-    """Cross attention, biases, states, sinks; rectangles begin with a forward that attends to
-    unrounded states."""
-    model, inputs = models.get(name), models.prompt(name, 2, 21)
-    found = model.generate(**inputs, **MODES[mode], **paged("fp8_e4m3"))
-    rounded("fp8_e4m3", shows_fresh="packed forwards" not in last_route(model).reason)  # type: ignore[union-attr]
-    assert torch.equal(found, model.generate(**inputs, **MODES[mode]))
-    assert memory_stats(model).kv_dtype == "fp8_e4m3" and memory_stats(model).peak_bytes > 0
-    hf_paged.check_integrity(model)
     hf_paged.free(model)
 
 
@@ -120,70 +104,46 @@ def test_an_engine_preempts_and_finds_prefixes(
 ) -> None:
     model, texts = models.put(models.get("llama"), device), prompts(20, 25, 9, 31)
     config = PagedConfig(block_size=8, num_blocks=9, preemption=preemption, kv_dtype="fp8_e4m3")
+    beams = texts[0][:7]
     with PagedEngine(model, config) as engine:
-        results = engine.generate(texts, MODES["greedy"])
-        again = engine.generate([texts[0][:7]], MODES["beams"])
+        found = tokens_of(engine.generate(texts, MODES["greedy"]))
+        (result,) = engine.generate([beams], MODES["beams"])
         stats = engine.stats()
         assert stats.num_preemptions > 0 and (stats.num_swaps > 0) == (preemption == "swap")
         assert "fp8_e4m3" in engine._repr_html_() and stats.kv_dtype == "fp8_e4m3"
         assert_drained(engine)
     rounded("fp8_e4m3")
-    for prompt, result, mode in zip(
-        [*texts, texts[0][:7]], results + again, ["greedy"] * 4 + ["beams"]
-    ):
-        assert_same_as_lone(lone_run(model, prompt, MODES[mode]), result, MODES[mode], mode)
-
-
-def test_a_prefix_that_was_kept_gives_the_same_tokens(rounded: Any) -> None:
-    model, (prompt,) = models.get("llama"), prompts(300)
-    with PagedEngine(model, PagedConfig(block_size=8, kv_dtype="int8")) as engine:
-        first, second = (engine.generate([prompt], MODES["greedy"])[0] for _ in range(2))
-        assert engine.stats().num_prefix_hit_tokens >= 256
-    rounded("int8")
-    ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **MODES["greedy"])[
-        0, 300:
-    ].tolist()
-    assert first.sequences[0].token_ids == second.sequences[0].token_ids == expected
+    assert found == [lone_run(model, text, MODES["greedy"]) for text in texts]
+    assert_same_as_lone(lone_run(model, beams, MODES["beams"]), result, MODES["beams"], "beams")
 
 
 @torch.no_grad()
-def cached(kv_dtype: str, name: str = "llama") -> tuple[Any, Tensor, PagedCache]:
-    model, ids = models.get(name), models.prompt(name, 2, 21)["input_ids"]
+def cached(kv_dtype: str | None) -> tuple[Any, Tensor, PagedCache]:
+    model, ids = models.get("llama"), models.prompt("llama", 2, 21)["input_ids"]
     cache = PagedCache(model.config, {"block_size": 8, "kv_dtype": kv_dtype})
     model(ids, past_key_values=cache)
     return model, ids, cache
 
 
+def states_of(cache: Any) -> list[Tensor]:
+    return [x.dense().clone() for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_copies_and_pickles_of_a_cache(kv_dtype: str) -> None:
     model, ids, cache = cached(kv_dtype)
-    expected = [x.dense().clone() for layer in cache.layers for x in (layer.keys, layer.values)]  # type: ignore[union-attr]
+    expected, step = states_of(cache), functools.partial(model, ids[:, -1:])
     assert expected[0].dtype == torch.float32
-    step = functools.partial(model, ids[:, -1:])
     logits = step(past_key_values=copy.deepcopy(cache)).logits
-    assert memory_stats_of(cache).copied_blocks > 0
+    assert cache.stats().copied_blocks > 0
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        found = [x.dense() for layer in twin.layers for x in (layer.keys, layer.values)]
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, states_of(twin), expected))
         assert torch.equal(step(past_key_values=twin).logits, logits)
         twin.check_integrity()
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 1]))
-    found = [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]  # type: ignore[union-attr]
-    assert all(torch.equal(x, y[[1, 0, 0]]) for x, y in zip(found, expected))
-    assert len(pickle.dumps(cache)) < 0.5 * len(pickle.dumps(cached_plain()))
-
-
-def memory_stats_of(cache: PagedCache) -> hf_paged.MemoryStats:
-    return cache.stats()
-
-
-def cached_plain() -> PagedCache:
-    model, ids = models.get("llama"), models.prompt("llama", 2, 21)["input_ids"]
-    cache = PagedCache(model.config, {"block_size": 8})
-    model(ids, past_key_values=cache)
-    return cache
+    assert all(torch.equal(x, y[[1, 0, 0]]) for x, y in zip(states_of(cache), expected))
+    assert len(pickle.dumps(cache)) < 0.5 * len(pickle.dumps(cached(None)[2]))
 
 
 @pytest.mark.parametrize("kernels", ["gather", "reference"])
@@ -191,11 +151,11 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
     """Each backend, with and without the C++ gather: the same logits to rounding."""
     model, ids, cache = cached("int8")
     expected = model(ids[:, :3], past_key_values=copy.deepcopy(cache)).logits
-    dense = [layer.keys.dense() for layer in cache.layers]  # type: ignore[union-attr]
     monkeypatch.setenv("HF_PAGED_ATTENTION", kernels)
+    dense = states_of(cache)
     monkeypatch.setattr(reading.cpp, "is_available", lambda: False)
     other = copy.deepcopy(cache)
-    assert all(torch.equal(a, b.keys.dense()) for a, b in zip(dense, other.layers))  # type: ignore[union-attr]
+    assert all(map(torch.equal, states_of(other), dense))
     torch.testing.assert_close(
         model(ids[:, :3], past_key_values=other).logits, expected, atol=1e-4, rtol=1e-4
     )
@@ -204,10 +164,8 @@ def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading.cpp, "is_available", lambda: has_kernels)
-    keys, cache = (
-        torch.randn(2, 2, 5, 4),
-        PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"}),
-    )
+    keys = torch.randn(2, 2, 5, 4)
+    cache = PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"})
     cache.expect_padding((0, 2), 5)
     cache.update(keys, keys, 0)
     dense = cache.layers[0].keys.dense()  # type: ignore[union-attr]
@@ -218,11 +176,8 @@ def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.Mon
 def test_states_of_another_dtype_share_blocks() -> None:
     """As under autocast: stored codes stay; returned states have the wider dtype."""
     _, _, cache = cached("int8")
-    before = cache.layers[0].keys.dense().clone()  # type: ignore[union-attr]
-    shape = (2, 2, 1, 16)
-    cache.layers[0].update(
-        torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    )
+    before, zeros = states_of(cache)[0], torch.zeros(2, 2, 1, 16, dtype=torch.float64)
+    cache.layers[0].update(zeros, zeros)
     after = cache.layers[0].keys.dense()  # type: ignore[union-attr]
     assert after.dtype == torch.float64 and torch.equal(after[:, :, :-1].float(), before)
 

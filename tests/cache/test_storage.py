@@ -47,35 +47,35 @@ def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: Non
     assert rows(40, 50, CPU) == (40, 40)
 
 
-def test_what_is_free_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reservation() -> Reservation:
+    """Half of what is free, for two layers."""
+    most = {FULL_ATTENTION: 1 << 30}
+    return Reservation(most, most, {FULL_ATTENTION: 2}, 0.5)
+
+
+def test_what_is_free_is_asked_once(
+    reservation: Reservation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = iter((1000, 10))
     monkeypatch.setattr(free_memory, "free_bytes", lambda device: next(told))
-    reservation = Reservation(
-        {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
-    )
     assert [reservation.num_layer_blocks(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
 
 
-def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    mps = SimpleNamespace(recommended_max_memory=lambda: 900, driver_allocated_memory=lambda: 300)
-    monkeypatch.setattr(torch, "mps", mps)
-    assert free_bytes(MPS) == 600
+def test_devices_that_tell_otherwise_or_not(
+    reservation: Reservation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's allocator holds in reserve is free."""
+    mps = dict(recommended_max_memory=lambda: 900, driver_allocated_memory=lambda: 300)
+    xpu = dict(mem_get_info=lambda device: (100, 1000), memory_reserved=lambda device: 500)
+    xpu["memory_allocated"] = lambda device: 380
+    for name, functions, expected in (("mps", mps, 600), ("xpu", xpu, 220)):
+        monkeypatch.setattr(torch, name, SimpleNamespace(**functions))
+        assert free_bytes(torch.device(name)) == expected
     unknown: Any = torch.device("privateuseone")
     with pytest.raises(ValueError, match=r"the free memory of privateuseone.*`num_blocks`"):
         free_bytes(unknown)
-    reservation = Reservation(
-        {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 1 << 30}, {FULL_ATTENTION: 2}, 0.5
-    )
     assert reservation.num_layer_blocks(FULL_ATTENTION, 10, unknown) == 0
-
-
-def test_what_torchs_allocator_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"mem_get_info": (100, 1000), "memory_reserved": 500, "memory_allocated": 380}
-    module = SimpleNamespace(
-        **{name: lambda device, size=size: size for name, size in sizes.items()}
-    )
-    monkeypatch.setattr(torch, "xpu", module)
-    assert free_bytes(torch.device("xpu")) == 220
 
 
 def test_a_device_of_which_nothing_is_known_grows_step_by_step(
@@ -117,7 +117,7 @@ def test_quantized_blocks_whose_scales_are_not_aligned_are_refused_before_memory
 ) -> None:
     keys, values = (torch.empty(1, 1, 0, dim) for dim in dims)
     with monkeypatch.context() as patch:
-        patch.setattr(kv_blocks, "_empty", lambda *args: pytest.fail("allocated"))
+        patch.setattr(kv_blocks, "_empty", None)  # nothing is allocated
         with pytest.raises(ValueError, match=f"{block_size} tokens, .* multiple of 4: pass"):
             KVBlocks.allocate(2, block_size, keys, values, kv_dtype=kv_dtype)
     # the least size of `PagedConfig` goes with any dims

@@ -3,9 +3,7 @@ counts."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,19 +108,6 @@ def test_calls_take_turns_where_they_do_not_fit_together() -> None:
 
     in_threads(*[call] * 5)
     assert 1 <= most[0] <= 2 and not memory.holders
-
-
-@pytest.mark.parametrize("error", [None, ValueError])
-def test_a_claim_ends_with_its_call(error: type[Exception] | None) -> None:
-    memory = memory_with()
-    raises: Callable[[], Any] = (
-        contextlib.nullcontext if error is None else lambda: pytest.raises(error)
-    )
-    with raises(), claimed(memory, 3, lambda: 8):
-        assert [claim.is_waiting for claim in claims_on(memory)] == [False]
-        if error is not None:
-            raise error
-    assert not memory.holders
 
 
 def test_a_call_that_waits_for_blocks_does_not_count_as_one_that_goes_on() -> None:

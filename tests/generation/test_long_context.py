@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import hf_paged
 from hf_paged import compat
+from tests.support import models
 
 PLAIN = {"prefix_caching": False}
 
@@ -17,22 +17,10 @@ PLAIN = {"prefix_caching": False}
     "num_tokens, new_tokens", [(512, 16), pytest.param(32768, 4, marks=pytest.mark.full)]
 )
 def test_the_tokens_and_the_bytes_are_plain_ones(num_tokens: int, new_tokens: int) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=num_tokens + new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval()
-    ids = torch.randint(3, 512, (1, num_tokens))
+    model = models.build("llama", max_position_embeddings=num_tokens + new_tokens)
+    ids = models.token_ids(1, num_tokens)
     options = {"max_new_tokens": new_tokens, "do_sample": False}
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=model.config)
     expected = model.generate(ids, **options, **{compat.OUTPUT_CACHE: cache})
     paged = model.generate(ids, **options, cache_implementation="paged", cache_config=PLAIN)
     assert paged.tolist() == expected.tolist()

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from hf_paged import PagedEngine, Route, last_route
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.engine_helpers import assert_served_as_lone, prompts
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
-PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9)]
+PROMPTS = prompts(5, 9)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -53,25 +55,16 @@ def test_an_engine_that_runs_row_by_row_says_so_once(
     model = models.build("llama")
     model.model.norm.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
     why = "there are forward hooks on model.norm [troubleshooting.md#hooks]"
-    for _ in range(2):
-        with PagedEngine(model) as engine:
+    slow = f"requests run one by one, not packed: {why}"
+    said = [f"LlamaForCausalLM runs slower than it could: {slow}"]
+    for each, num_warnings in ((model, 1), (model, 0), (copy.deepcopy(model), 1)):
+        with PagedEngine(each) as engine:
             engine.generate(PROMPTS, OPTIONS)
             route = engine.route
-            assert route is not None and route == engine.stats().route == last_route(model)
-            assert (
-                route.road == "rows"
-                and route.reason.startswith("rows stay in their original batch")
-                and route.reason.endswith(why)
-            )
-            assert route.slowed_by == (f"requests run one by one, not packed: {why}",)
-    said = [
-        f"LlamaForCausalLM runs slower than it could: requests run one by one, not packed: {why}"
-    ]
-    assert warnings(caplog) == said
-    another = copy.deepcopy(model)
-    with PagedEngine(another) as engine:
-        engine.generate(PROMPTS, OPTIONS)
-    assert warnings(caplog) == said
+        assert route == engine.stats().route == last_route(each) and route.road == "rows"
+        assert route.reason.startswith("rows stay in their original batch")
+        assert route.reason.endswith(why) and route.slowed_by == (slow,)
+        assert warnings(caplog) == said * num_warnings
 
 
 @pytest.mark.parametrize("takes_anything", [False, True])
@@ -83,41 +76,32 @@ def test_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) ->
     if takes_anything:
         forward.__signature__ = inspect.signature(lambda *args, **kwargs: None)  # type: ignore[attr-defined]
     model.forward = forward
-    with PagedEngine(model) as engine:
-        for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, OPTIONS)):
-            assert result.error is None, result.error
-            assert (
-                result.token_ids
-                == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
-            )
-        assert engine.route is not None and engine.route.road == (
-            "rows" if takes_anything else "engine"
-        )
+    stats = assert_served_as_lone(model, PROMPTS, OPTIONS)
+    assert stats.route.road == ("rows" if takes_anything else "engine")
 
 
-def test_gathered_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = tiny_model(transformers.GPTNeoForCausalLM)  # custom attention code
-    ids = torch.tensor(PROMPTS[:1])
-    for _ in range(2):
-        model.generate(ids, **OPTIONS, **models.PAGED)
-        route = last_route(model)
-        assert route is not None and not route.in_place and len(route.slowed_by) == 1
-    assert (
-        "keys and values are gathered in decode steps (rows side by side under"
-        in route.slowed_by[0]
-    )
-    assert "only attention can" in route.slowed_by[0]
-    assert warnings(caplog) == [
-        f"GPTNeoForCausalLM runs slower than it could: {route.slowed_by[0]}"
-    ]
+DOUBLE = (
+    "queries are torch.float64 on cpu, keys torch.float64 on cpu, values torch.float64 on cpu"
+    r" \[troubleshooting.md#gathered\]$"
+)
 
 
-@pytest.mark.skipif(not cpp.is_available(), reason="no C++ kernel that could take anything")
-@pytest.mark.parametrize("on_engine", [True, False])
-def test_tensors_that_the_kernel_does_not_take(
-    on_engine: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "on_engine", "told"),
+    [
+        ("GPTNeoForCausalLM", False, r"decode steps \(rows side by side under.*only attention can"),
+        *(("LlamaForCausalLM", on_engine, DOUBLE) for on_engine in (True, False)),
+    ],
+)
+def test_keys_and_values_that_are_gathered_are_told_once(
+    name: str, on_engine: bool, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = models.build("llama").double()
+    if name == "LlamaForCausalLM":
+        if not cpp.is_available():
+            pytest.skip("no C++ kernel that could take anything")
+        model: Any = models.build("llama").double()
+    else:
+        model = tiny_model(transformers.GPTNeoForCausalLM)  # custom attention code
     for _ in range(2):
         if on_engine:
             with PagedEngine(model) as engine:
@@ -126,32 +110,24 @@ def test_tensors_that_the_kernel_does_not_take(
         else:
             model.generate(torch.tensor(PROMPTS[:1]), **OPTIONS, **models.PAGED)
     route = last_route(model)
-    assert route is not None and route.road == "engine" and len(route.slowed_by) == 1
-    assert route.slowed_by[0].endswith(
-        "queries are torch.float64 on cpu, keys torch.float64 on cpu, values torch.float64 on cpu"
-        " [troubleshooting.md#gathered]"
-    )
-    assert warnings(caplog) == [f"LlamaForCausalLM runs slower than it could: {route.slowed_by[0]}"]
+    assert name == "LlamaForCausalLM" or not route.in_place
+    (reason,) = route.slowed_by
+    assert re.search(told, reason)
+    assert warnings(caplog) == [f"{name} runs slower than it could: {reason}"]
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_without_the_kernel_the_route_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "is_available", lambda: False)
+def test_a_call_says_nothing_unless_the_kernel_is_missing(
+    name: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if has_kernel and not cpp.is_available():
+        pytest.skip("without the kernel it is slow, and says so")
+    monkeypatch.setattr(cpp, "is_available", lambda: has_kernel)
     model = models.build(name)
     model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)
     route = last_route(model)
-    assert route is not None and route.in_place
-    assert [
-        ("the C++ kernel is unavailable" in reason, "HF_PAGED_CPP=0" in reason)
-        for reason in route.slowed_by
-    ] == [(True, True)]
-
-
-@pytest.mark.skipif(not cpp.is_available(), reason="without the kernel it is slow, and says so")
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_fast_call_says_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = models.build(name)
-    model.generate(**models.padded_prompt(name), **OPTIONS, **models.PAGED)
-    route = last_route(model)
-    assert route is not None and route.in_place and route.slowed_by == ()
-    assert warnings(caplog) == []
+    assert route.in_place and len(route.slowed_by) == (not has_kernel)
+    for reason in route.slowed_by:
+        assert "the C++ kernel is unavailable" in reason and "HF_PAGED_CPP=0" in reason
+    assert warnings(caplog) == [] or not has_kernel

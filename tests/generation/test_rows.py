@@ -11,6 +11,7 @@ import torch
 import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 LENGTH = 8
@@ -29,9 +30,8 @@ def inputs_of(model: Any, rows: int, others: int) -> dict[str, dict[str, Any]]:
         "inputs_embeds": embeds.repeat(others, 1, 1),
         "token_type_ids": torch.zeros(others, LENGTH, dtype=torch.long),
     }
-    given = {
-        name: {"input_ids": ids.repeat(rows, 1), name: value} for name, value in several.items()
-    }
+    repeated = ids.repeat(rows, 1)
+    given = {name: {"input_ids": repeated, name: value} for name, value in several.items()}
     given["mask of embeddings"] = {
         "inputs_embeds": embeds.repeat(rows, 1, 1),
         "attention_mask": mask,
@@ -62,11 +62,8 @@ def test_what_plain_refuses_is_refused(name: str, shape: tuple[int, int], num_be
 
 
 def test_inputs_that_an_encoder_decoder_ignores_are_ignored() -> None:
-    model, ids = models.get("t5"), models.token_ids(2, LENGTH)
-    plain = model.generate(ids, position_ids=POSITIONS[None], **OPTIONS)
-    assert torch.equal(
-        model.generate(ids, position_ids=POSITIONS[None], **OPTIONS, **models.PAGED), plain
-    )
+    inputs = {"input_ids": models.token_ids(2, LENGTH), "position_ids": POSITIONS[None]}
+    assert_paged_is_plain(models.get("t5"), inputs, OPTIONS)
 
 
 @pytest.mark.parametrize("is_mapping", [False, True])
@@ -80,8 +77,6 @@ def test_a_requests_inputs_are_those_of_one_prompt(name: str, is_mapping: bool) 
         given = {"token_type_ids": torch.zeros(1, LENGTH, dtype=torch.long), **given}
     with PagedEngine(model) as engine:
         with pytest.raises(ValueError, match=rf"`{name}` has (3 rows|the shape \(3, 8\))"):
-            if is_mapping:
-                engine.add_request(given, OPTIONS)
-            else:
-                engine.add_request(given.pop("input_ids"), OPTIONS, inputs=given)
+            ids = given if is_mapping else given.pop("input_ids")
+            engine.add_request(ids, OPTIONS, inputs=None if is_mapping else given)
         assert not engine.has_unfinished

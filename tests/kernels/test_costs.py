@@ -33,38 +33,26 @@ def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.Mo
     write(folder, "better", gather_float32={"16": 2}, gather_int8={"8": 3})
     write(folder, "worse", gather_int8={"8": 4}, gather_bfloat16={"8": 5})
     write(folder, "mine", gather_float32={"16": 1, "32": 0.5})
-    assert costs.find_costs(CPU, torch.float32) == (
-        {16: 1.0, 32: 0.5},
-        "times of gather/float32 on mine",
-    )
-    assert costs.find_costs(CPU, torch.bfloat16, "int8") == (
-        {8: 3.0},
-        "times of gather/int8 on better",
-    )
-    assert costs.find_costs(CPU, torch.bfloat16) == ({8: 5.0}, "times of gather/bfloat16 on worse")
-    assert not costs.find_costs(torch.device("meta"), torch.bfloat16)[0]
-    times, reason = costs.find_costs(CPU, torch.float64)
-    assert (
-        not times
-        and "no times of gather/float64 were measured on mine" in reason
-        and "benchmarks.tune" in reason
-    )
+    half = torch.bfloat16
+    for arguments, times, reason in (
+        ((CPU, torch.float32), {16: 1.0, 32: 0.5}, "times of gather/float32 on mine"),
+        ((CPU, half, "int8"), {8: 3.0}, "times of gather/int8 on better"),
+        ((CPU, half), {8: 5.0}, "times of gather/bfloat16 on worse"),
+        ((CPU, torch.float64), {}, "no times of gather/float64 were measured on mine"),
+        ((torch.device("meta"), half), {}, ""),
+    ):
+        found, why = costs.find_costs(*arguments)
+        assert found == times and reason in why and (times or "benchmarks.tune" in why), why
 
 
 def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(
-        folder,
-        costs.machine_name(CPU),
-        cpp_float32={"16": 1},
-        gather_float32={"16": 2},
-        reference_float32={"16": 3},
-    )
-    monkeypatch.setattr(kernels.cpp, "is_available", lambda: True)
-    assert costs.find_costs(CPU, torch.float32)[0] == {16: 1.0}
-    monkeypatch.setattr(kernels.cpp, "is_available", lambda: False)
-    assert costs.find_costs(CPU, torch.float32)[0] == {16: 2.0}
-    monkeypatch.setenv(kernels.VARIABLE, "reference")
-    assert costs.find_costs(CPU, torch.float32)[0] == {16: 3.0}
+    backends = ("cpp", "gather", "reference")
+    tables = {f"{name}_float32": {"16": time} for time, name in enumerate(backends, 1)}
+    write(folder, costs.machine_name(CPU), **tables)
+    for time, name in enumerate(backends, 1):
+        monkeypatch.setattr(kernels.cpp, "is_available", lambda name=name: name == "cpp")
+        monkeypatch.setenv(kernels.VARIABLE, "reference" if name == "reference" else "")
+        assert costs.find_costs(CPU, torch.float32)[0] == {16: time}
 
 
 def test_a_processor_is_named_by_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

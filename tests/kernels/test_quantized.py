@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_paged.attention import backends
+from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Store
+from hf_paged.step import StepMetadata
 from tests.support.kernels.device import interpreted
 
 # of the largest magnitude; of each number
@@ -53,18 +56,14 @@ def stored(blocks: KVBlocks, slots: Tensor) -> list[Tensor]:
     return [quantized.read(x, index, torch.float32) for x in (blocks.keys, blocks.values)]
 
 
-def by_cpp(
-    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
-) -> None:
-    Store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
+def by_cpp(*inputs: Tensor) -> None:
+    Store(*inputs)(*inputs[:2], inputs[4])
 
 
-def by_triton(
-    keys: Tensor, values: Tensor, key_blocks: Tensor, value_blocks: Tensor, slots: Tensor
-) -> None:
+def by_triton(*inputs: Tensor) -> None:
     from hf_paged.kernels.triton.store import store
 
-    store(keys, values, key_blocks, value_blocks, slots)
+    store(*inputs)
 
 
 STORES = [
@@ -87,20 +86,15 @@ def test_every_store_writes_the_same_bytes(
     if found.shares_scales:  # as `KVBlocks.store` does
         keys = values = torch.cat((keys, values), dim=3)
         found, expected = found.latents, expected.latents
-    store_portable(keys, values, expected.keys, expected.values, slots)
-    store(keys, values, found.keys, found.values, slots)
-    kept = slots[slots >= 0]
-    for ours, theirs, exact in zip(stored(found, kept), stored(expected, kept), (keys, values)):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    for function, blocks in ((store_portable, expected), (store, found)):
+        function(keys, values, blocks.keys, blocks.values, slots)
+    assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data))
+    for ours, exact in zip(stored(found, slots[slots >= 0]), (keys, values)):
         exact = exact.transpose(1, 2)[slots >= 0].float()
-        size = exact.abs().amax(-1, keepdim=True) if kv_dtype == "int8" else exact.abs()
-        smallest = (
-            exact.abs().amax(-1, keepdim=True) / quantized.MAX_CODES[found.keys.dtype] * 2**-6
-        )
+        largest = exact.abs().amax(-1, keepdim=True)
+        size = largest if kv_dtype == "int8" else exact.abs()
+        smallest = largest / quantized.MAX_CODES[found.keys.dtype] * 2**-6
         assert ((ours - exact).abs() <= 1.001 * ROUNDING[kv_dtype] * size + smallest).all()
-    assert all(torch.equal(a, b) for a, b in zip(found.data, expected.data)), (
-        "what is not stored stays"
-    )
 
 
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
@@ -119,28 +113,19 @@ def test_what_is_not_finite_stays_so_and_alone(store: Callable[..., None], kv_dt
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
 def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
     """The C++ kernel decodes each of the 256 byte values to PyTorch's number."""
-    dtype = quantized.DTYPES[kv_dtype]
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    codes = codes[codes.float().isfinite()]
-    found, scales = quantized.quantize(codes.float(), dtype)
-    # -128 is not stored
-    assert torch.equal(found.float() * scales, codes.float()) or kv_dtype == "int8"
-    from hf_paged.attention.backends import cpp as backend
-    from hf_paged.attention.backends import reference
-    from hf_paged.attention.backends.reference import AttentionCall
-    from hf_paged.step import StepMetadata
-
+    codes = torch.arange(256, dtype=torch.uint8).view(quantized.DTYPES[kv_dtype]).float()
+    codes = codes[codes.isfinite()]
     keys = torch.zeros(1, 1, 1, 256)
-    keys[..., : len(codes)] = codes.float()
+    keys[..., : len(codes)] = codes
     blocks = blocks_like(keys, keys, 8, kv_dtype, num_blocks=1)
     blocks.store((), keys, keys, torch.zeros(1, 1, dtype=torch.int64))
-    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), (1,), 8, query_len=1)
+    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), (1,), 8)
     call = AttentionCall(torch.zeros(1, 1, 256), blocks, step, 1.0)
     with torch.no_grad():
-        expected = reference.attend(call)
-        assert not cpp.is_available() or torch.equal(backend.attend(call), expected)
-    if kv_dtype != "int8":
-        assert torch.equal(expected[0, 0, : len(codes)], codes.float())
+        expected = backends.reference.attend(call)
+        assert not cpp.is_available() or torch.equal(backends.cpp.attend(call), expected)
+    if kv_dtype != "int8":  # of which -128 is not stored
+        assert torch.equal(expected[0, 0, : len(codes)], codes)
 
 
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
@@ -151,12 +136,3 @@ def test_bytes(dim: int, kv_dtype: str) -> None:
         KVBlocks.allocate(2, 16, states, states, kv_dtype=each) for each in (None, kv_dtype)
     )
     assert found.block_bytes <= 0.55 * plain.block_bytes
-
-
-def test_a_token_stored_later_changes_no_other() -> None:
-    keys = torch.randn(1, 2, 1, 16)
-    blocks = blocks_like(keys, keys, 8, "int8")
-    blocks.store((0,), keys, keys, torch.tensor([[3]]))
-    before = stored(blocks, torch.tensor([3]))[0]
-    blocks.store((0,), 1000 * keys, keys, torch.tensor([[4]]))
-    assert torch.equal(stored(blocks, torch.tensor([3]))[0], before)

@@ -49,9 +49,8 @@ def take_away(root: Path, rooms: list[str]) -> None:
 
 
 def main() -> None:
-    parser = tools.parser(__doc__)
-    parser.add_argument("--without", default=",".join(ROOMS), help="rooms, with commas")
-    parser.add_argument("--least", type=int, default=0, help="tests that must pass")
+    given = {"without": (",".join(ROOMS), "rooms, with commas")}
+    parser = tools.parser(__doc__, **given, least=(0, "tests that must pass"))
     arguments, options = parser.parse_known_args()
     rooms = arguments.without.split(",")
     if unknown := set(rooms) - set(ROOMS):

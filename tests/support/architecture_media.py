@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tests.support.models import left_padded
+
 Tensors = dict[str, Any]  # a few classes take lists of numbers
 Row = Callable[[PretrainedConfig, int], Tensors]  # the media of a row, the first or the second
 MEDIA_TYPES = {"image": 1, "video": 2, "audio": 3}  # in `mm_token_type_ids`
@@ -176,15 +178,7 @@ def prompts(
     for groups, (before, behind) in zip(counts, around, strict=True):
         stamped = [token for count in groups for token in (*_words(1), *[placeholder] * count)]
         rows.append([*_words(before), *start, *stamped[1:], *end, *_words(behind)])
-    return pad(rows)
-
-
-def pad(rows: list[list[int]]) -> Tensors:
-    width = max(map(len, rows))
-    return {
-        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
-    }
+    return left_padded(rows)
 
 
 def join(media: list[Tensors]) -> Tensors:
@@ -292,14 +286,9 @@ def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
     return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
-def grid_of_patches(config: PretrainedConfig, row: int) -> Tensors:
-    grid = (1, 4, 4 // (row + 1))
+def grid_of_patches(config: PretrainedConfig, row: int, frames: int = 1) -> Tensors:
+    grid = (frames, 4, 4 // (row + 1))
     return {"pixel_values": _patches(config, grid), "image_grid_thw": torch.tensor([grid])}
-
-
-def grid_of_frames(config: PretrainedConfig, row: int) -> Tensors:
-    grid = (2, 4, 4 // (row + 1))
-    return {"pixel_values_videos": _patches(config, grid), "video_grid_thw": torch.tensor([grid])}
 
 
 def _patches(config: PretrainedConfig, grid: tuple[int, ...]) -> torch.Tensor:
@@ -323,29 +312,37 @@ def strip_of_patches(config: PretrainedConfig, row: int) -> Tensors:
     return {"pixel_values": pixels, "target_sizes": torch.tensor([grid])}
 
 
-def as_video(build: Row) -> Row:
-    """A clip of one frame."""
+def as_video(build: Callable[..., Tensors], **more: int) -> Row:
+    """Pictures under the names of clips."""
     names = {"image_grid_thw": "video_grid_thw"}
     return lambda config, row: {
-        names.get(name, f"{name}_videos"): x for name, x in build(config, row).items()
+        names.get(name, f"{name}_videos"): x for name, x in build(config, row, **more).items()
     }
 
 
-def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches padded to the largest number in the batch."""
+grid_of_frames = as_video(grid_of_patches, frames=2)
+
+
+def _padded_patches(row: int, size: int, draw: Any = torch.rand) -> tuple[Any, ...]:
+    """Patches padded to the largest number in the batch: their grid, which are real, and pixels."""
     grid, real = (4, 4 // (row + 1)), first_half(16, row)
-    pixels = torch.zeros(1, 16, 3 * config.vision_config.patch_size**2)
-    pixels[real] = torch.randn(1, math.prod(grid), pixels.shape[-1])
+    pixels = torch.zeros(1, 16, 3 * size**2)
+    pixels[real] = draw(1, math.prod(grid), 3 * size**2)
+    return grid, real, pixels
+
+
+def padded_patches(config: PretrainedConfig, row: int) -> Tensors:
+    grid, real, pixels = _padded_patches(row, config.vision_config.patch_size, torch.randn)
     sizes = {"spatial_shapes": torch.tensor([grid]), "pixel_attention_mask": real.long()}
     return {"pixel_values": pixels, **sizes}
 
 
 def patches_with_positions(config: PretrainedConfig, row: int) -> Tensors:
-    """Patches padded to the largest number in the batch, with the position of each."""
-    grid, real = (4, 4 // (row + 1)), first_half(16, row)
-    size = getattr(config.vision_config, "model_patch_size", config.vision_config.patch_size)
-    pixels, places = torch.zeros(1, 16, 3 * size**2), torch.full((1, 16, 2), -1)
-    pixels[real] = torch.rand(1, math.prod(grid), pixels.shape[-1])
+    """With the position of each."""
+    vision = config.vision_config
+    size = getattr(vision, "model_patch_size", vision.patch_size)
+    grid, real, pixels = _padded_patches(row, size)
+    places = torch.full((1, 16, 2), -1)
     places[real] = torch.cartesian_prod(*map(torch.arange, grid)).flip(-1)
     return {"pixel_values": pixels, "image_position_ids": places}
 
@@ -459,77 +456,76 @@ def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
     return {"input_features": features, "chunk_sample_lengths": lengths}
 
 
-def _class_name(name: str) -> str:
-    is_whole = name.endswith(("Model", "CausalLM", "Text2Text", "ForSpeechToText", "_V3"))
-    return name if is_whole else f"{name}ForConditionalGeneration"
+def _by_class(builders: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Builders by class and medium; names are without `ForConditionalGeneration` at their end."""
+    whole = ("Model", "CausalLM", "Text2Text", "ForSpeechToText", "_V3")
+    return {
+        (name if name.endswith(whole) else f"{name}ForConditionalGeneration", medium): build
+        for medium, rows in builders.items()
+        for names, build in rows.items()
+        for name in names.split()
+    }
 
 
-# By the classes' names, up to `ForConditionalGeneration` if they end so.
-ROWS_BY_BUILDER: list[tuple[str, str, Row]] = [
-    ("image", "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR", square_tiles),
-    ("image", "Kimi_K25 PaddleOCRVL", square_patches),
-    ("image", "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", strip_of_patches),
-    ("image", "Lfm2Vl", padded_patches),
-    ("image", "Gemma4 Gemma4Unified", patches_with_positions),
-    ("image", "InstructBlip", picture_and_question),
-    ("image", "DeepseekVLHybrid", picture_and_finer_one),
-    ("image", "GraniteDocling", tiles_with_flags),
-    ("image", "Molmo2", crops_with_pooling),
-    (
-        "image",
-        "VideoLlama3",
-        lambda c, row: {**grid_of_patches(c, row), "image_merge_sizes": torch.tensor([2])},
-    ),
-    ("image", "Inkling2 Inkling2Loop", merged_patches),
-    ("image", "Chameleon", lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)}),
-    ("image", "Emu3", lambda c, row: picture_of_any_size(c, row, side=8)),
-    ("image", "Florence2", lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)}),
-    ("image", "UnlimitedOcr", picture_and_grid_of_crops),
-    ("image", "T5Gemma2", lambda c, row: square_picture(c.encoder, row)),
-    (
-        "image",
-        "FuyuForCausalLM",
-        lambda c, row: {"pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)},
-    ),
-    ("image", "NemotronH_Omni_Reasoning_V3", patches_with_plane_grid),
-    ("video", "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7", as_video(strip_of_patches)),
-    (
-        "video",
-        "LlavaNextVideo LlavaOnevision VideoLlava",
-        lambda c, row: {"pixel_values_videos": picture(c.vision_config, 1, 2)},
-    ),
-    ("video", "Kimi_K25", as_video(square_patches)),
-    ("video", "InstructBlipVideo", frames_and_question),
-    (
-        "video",
-        "VideoLlama3",
-        lambda c, row: {**grid_of_frames(c, row), "video_merge_sizes": torch.tensor([2])},
-    ),
-    (
-        "video",
-        "Qwen2_5OmniThinker Qwen3OmniMoeThinker",
-        lambda c, row: {**grid_of_frames(c, row), "video_second_per_grid": torch.tensor([1.0])},
-    ),
-    ("video", "Gemma4 Gemma4Unified", frames_with_positions),
-    ("audio", "FunAsrNano Gemma4Unified", stacked_frames),
-    ("audio", "Gemma4 Nemotron3_5Transcribe", sound_with_frames_first),
-    ("audio", "NemotronH_Omni_Reasoning_V3", sound_with_frames_first),
-    ("audio", "Voxtral", lambda c, row: {"input_features": sound(c, 0)["input_features"]}),
-    (
-        "audio",
-        "MossTranscribeDiarize",
-        lambda c, row: {**sound(c, row), "padding_mask": first_half(4000, row)},
-    ),
-    ("audio", "Dots3Note", sound_of_dots),
-    ("audio", "VibeVoice VibeVoiceAsr", samples_with_channel),
-    ("audio", "MuseSpark", lambda c, row: samples(c, row, mask="input_values_mask")),
-    ("audio", "Qwen3ASR", lambda c, row: sound(c, row, frames=200)),
-]
-ROWS: dict[tuple[str, str], Row] = {
-    (_class_name(name), medium): build
-    for medium, names, build in ROWS_BY_BUILDER
-    for name in names.split()
+ROWS_BY_BUILDER: dict[str, dict[str, Row]] = {
+    "image": {
+        "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR": square_tiles,
+        "Kimi_K25 PaddleOCRVL": square_patches,
+        "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7": strip_of_patches,
+        "Lfm2Vl": padded_patches,
+        "Gemma4 Gemma4Unified": patches_with_positions,
+        "InstructBlip": picture_and_question,
+        "DeepseekVLHybrid": picture_and_finer_one,
+        "GraniteDocling": tiles_with_flags,
+        "Molmo2": crops_with_pooling,
+        "VideoLlama3": lambda c, row: {
+            **grid_of_patches(c, row),
+            "image_merge_sizes": torch.tensor([2]),
+        },
+        "Inkling2 Inkling2Loop": merged_patches,
+        "Chameleon": lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)},
+        "Emu3": lambda c, row: picture_of_any_size(c, row, side=8),
+        "Florence2": lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)},
+        "UnlimitedOcr": picture_and_grid_of_crops,
+        "T5Gemma2": lambda c, row: square_picture(c.encoder, row),
+        "FuyuForCausalLM": lambda c, row: {
+            "pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)
+        },
+        "NemotronH_Omni_Reasoning_V3": patches_with_plane_grid,
+    },
+    "video": {
+        "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7": as_video(strip_of_patches),
+        "LlavaNextVideo LlavaOnevision VideoLlava": lambda c, row: {
+            "pixel_values_videos": picture(c.vision_config, 1, 2)
+        },
+        "Kimi_K25": as_video(square_patches),
+        "InstructBlipVideo": frames_and_question,
+        "VideoLlama3": lambda c, row: {
+            **grid_of_frames(c, row),
+            "video_merge_sizes": torch.tensor([2]),
+        },
+        "Qwen2_5OmniThinker Qwen3OmniMoeThinker": lambda c, row: {
+            **grid_of_frames(c, row),
+            "video_second_per_grid": torch.tensor([1.0]),
+        },
+        "Gemma4 Gemma4Unified": frames_with_positions,
+    },
+    "audio": {
+        "FunAsrNano Gemma4Unified": stacked_frames,
+        "Gemma4 Nemotron3_5Transcribe": sound_with_frames_first,
+        "NemotronH_Omni_Reasoning_V3": sound_with_frames_first,
+        "Voxtral": lambda c, row: {"input_features": sound(c, 0)["input_features"]},
+        "MossTranscribeDiarize": lambda c, row: {
+            **sound(c, row),
+            "padding_mask": first_half(4000, row),
+        },
+        "Dots3Note": sound_of_dots,
+        "VibeVoice VibeVoiceAsr": samples_with_channel,
+        "MuseSpark": lambda c, row: samples(c, row, mask="input_values_mask"),
+        "Qwen3ASR": lambda c, row: sound(c, row, frames=200),
+    },
 }
+ROWS = _by_class(ROWS_BY_BUILDER)
 
 
 # Inputs of classes that take no text around placeholders: encoders, pictures in cross-attention.
@@ -556,7 +552,7 @@ def pictures(size: int = 32) -> Tensors:
 
 
 def words() -> Tensors:
-    return pad([_words(length) for length in (11, 6)])
+    return left_padded([_words(length) for length in (11, 6)])
 
 
 def _idefics(config: PretrainedConfig) -> Tensors:
@@ -661,42 +657,35 @@ def _kyutai(config: PretrainedConfig) -> Tensors:
     return {"input_values": torch.randn(shape), "padding_mask": torch.ones(shape).long()}
 
 
-# As `ROWS_BY_BUILDER`, here by whole names if they end otherwise.
-CALLS_BY_BUILDER: list[tuple[str, str, Callable[[PretrainedConfig], Tensors]]] = [
-    ("image", "Blip", lambda c: {**pictures(c.vision_config.image_size), **words()}),
-    ("image", "GitForCausalLM", lambda c: {**pictures(), **words()}),
-    ("image", "IdeficsForVisionText2Text", _idefics),
-    ("image", "Kosmos2", lambda c: _kosmos({**words(), **pictures()})),
-    ("image", "Kosmos2_5", _kosmos2_5),
-    ("image", "Mllama", _mllama),
-    ("image", "PPFormulaNet VisionEncoderDecoderModel", lambda c: pictures()),
-    ("image", "Phi4MultimodalForCausalLM", _phi4_image),
-    ("audio", "Phi4MultimodalForCausalLM", _phi4_audio),
-    ("image", "Pix2Struct", _flat_patches),
-    ("image", "Udop", lambda c: {**words(), "bbox": torch.rand(2, 11, 4), **pictures()}),
-    ("audio", "Canary CohereAsr", lambda c: spectrogram(c.encoder_config.num_mel_bins, 64)),
-    ("audio", "GraniteSpeech GraniteSpeechPlus", _granite_speech),
-    ("audio", "Moonshine MoonshineStreaming SpeechEncoderDecoderModel", waveform),
-    ("audio", "SpeechT5ForSpeechToText", waveform),
-    ("audio", "MusicFlamingo Qwen2Audio", _whisper_like),
-    ("audio", "OmniASR", _omniasr),
-    ("audio", "Pop2Piano", lambda c: spectrogram(c.d_model, 20)),
-    (
-        "audio",
-        "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText",
-        lambda c: spectrogram(160, 40),
-    ),
-    ("audio", "Speech2Text", lambda c: spectrogram(c.input_feat_per_channel, 40)),
-    ("audio", "VoxtralRealtime", _voxtral_realtime),
-    ("audio", "KyutaiSpeechToText", _kyutai),
-    (
-        "audio",
-        "Whisper",
-        lambda c: spectrogram(c.num_mel_bins, 2 * c.max_source_positions, bins_first=True),
-    ),
-]
-CALLS = {
-    (_class_name(name), medium): build
-    for medium, names, build in CALLS_BY_BUILDER
-    for name in names.split()
+CALLS_BY_BUILDER: dict[str, dict[str, Callable[[PretrainedConfig], Tensors]]] = {
+    "image": {
+        "Blip": lambda c: {**pictures(c.vision_config.image_size), **words()},
+        "GitForCausalLM": lambda c: {**pictures(), **words()},
+        "IdeficsForVisionText2Text": _idefics,
+        "Kosmos2": lambda c: _kosmos({**words(), **pictures()}),
+        "Kosmos2_5": _kosmos2_5,
+        "Mllama": _mllama,
+        "PPFormulaNet VisionEncoderDecoderModel": lambda c: pictures(),
+        "Phi4MultimodalForCausalLM": _phi4_image,
+        "Pix2Struct": _flat_patches,
+        "Udop": lambda c: {**words(), "bbox": torch.rand(2, 11, 4), **pictures()},
+    },
+    "audio": {
+        "Phi4MultimodalForCausalLM": _phi4_audio,
+        "Canary CohereAsr": lambda c: spectrogram(c.encoder_config.num_mel_bins, 64),
+        "GraniteSpeech GraniteSpeechPlus": _granite_speech,
+        "Moonshine MoonshineStreaming SpeechEncoderDecoderModel": waveform,
+        "SpeechT5ForSpeechToText": waveform,
+        "MusicFlamingo Qwen2Audio": _whisper_like,
+        "OmniASR": _omniasr,
+        "Pop2Piano": lambda c: spectrogram(c.d_model, 20),
+        "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(160, 40),
+        "Speech2Text": lambda c: spectrogram(c.input_feat_per_channel, 40),
+        "VoxtralRealtime": _voxtral_realtime,
+        "KyutaiSpeechToText": _kyutai,
+        "Whisper": lambda c: spectrogram(
+            c.num_mel_bins, 2 * c.max_source_positions, bins_first=True
+        ),
+    },
 }
+CALLS = _by_class(CALLS_BY_BUILDER)

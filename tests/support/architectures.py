@@ -9,7 +9,9 @@ does not serve, is listed with the reason and does not count as a failure of the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import gc
 import re
 import time
@@ -33,6 +35,7 @@ from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import NOT_GIVEN, media_rows
 from tests.support.checks import attention_of
+from tests.support.engine_helpers import tokens_of
 from tests.support.tools import describe
 
 # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
@@ -47,6 +50,7 @@ FAMILIES = {
 BLOCK_SIZE = 8
 SECONDS_PER_ARCHITECTURE = 120.0
 END_TOKENS = list(range(100, 112))  # many, so that some rows end before the others
+ONLY = "", "regular expression on the class name, any case"  # an option
 TEXT = ("input_ids", "attention_mask")
 # in standard deviations of the logits; another summation order in float32 stays far below
 LOGITS_TOLERANCE = 1e-3
@@ -102,18 +106,20 @@ class Result:
     seconds: float = 0.0
 
 
+@functools.cache
 def _families() -> dict[str, str]:
     found: dict[str, str] = {}
     for family, mapping in FAMILIES.items():
-        for names in (getattr(modeling_auto, mapping, None) or {}).values():
+        for names in getattr(modeling_auto, mapping, {}).values():
             for name in (names,) if isinstance(names, str) else names:
                 found.setdefault(name, family)
     return found
 
 
-def list_architectures(family: str | None = None) -> list[str]:
-    """The model classes to check, each once; of one family if given."""
-    return [name for name, own in _families().items() if family in (None, own)]
+def list_architectures(family: str | None = None, pattern: str = "") -> list[str]:
+    """The model classes to check, each once; of one family, or with a name like this, if given."""
+    matches = re.compile(pattern, re.IGNORECASE).search
+    return [name for name, own in _families().items() if family in (None, own) and matches(name)]
 
 
 def check(name: str, device: str = "cpu", modes: Collection[str] = MODES, **changes: Any) -> Result:
@@ -140,12 +146,12 @@ def _check(result: Result, device: str, modes: Collection[str], changes: dict[st
         result.status, result.detail = "cannot build", describe(error)
         return
     has_all = len(modes) == len(MODES)
-    media = {name: x for name, x in inputs.items() if name not in TEXT}
-    result.inputs = sorted(name for name, x in media.items() if isinstance(x, torch.Tensor))
+    result.inputs = sorted(
+        name for name, x in _media(inputs).items() if isinstance(x, torch.Tensor)
+    )
     other_media = {}
     if result.medium != "text":
-        other_media = _on(device, make_inputs(model, seed=2))[result.medium]
-        other_media = {name: x for name, x in other_media.items() if name not in TEXT}
+        other_media = _media(_on(device, make_inputs(model, seed=2))[result.medium])
     requests = _on(device, media_rows(model)) if has_all else {}
     model.to(device)
     if problem := _problem_of_plain(model, inputs, other_media, result.medium):
@@ -166,6 +172,10 @@ def _check(result: Result, device: str, modes: Collection[str], changes: dict[st
     result.detail = "; ".join(f"{name}: {m.detail}" for name, m in result.modes.items() if m.detail)
 
 
+def _media(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in inputs.items() if name not in TEXT}
+
+
 def _on(device: str, inputs: Any) -> Any:
     """Nested inputs, with their tensors on a device."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
@@ -176,12 +186,14 @@ def _problem_of_plain(
 ) -> str:
     """Why plain `generate` cannot serve as a reference; empty if it can. `others`: another picture,
     clip or sound."""
+
+    def outputs(mode: str, *given: dict[str, Any]) -> list[Any]:
+        return [_generate(model, x, mode, paged=False) for x in given]
+
     try:
-        if difference(*(_generate(model, inputs, "greedy", paged=False) for _ in range(2))):
+        if difference(*outputs("greedy", inputs, inputs)):
             return "not deterministic"
-        if others and not difference(
-            *(_generate(model, x, "logits", paged=False) for x in (inputs, {**inputs, **others}))
-        ):
+        if others and not difference(*outputs("logits", inputs, {**inputs, **others})):
             return f"another {medium} gives the same logits"
     except Exception as error:
         return describe(error)
@@ -227,33 +239,28 @@ def _route(model: PreTrainedModel) -> Any:
 def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeResult:
     """Compares rows, added to an engine before its first step, with each row alone."""
     rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
+    options = MODES["greedy"]
     try:
-        outputs = [_generate(model, row, "greedy", paged=False) for row in rows]
-        expected = [
-            _tokens(output)[0, -MODES["greedy"]["max_new_tokens"] :].tolist() for output in outputs
-        ]
+        outputs = [_tokens(_generate(model, row, "greedy", paged=False)) for row in rows]
     except Exception as error:
         return ModeResult("not served", describe(error))
+    expected = [output[0, -options["max_new_tokens"] :].tolist() for output in outputs]
     try:
         with hf_paged.PagedEngine(model, {"block_size": BLOCK_SIZE}) as engine:
-            results = engine.generate(rows, MODES["greedy"])
-            route = engine.route
-            road = "" if route is None else route.road
-            for error in [result.error for result in results if result.error is not None]:
-                raise error
-            found = [result.token_ids for result in results]
+            results = engine.generate(rows, options)
+            road = engine.route.road if engine.route else ""
+            found = [row for (row,) in tokens_of(results)]
             engine.check_integrity()
     except Exception as error:
-        is_refused = isinstance(error, ValueError) and (
-            "`generate`" in str(error) or "model.generate(" in str(error)
+        is_refused = isinstance(error, ValueError) and re.search(
+            r"`generate`|model\.generate\(", str(error)
         )
         return ModeResult("refused" if is_refused else "error", describe(error))
     return ModeResult("equal" if found == expected else "different", "", road)
 
 
 def _generate(model: PreTrainedModel, inputs: dict[str, Any], mode: str, paged: bool) -> Any:
-    # `generate` may write to its inputs
-    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    arguments = copy.deepcopy(inputs)  # `generate` may write to them
     arguments |= LONG if mode == "long" else MODES["greedy" if mode in OTHER_INPUTS else mode]
     if paged:
         hf_paged.install()
@@ -300,11 +307,14 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
 def sweep(names: list[str], jobs: int, seconds: float = SECONDS_PER_ARCHITECTURE) -> list[Result]:
     """Checks `names` in `jobs` processes; a process that crashes or exceeds `seconds` loses only
     its current result."""
-    families = _families()
-    return [
-        Result(name, families[name], "error", result.reason) if isinstance(result, Lost) else result
-        for name, result in tools.swept(_check_quietly, names, jobs, seconds).items()
-    ]
+
+    found = dict(tools.swept(_check_quietly, names, jobs, seconds))
+    lost = {
+        name: Result(name, _families()[name], "error", result.reason)
+        for name, result in found.items()
+        if isinstance(result, Lost)
+    }
+    return [(found | lost)[name] for name in names]
 
 
 def _check_quietly(name: str) -> Result:
@@ -315,27 +325,18 @@ def _check_quietly(name: str) -> Result:
 def table(results: list[Result]) -> str:
     """The results in Markdown, one row per architecture."""
     first, last = ("name", "family", "medium", "status"), ("in_place", "latent", "seconds")
-    rows = [
-        {
-            **{field: getattr(result, field) for field in first},
-            **{mode: found.status for mode, found in result.modes.items() if mode in MODES},
-            **{"road": result.road},
-            **{mode: str(found) for mode, found in result.modes.items() if mode not in MODES},
-            **{field: getattr(result, field) for field in last},
-            **{"detail": "; ".join(filter(None, (result.detail, result.reason)))},
-        }
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        fields = {**vars(result), "detail": "; ".join(filter(None, (result.detail, result.reason)))}
+        statuses = {mode: found.status for mode, found in result.modes.items() if mode in MODES}
+        rows.append(fields | {mode: str(found) for mode, found in result.modes.items()} | statuses)
     columns = [*first, *MODES, "road", *OTHER_INPUTS, *REQUESTS, *last, "detail"]
     return report.markdown(rows, {column: column.replace("_", " ") for column in columns})
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, jobs=2)
-    parser.add_argument("--only", default="", help="regular expression on the class name, any case")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    options = parser.parse_args()
-    names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
+    options = tools.parser(__doc__, jobs=2, only=ONLY, json=Path).parse_args()
+    names = list_architectures(pattern=options.only)
     head = {"command": "python -m tests.support.architectures", "facts": machine.facts()}
     results = sweep(names, options.jobs)
     rows = [dataclasses.asdict(result) for result in results]

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_paged
+from tests.support import models
 
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
@@ -57,6 +58,34 @@ def assert_same_tokens(expected: torch.Tensor, actual: torch.Tensor, what: str =
         raise AssertionError(
             f"{what}: first difference at {first}\nplain\n{expected}\npaged\n{actual}"
         )
+
+
+def generate_both(
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    paged: dict[str, Any] = models.PAGED,
+    seed: int = 3,
+) -> tuple[Any, Any]:
+    """Outputs of plain and of paged `generate`, both drawn from this seed."""
+    torch.manual_seed(seed)
+    plain = model.generate(**inputs, **options)
+    torch.manual_seed(seed)
+    return plain, model.generate(**inputs, **options, **paged)
+
+
+def assert_paged_is_plain(
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    options: dict[str, Any],
+    paged: dict[str, Any] = models.PAGED,
+) -> hf_paged.Route:
+    """Asserts that both give the same tokens and that no block stays in use; returns the route."""
+    assert_same_tokens(*generate_both(model, inputs, options, paged))
+    assert_pool_empty(model)
+    route = hf_paged.last_route(model)
+    assert route is not None
+    return route
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:

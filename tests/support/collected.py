@@ -61,9 +61,8 @@ def lost(here: Collected, there: Collected) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = tools.parser(__doc__)
+    parser = tools.parser(__doc__, write=(Path, "only collect here, into this file"))
     parser.add_argument("python", nargs="?", default=sys.executable, help="the other interpreter")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="only collect here, into a file")
     options = parser.parse_args(argv)
     if options.write is not None:
         observer = Observer()

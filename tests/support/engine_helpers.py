@@ -4,23 +4,28 @@ the end."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from hf_paged import PagedEngine, RequestResult
+from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
+from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
+
+HALF = "\N{REPLACEMENT CHARACTER}"
 
 # Options of one request. Each is also an argument of plain `generate`.
 _GREEDY = {"do_sample": False}
 _SAMPLE = {"do_sample": True}
 _ENDING = {"eos_token_id": MANY_ENDS}
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, Options] = {
     "greedy": {**_GREEDY, "max_new_tokens": 20},
     "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 30},
     "max_length": {**_GREEDY, "max_length": 40},
@@ -47,10 +52,10 @@ MODES: dict[str, dict[str, Any]] = {
 def lone_run(
     model: Any,
     prompt: list[int],
-    options: dict[str, Any],
+    options: Options,
     seed: int | None = None,
     **arguments: Any,
-) -> list[list[int]]:
+) -> Rows:
     """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
     ids = torch.tensor([prompt], device=model.device)
     if seed is not None:
@@ -61,9 +66,7 @@ def lone_run(
     return out[:, first:].tolist()
 
 
-def assert_same_as_lone(
-    expected: list[list[int]], result: RequestResult, options: dict[str, Any], what: str
-) -> None:
+def assert_same_as_lone(expected: Rows, result: RequestResult, options: Options, what: str) -> None:
     """Asserts that the result has the lone run's tokens, and only padding after the end of each
     row."""
     raise_if_missing(result)
@@ -82,7 +85,124 @@ def assert_same_as_lone(
             assert sequence.token_ids[-1] in ends, what
 
 
-def tokens_of(results: Iterable[RequestResult]) -> list[list[list[int]]]:
+def engine_of(name: str = "llama", tokenizer: Any = None, **config: Any) -> PagedEngine:
+    """An engine of the session's model."""
+    config = {"block_size": 8, **config}
+    return PagedEngine(models.get(name), PagedConfig(**config), tokenizer=tokenizer)
+
+
+def assert_lone(
+    engine: PagedEngine,
+    prompts: Iterable[list[int]],
+    results: Iterable[RequestResult | None],
+    options: Options = MODES["greedy"],
+) -> None:
+    """Asserts that each prompt's result is plain `generate`'s."""
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result is not None
+        expected = lone_run(engine.model, prompt, options)
+        assert_same_as_lone(expected, result, options, f"{len(prompt)} tokens")
+
+
+class Asked:
+    """Requests of an engine, by name, each of which must get plain `generate`'s tokens. Those of
+    `prompts` are named by their numbers, which are their seeds; `options` are those of all, or one
+    after another."""
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        prompts: Iterable[list[int]] = (),
+        options: Options | Iterable[Options] = MODES["greedy"],
+        **arguments: Any,
+    ) -> None:
+        self.engine = engine
+        self.asked: dict[str, tuple[list[int], Options, int | None]] = {}
+        modes = itertools.repeat(options) if isinstance(options, dict) else options
+        for number, (prompt, own) in enumerate(zip(prompts, modes)):
+            self.add(str(number), prompt, own, number, **arguments)
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        options: Options = MODES["greedy"],
+        seed: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.engine.add_request(prompt, options, request_id=name, seed=seed, **arguments)
+        self.asked[name] = prompt, options, seed
+
+    def check(
+        self,
+        results: dict[str, RequestResult] | None = None,
+        only: Collection[str] | None = None,
+        before_lone: Callable[[], object] = lambda: None,
+    ) -> dict[str, RequestResult]:
+        """Compares the results, those of running to the end if none are given."""
+        if results is None:
+            results = run_all(self.engine)
+            assert_drained(self.engine)
+        for name, (prompt, options, seed) in self.asked.items():
+            if only is None or name in only:
+                before_lone()
+                expected = lone_run(self.engine.model, prompt, options, seed)
+                assert_same_as_lone(expected, results[name], options, name)
+        return results
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.values: list[list[Any]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+class Spelled:
+    """A tokenizer whose tokens are words of their numbers, or halves of characters; `before` sees
+    what is decoded, and may raise."""
+
+    def __init__(
+        self,
+        halves: Container[int] = (),
+        before: Callable[[list[int]], object] = lambda token_ids: None,
+    ) -> None:
+        self.halves, self.before = halves, before
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        self.before(token_ids)
+        words = (HALF if token in self.halves else f" {token}" for token in token_ids)
+        return "".join(words)
+
+
+def told_by(outputs: Iterable[RequestOutput]) -> dict[str, dict[int, list[int]]]:
+    """The tokens that outputs tell of each request's rows."""
+    told: dict[str, dict[int, list[int]]] = {}
+    for output in outputs:
+        rows = told.setdefault(output.request_id, {})
+        for row, token in output.new_tokens.items():
+            rows.setdefault(row, []).append(token)
+    return told
+
+
+def results_of(outputs: Iterable[RequestOutput]) -> dict[str, RequestResult]:
+    return {output.request_id: output.result for output in outputs if output.result is not None}
+
+
+def steps(engine: PagedEngine) -> list[RequestOutput]:
+    """The outputs of all steps until every request has ended."""
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    return outputs
+
+
+def tokens_of(results: Iterable[RequestResult]) -> list[Rows]:
     """New tokens of the results' sequences. Raises the first error of a request."""
     found = []
     for result in results:
@@ -123,7 +243,24 @@ def run_all(
     return results
 
 
-def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+def assert_served_as_lone(
+    model: Any,
+    prompts: Iterable[list[int]],
+    options: Options | Iterable[Options] = MODES["greedy"],
+    before_lone: Callable[[], object] = lambda: None,
+    **config: Any,
+) -> EngineStats:
+    """Asserts that an engine gives all of them the lone runs' tokens; returns its stats."""
+    with PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE, **config)) as engine:
+        asked = Asked(engine, prompts, options)
+        results = run_all(engine)
+        assert_drained(engine)
+        stats = engine.stats()
+    asked.check(results, before_lone=before_lone)
+    return stats
+
+
+def prompts(*lengths: int, seed: int = 0) -> Rows:
     """Prompts of words, without special tokens."""
     return [
         models.token_ids(1, length, seed=seed + 31 * i)[0].tolist()

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -44,57 +44,19 @@ import hf_paged
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, PrefixTiers
 from tests.support import load_cases, models, tools
 from tests.support.checks import assert_pool_empty, model_state
-from tests.support.engine_helpers import MANY_ENDS, assert_drained, assert_same_as_lone, prompts
+from tests.support.engine_helpers import assert_drained, assert_same_as_lone
 from tests.support.load_cases import KINDS, User, Wanted
-from tests.support.peft_models import ADAPTERS, peft_state
+from tests.support.peft_models import peft_state
 from tests.support.rooms import fix_prices
-from tests.test_faults import Countdown, FailingProcessor, OnPurpose, failing_allocation
+from tests.support.user_code import OwnError, Processor
+from tests.test_faults import Countdown, failing_allocation
 
 # name, lora
 MODELS = [("llama", False), ("llama", True), ("gemma3", False), ("gemma3", True), ("hybrid", False)]
 STEPS = 25  # rules of an example
 
-_GREEDY, _ENDING = {"do_sample": False}, {"eos_token_id": MANY_ENDS}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {**_GREEDY, "max_new_tokens": 12},
-    "greedy_eos": {**_GREEDY, **_ENDING, "max_new_tokens": 12},
-    "sample": {"do_sample": True, "max_new_tokens": 9},
-    "samples": {"do_sample": True, "max_new_tokens": 7, "num_return_sequences": 3, **_ENDING},
-    "beams": {**_GREEDY, "max_new_tokens": 8, "num_beams": 3},
-    "beams_eos": {
-        **dict(**_GREEDY, max_new_tokens=9, num_beams=3, num_return_sequences=2),
-        **dict(**_ENDING, early_stopping=True),
-    },
-}
-_FRONT, _TAIL = prompts(16, 9, seed=7)
-PROMPTS = [
-    _TAIL[:3],
-    [*_FRONT, *_TAIL[:2]],
-    [*_FRONT, *_TAIL[2:]],
-    _FRONT[:10],
-    4 * _TAIL[:4],
-    prompts(27, seed=8)[0],
-]
-
-
-class Ask(NamedTuple):
-    """A request, by its parts."""
-
-    text: int
-    name: str  # in `OPTIONS`
-    seed: int
-    adapter: str | None
-    is_turn: bool  # its prompt goes on after an answer
-
-
-ASKS = st.builds(
-    Ask,
-    st.integers(0, len(PROMPTS) - 1),
-    st.sampled_from(sorted(OPTIONS)),
-    st.integers(0, 1),
-    st.sampled_from([None, *ADAPTERS]),
-    st.booleans(),
-)
+NUM_ASKS, LONGEST = 24, 12  # requests of a model, and the most new tokens of one
+ASKS = st.integers(0, NUM_ASKS - 1)
 CONFIGS = st.fixed_dictionaries(
     dict(
         max_num_batched_tokens=st.sampled_from([11, 40, 2048]),
@@ -144,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             config = {**config, "prefix_tiers": PrefixTiers(folder)}
         num_blocks = None if size is None else KINDS[self.name].budget[size]
         config = {**config, "block_size": models.BLOCK_SIZE, "num_blocks": num_blocks}
-        self.engine = PagedEngine(self.model, PagedConfig(**config))
+        self.engine = PagedEngine(self.model, PagedConfig(**config), tokenizer=models.tokenizer())
         self.user = User(self.name, self.engine, self.seen)
 
     def __init__(self) -> None:
@@ -152,31 +114,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine: Any = None  # `PagedEngine` once an example has started
         self.folder = contextlib.ExitStack()
         self.changes: set[str] = set()
-        self.last: Ask | None = None  # of the last `add`
+        self.last: int | None = None  # of the last `add`
         self.seen["examples"] += 1
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def wanted(self, ask: Ask, **changes: Any) -> Wanted:
+    def wanted(self, ask: int, has_adapter: bool = True, **changes: Any) -> Wanted:
         """A request with plain's tokens for the current weights."""
-        adapter = ask.adapter if self.has_lora else None
-        prompt, wanted = PROMPTS[ask.text], Wanted([], {}, adapter, ask.seed, False, [])
-        if ask.is_turn:
-            wanted = replace(wanted, prompt=prompt, options=OPTIONS["greedy"])
-            prompt = [*prompt, *self.plain_rows(wanted)[0][:10], 5, 6]
-        wanted = replace(wanted, prompt=prompt, options=OPTIONS[ask.name])
-        return replace(wanted, rows=self.plain_rows(wanted), **changes)
-
-    def plain_rows(self, wanted: Wanted) -> list[list[int]]:
-        seed = wanted.seed if wanted.options["do_sample"] else None
-        key = (self.name, self.has_lora, frozenset(self.changes), seed, wanted.adapter)
-        key = (*key, str(wanted.prompt), str(wanted.options))
+        known = load_cases.catalogue(0, self.name, self.has_lora, NUM_ASKS, LONGEST)
+        wanted = known[ask] if has_adapter else replace(known[ask], adapter=None)
+        key = self.name, self.has_lora, frozenset(self.changes), ask, wanted.adapter
         if key not in _rows:
             _rows[key] = load_cases.plain(self.twin, wanted)
-        return _rows[key]
+        return replace(wanted, rows=_rows[key], **changes)
 
     @rule(ask=ASKS, priority=st.sampled_from([0, 0, -1]))
-    def add(self, ask: Ask, priority: int) -> None:
+    def add(self, ask: int, priority: int) -> None:
         self.last = ask
         self.user.add(self.wanted(ask), priority=priority)
 
@@ -187,10 +140,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.user.add(self.wanted(self.last))
 
     @rule(ask=ASKS, call=st.integers(1, 6))
-    def add_faulty(self, ask: Ask, call: int) -> None:
+    def add_faulty(self, ask: int, call: int) -> None:
         """A request whose processor raises at one of its calls."""
-        processor = FailingProcessor(Countdown(call, OnPurpose))
-        self.user.add(self.wanted(ask, fault=OnPurpose), logits_processor=[processor])
+        wanted, failing = self.wanted(ask, fault=OwnError), Processor("raises", call - 1)
+        self.user.add(wanted, logits_processor=[*(wanted.processors or ()), failing])
 
     @property
     def running(self) -> list[str]:
@@ -207,12 +160,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert request_id not in self.user.open, f"{request_id} cannot be cancelled"
 
     @rule(ask=ASKS)
-    def generate_with_engine(self, ask: Ask) -> None:
+    def generate_with_engine(self, ask: int) -> None:
         """`engine.generate`, whose steps also run the other requests."""
         wanted = self.wanted(ask)
-        (result,) = self.engine.generate(
-            [wanted.prompt], wanted.options, seed=wanted.seed, adapter=wanted.adapter
-        )
+        (result,) = self.engine.generate([wanted.prompt], wanted.options, **wanted.given)
         if isinstance(result.error, OutOfBlocksError) and "at most" in str(result.error):
             self.seen["too large"] += 1
             return
@@ -220,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.seen["calls of the engine"] += 1
 
     @rule(ask=ASKS)
-    def generate(self, ask: Ask) -> None:
+    def generate(self, ask: int) -> None:
         """`model.generate` with the model's own pool."""
         self.user.generate(self.model, self.wanted(ask))
 
@@ -247,9 +198,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.user.step()
 
     @rule(ask=ASKS, call=st.integers(1, 6))
-    def generate_with_fault(self, ask: Ask, call: int) -> None:
+    def generate_with_fault(self, ask: int, call: int) -> None:
         """An allocation of a `generate` call raises."""
-        wanted = self.wanted(ask._replace(adapter=None))
+        wanted = self.wanted(ask, has_adapter=False)
         try:
             with failing_allocation(Countdown(call, MemoryError)):
                 self.user.generate(self.model, wanted)
@@ -277,12 +228,12 @@ class EngineMachine(RuleBasedStateMachine):
         which=st.sampled_from(["all", "few"]),
         ask=ASKS,
     )
-    def update_and_undo(self, policy: str, which: str, ask: Ask) -> None:
+    def update_and_undo(self, policy: str, which: str, ask: int) -> None:
         """A call within `weights_update` gets the new weights' tokens; unfinished requests the old
         ones'."""
         with self.engine.weights_update(policy):
             self.change_both(which)
-            self.generate(ask._replace(adapter=None))
+            self.user.generate(self.model, self.wanted(ask, has_adapter=False))
             self.change_both(which)
 
     @rule(mode=st.booleans())
@@ -291,11 +242,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.state = self.state | {"training": self.get_state()["training"]}
 
     @rule(ask=ASKS)
-    def pause(self, ask: Ask) -> None:
+    def pause(self, ask: int) -> None:
         with self.engine.pause():
             with pytest.raises(RuntimeError, match="paused by this thread"):
                 self.engine.step()
-            self.user.add(self.wanted(ask._replace(adapter=None)))
+            self.user.add(self.wanted(ask, has_adapter=False))
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -376,9 +327,7 @@ def run(
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, seed=0)
-    parser.add_argument("--examples", type=int, default=2000)
-    args = parser.parse_args()
+    args = tools.parser(__doc__, seed=0, examples=2000).parse_args()
     tools.quieten()
     fix_prices()
     start = time.perf_counter()

@@ -224,27 +224,24 @@ class OpenRows:
     """
 
     def __init__(self, case: Case, output: Any, width: int) -> None:
-        sequences = output if isinstance(output, torch.Tensor) else output["sequences"]
-        self.beams = case.options.get("num_beams", 1)
-        if self.beams == 1:
-            # trailing padding follows the end
-            ends = [int(words[-1]) + 1 if len(words := row.nonzero()) else 0 for row in sequences]
+        sequences, self.beams = sequences_of(output), case.options.get("num_beams", 1)
+        indices = None if sequences is output else output.get("beam_indices")
+        if self.beams > 1 and indices is not None:
+            self.ends = [width + int((row >= 0).sum()) for row in indices]
         else:
-            indices = None if sequences is output else output.get("beam_indices")
-            if indices is not None:
-                answers = [width + int((row >= 0).sum()) for row in indices]
-            else:
-                # padded with transformers' padding token: at least the end token itself belongs to
-                # the row
-                answers = [
-                    int(words[-1]) + 2 if len(words := (row != row[-1]).nonzero()) else 1
-                    for row in sequences
-                ]
+            # trailing padding follows the end; of beams, padded with transformers' token, at least
+            # the end token itself belongs to the row
+            is_beams = int(self.beams > 1)
+            padding = sequences[:, -1:] if is_beams else 0
+            self.ends = [
+                int(words[-1]) + 1 + is_beams if len(words := row.nonzero()) else is_beams
+                for row in sequences != padding
+            ]
+        if self.beams > 1:
             # a prompt's beams are open while its longest returned answer grew
-            each = case.options.get("num_return_sequences", 1)
-            longest = [max(answers[start : start + each]) for start in range(0, len(answers), each)]
-            ends = [end for end in longest for _ in range(self.beams)]
-        self.ends = ends
+            each, ends = case.options.get("num_return_sequences", 1), self.ends
+            starts = range(0, len(ends), each)
+            self.ends = [max(ends[at : at + each]) for at in starts for _ in range(self.beams)]
         self.width = width
 
     def at(self, step: int) -> list[int]:
@@ -264,13 +261,11 @@ class OpenRows:
         for item in shown:
             if isinstance(item, torch.Tensor):
                 kept.append((item.shape, item[self.of_length(item.shape[1])]))
-            elif (
-                isinstance(item, tuple) and isinstance(item[0], int) and isinstance(item[-1], list)
-            ):
-                # `Allowed`
-                kept += [item] if len(item[1]) < self.ends[item[0] * self.beams] else []
-            else:
-                kept.append(item)
+                continue
+            match item:
+                case (int(row), [*ids]) if len(ids) >= self.ends[row * self.beams]:  # `Allowed`
+                    continue
+            kept.append(item)
         return kept
 
 
@@ -300,10 +295,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, seed=0, jobs=2, only=None)
-    parser.add_argument("--cases", type=int, default=500)
-    parser.add_argument("--model", choices=models.DECODER_ONLY, help="this model in every case")
-    args = parser.parse_args()
+    model = dict(choices=models.DECODER_ONLY, help="this model in every case")
+    options = dict(seed=0, jobs=2, only=int, cases=500, model=model)
+    args = tools.parser(__doc__, **options).parse_args()
     start = time.monotonic()
     numbers = range(args.cases) if args.only is None else [args.only]
     if args.only is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from tests.support import models
+from tests.support.models import Options, Rows
 from tests.support.user_code import Criterion, Processor
 from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
 
@@ -49,10 +49,10 @@ class Case:
     mask: str
     # "first", then "same" (again) or "turn" (the answer so far plus new words)
     calls: tuple[str, ...]
-    options: dict[str, Any]  # arguments of `generate`, passed as they are
+    options: Options  # arguments of `generate`, passed as they are
     # arguments built for each call: names of extras, steps of the greedy text, a limit in tokens
-    late: dict[str, Any]
-    cache_config: dict[str, Any]  # of the paged side
+    late: Options
+    cache_config: Options  # of the paged side
     # `num_blocks` as a share of the blocks that all rows need at their longest
     budget: float | None
     by_config: bool  # `options` travel in a `GenerationConfig`
@@ -65,14 +65,18 @@ class Case:
 
 PROCESSORS: dict[str, Callable[[], Any]] = {
     "bias": RowBias,
-    "banned": functools.partial(Processor, "banned"),
-    "odd": functools.partial(Processor, "odd"),
-    "breaks": functools.partial(Processor, "raises", 2),
+    "banned": lambda: Processor("banned"),
+    "odd": lambda: Processor("odd"),
+    "breaks": lambda: Processor("raises", 2),
 }
 CRITERIA: dict[str, Callable[[], Any]] = {
     "budgets": RowBudgets,
-    "eleventh": functools.partial(Criterion, "eleventh"),
-    "all": functools.partial(Criterion, "all", 6),
+    "eleventh": lambda: Criterion("eleventh"),
+    "all": lambda: Criterion("all", 6),
+}
+OBJECTS = {  # argument, kinds and how often, class of the list
+    "processors": ("logits_processor", PROCESSORS, (5, 4, 4, 1), LogitsProcessorList),
+    "criteria": ("stopping_criteria", CRITERIA, (5, 3, 1), StoppingCriteriaList),
 }
 
 # ---------------------------------------------------------------------------------------- the draw
@@ -112,7 +116,7 @@ SHAPERS: dict[str, tuple[Any, ...]] = {
     ),
 }
 # Calls that plain refuses, whatever the other options.
-INVALID: tuple[dict[str, Any], ...] = (
+INVALID: tuple[Options, ...] = (
     {"num_beams": 2, "num_return_sequences": 3},
     {"do_sample": False, "num_beams": 1, "num_return_sequences": 2},
     {"do_sample": True, "temperature": -1.0},
@@ -136,7 +140,7 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     name = rng.choice(models.DECODER_ONLY)
     name = model or name
     mode = rng.choices(("greedy", "sample", "beams", "beam_sample"), (40, 30, 18, 12))[0]
-    options: dict[str, Any] = {"do_sample": "sample" in mode}
+    options: Options = {"do_sample": "sample" in mode}
     if "beam" in mode:
         options["num_beams"] = rng.randint(2, 4)
         ends = dict(early_stopping=(True, False, "never"), length_penalty=(0.0, 0.5, 2.0))
@@ -176,12 +180,12 @@ def draw(seed: int, number: int, model: str | None = None) -> Case:
     )
 
 
-def _some(rng: random.Random, share: float, **choices: tuple[Any, ...]) -> dict[str, Any]:
+def _some(rng: random.Random, share: float, **choices: tuple[Any, ...]) -> Options:
     """Picks each option with probability `share`, with one of its values."""
     return {name: rng.choice(values) for name, values in choices.items() if rng.random() < share}
 
 
-def _returned(rng: random.Random) -> dict[str, Any]:
+def _returned(rng: random.Random) -> Options:
     """Options that return more than tokens, in about every third case."""
     if rng.random() > 0.35:
         return {}
@@ -190,18 +194,17 @@ def _returned(rng: random.Random) -> dict[str, Any]:
     return dict.fromkeys(["return_dict_in_generate", *given], True)
 
 
-def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
+def _late(rng: random.Random, mode: str, rows: int) -> Options:
     """Arguments built for every call."""
     limit = rng.choice(("max_new_tokens", "max_new_tokens", "max_length"))
-    late: dict[str, Any] = {limit: rng.randint(1, 24)}
+    late: Options = {limit: rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))
     if kind == "frequent":
         late["ends"] = "frequent"
     elif kind != "none":
         steps = 1 if kind == "one" else 3
         late["ends"] = [(rng.randrange(rows), rng.randrange(1, GREEDY_STEPS)) for _ in range(steps)]
-    kinds = {"processors": (PROCESSORS, (5, 4, 4, 1)), "criteria": (CRITERIA, (5, 3, 1))}
-    for name, (classes, weights) in kinds.items():
+    for name, (_, classes, weights, _) in OBJECTS.items():
         if rng.random() < 0.2:
             late[name] = rng.choices(list(classes), weights, k=rng.choice((1, 1, 2)))
     if rng.random() < 0.08:
@@ -219,7 +222,7 @@ def _late(rng: random.Random, mode: str, rows: int) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- arguments
 
 
-def prompts(case: Case) -> list[list[int]]:
+def prompts(case: Case) -> Rows:
     """Prompts of the first call, words only."""
     longest = max(case.lengths)
     text = models.token_ids(len(case.lengths), longest, seed=1000 * case.seed + case.number)
@@ -232,7 +235,7 @@ def prompts(case: Case) -> list[list[int]]:
     return [row[:length] for row, length in zip(text.tolist(), case.lengths)]
 
 
-def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def inputs(case: Case, rows: Rows, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """`rows` left-padded, as keyword arguments of `generate`."""
     inputs = models.left_padded(rows)
     if case.mask == "absent":
@@ -245,7 +248,7 @@ def inputs(case: Case, rows: list[list[int]], model: PreTrainedModel) -> dict[st
     return inputs
 
 
-def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list[int]]:
+def turn(rows: Rows, sequences: torch.Tensor, seed: int) -> Rows:
     """Prompts of the next turn: the prompt, the end of its first answer, and five new words."""
     answers = sequences[:: len(sequences) // len(rows), -GREEDY_STEPS:].tolist()
     words = models.token_ids(len(rows), 5, seed=seed).tolist()
@@ -259,7 +262,7 @@ def turn(rows: list[list[int]], sequences: torch.Tensor, seed: int) -> list[list
 class Extras:
     """User objects of one call; `seen` holds the values passed to them, for comparison."""
 
-    arguments: dict[str, Any]
+    arguments: Options
 
     def seen(self) -> list[Any]:
         given = self.arguments
@@ -269,7 +272,7 @@ class Extras:
         return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
 
 
-def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
+def arguments(case: Case, width: int, greedy: Rows) -> Extras:
     """Keyword arguments of one call, with new user objects, for prompts padded to `width` tokens;
     `greedy`: plain greedy text of each row, `GREEDY_STEPS` tokens."""
     late, given = case.late, copy.deepcopy(case.options)
@@ -280,20 +283,16 @@ def arguments(case: Case, width: int, greedy: list[list[int]]) -> Extras:
     if late.get("ends") == "frequent":
         given["eos_token_id"] = FREQUENT_ENDS
     elif "ends" in late:
-        given["eos_token_id"] = sorted({greedy[row][step] for row, step in late["ends"]})
-        if len(given["eos_token_id"]) == 1:
-            given["eos_token_id"] = given["eos_token_id"][0]
+        ends = sorted({greedy[row][step] for row, step in late["ends"]})
+        given["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     if "prompt_lookup" in late:
         given["prompt_lookup_num_tokens"] = late["prompt_lookup"]
     if case.by_config:
         unknown = {name: given.pop(name) for name in ["no_such_option"] if name in given}
         given = {"generation_config": GenerationConfig(pad_token_id=models.PAD, **given), **unknown}
-    if "processors" in late:
-        processors = [PROCESSORS[name]() for name in late["processors"]]
-        given["logits_processor"] = LogitsProcessorList(processors)
-    if "criteria" in late:
-        criteria = [CRITERIA[name]() for name in late["criteria"]]
-        given["stopping_criteria"] = StoppingCriteriaList(criteria)
+    for name, (argument, makers, _, many) in OBJECTS.items():
+        if name in late:
+            given[argument] = many(makers[kind]() for kind in late[name])
     if "stop_strings" in late:
         row, step, inside = late["stop_strings"]
         text = models.tokenizer().decode(greedy[row][step : step + 2])

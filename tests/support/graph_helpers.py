@@ -14,7 +14,8 @@ from hf_paged.model.state import read_state
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
-from tests.batching.test_runner import SIZE, Bench, Row
+from tests.batching.test_runner import SIZE, Bench, Row, assert_close, tokens
+from tests.support.engine_helpers import assert_same_as_lone, lone_run, prompts
 from tests.support.fake_device import record_on_a_device
 
 
@@ -109,9 +110,23 @@ class CapturedBench(Bench):
         """As `Core.begin`."""
         self.runner.begin(read_state(self.model))
 
-    def decode(self, *rows: Row) -> torch.Tensor:
-        """Decodes one more token of each row; logits `(rows, vocab)`."""
-        return self.run([row.take(1) for row in rows])
+    def rows(self, *lengths: int) -> list[Row]:
+        """Rows of other tokens, of which these many are computed."""
+        rows = [Row(tokens(400, seed), self) for seed in range(len(lengths))]
+        self.run([row.take(length) for row, length in zip(rows, lengths)])
+        return rows
+
+    def decode(self, *rows: Row, times: int = 1) -> torch.Tensor:
+        """Decodes one more token of each row, this many times; logits `(rows, vocab)` of the
+        last."""
+        for _ in range(times):
+            logits = self.run([row.take(1) for row in rows])
+        return logits
+
+    def check(self, *rows: Row, times: int = 1) -> None:
+        """As `decode`; asserts that logits are plain's."""
+        for _ in range(times):
+            assert_close(self.decode(*rows), [self.plain(row) for row in rows])
 
 
 def results(
@@ -132,3 +147,16 @@ def results(
         engine.check_integrity()
         num_steps += 1
     return [found[str(number)] for number in range(len(jobs))]
+
+
+def job(prompt: int, new: int, seed: int = 0, **options: Any) -> tuple[list[int], dict[str, Any]]:
+    """A greedy request of `results`: lengths of its prompt and of its text."""
+    config = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+    return prompts(prompt, seed=seed)[0], {"generation_config": config, **options}
+
+
+def assert_as_lone(model: Any, jobs: list[Any], found: list[RequestResult]) -> None:
+    """Asserts that results of `job`s are those of lone runs."""
+    for (prompt, options), result in zip(jobs, found):
+        config = options["generation_config"]
+        assert_same_as_lone(lone_run(model, prompt, config), result, config, f"prompt {prompt}")

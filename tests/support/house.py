@@ -71,15 +71,11 @@ def tokens_of(source: str) -> list[tokenize.TokenInfo]:
 
 
 def identifiers(tree: ast.AST) -> Iterator[str]:
+    names = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+    names |= dict.fromkeys((ast.FunctionDef, ast.ClassDef), "name")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
+        if type(node) in names:
+            yield getattr(node, names[type(node)])
 
 
 def features_of(tree: ast.AST) -> set[str]:
@@ -108,20 +104,17 @@ def imported_paths(path: Path, tree: ast.AST) -> Iterator[Path]:
 
 
 def read_source(counts: dict[str, Any]) -> None:
-    tokens, lines = collections.Counter[str](), collections.Counter[str]()
-    touched: dict[str, set[str]] = {feature: set() for feature in FEATURES}
-    core_imports, attributes_set = 0, 0
-    words = collections.Counter[str]()
-    longest, long_files = 0, 0
+    tokens, lines, words, touched, touched_in_core = (collections.Counter() for _ in range(5))
+    core_imports = attributes_set = longest = long_files = 0
     for path in sources():
         source, room = path.read_text(), room_of(path)
         tree, counted = ast.parse(source), tokens_of(source)
         tokens[room] += len(counted)
         lines[room] += len({item.start[0] for item in counted})
         long_files += source.count("\n") > MAX_LINES
-        for feature in features_of(tree):
-            touched[feature].add(path.relative_to(PACKAGE).as_posix())
+        touched.update(features := features_of(tree))
         if room == "core":
+            touched_in_core.update(features)
             rooms = map(room_of, set(imported_paths(path, tree)))
             core_imports += sum(room not in ("core", "kernels") for room in rooms)
         words["Any"] += sum(item.string == "Any" for item in counted)
@@ -142,10 +135,8 @@ def read_source(counts: dict[str, Any]) -> None:
     counts["tokens"] = sum(tokens.values())
     counts["tokens a line"] = round(sum(tokens.values()) / sum(lines.values()), 2)
     counts |= {f"tokens of {room}": tokens[room] for room in ["core", *ROOMS, "kernels"]}
-    counts |= {f"files that name {feature}": len(files) for feature, files in touched.items()}
-    for feature, files in touched.items():
-        in_core = sum(room_of(PACKAGE / name) == "core" for name in files)
-        counts[f"files of the core that name {feature}"] = in_core
+    counts |= {f"files that name {feature}": touched[feature] for feature in FEATURES}
+    counts |= {f"files of the core that name {name}": touched_in_core[name] for name in FEATURES}
     counts["imports from the core into a room"] = core_imports
     counts["attributes set from outside"] = attributes_set
     counts |= dict(sorted(words.items()))
@@ -233,10 +224,8 @@ def read_calls(counts: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = tools.parser(__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--against", type=Path, default=BASELINE, help="figures to compare with")
-    args = parser.parse_args()
+    against = BASELINE, "figures to compare with"
+    args = tools.parser(__doc__, json=Path, against=against).parse_args()
     counts: dict[str, Any] = {}
     read_source(counts)
     read_complexity(counts)

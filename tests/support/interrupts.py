@@ -12,6 +12,7 @@ The exit code is 1 otherwise; every failure is printed with the number that repe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -149,10 +150,7 @@ class Victim:
         return ""
 
 
-Attack = Callable[[Victim, random.Random], str]
-
-
-def attack_by_signal(interrupter: Interrupter, victim: Victim, rng: random.Random) -> str:
+def attack_by_signal(victim: Victim, rng: random.Random, interrupter: Interrupter) -> str:
     """Sends a signal; returns which, and when. Half of them come uniformly over the call, half near
     its beginning, from 20 microseconds on."""
     delay = rng.uniform(0, victim.seconds)
@@ -167,7 +165,7 @@ def attack_by_signal(interrupter: Interrupter, victim: Victim, rng: random.Rando
     return f"{signal.Signals(number).name} after {delay * 1e6:.0f} us"
 
 
-def attack_call(victim: Victim, rng: random.Random) -> str:
+def attack_call(victim: Victim, rng: random.Random, interrupter: None) -> str:
     """Interrupts as a function is entered; returns where."""
     number = rng.randint(1, victim.num_calls)
     entered = victim.run_entered(number)
@@ -175,42 +173,38 @@ def attack_call(victim: Victim, rng: random.Random) -> str:
     return f"call {number} of {victim.num_calls}\n{''.join(entered.stack)}"
 
 
-def _interrupt(count: int, seed: int, only: str, report: Any, attack: Attack) -> int:
+def interrupt_often(
+    count: int, seed: int, only: str = "", report: Any = print, attack: Any = attack_by_signal
+) -> int:
     """Attacks each kind whose name contains `only`, `count` times in total; returns the number of
     failures."""
     names, totals = [name for name in CASES if only in name], Counter[str]()
-    for place, name in enumerate(names):
-        victim = Victim(name)
-        for turn in range(place, count, len(names)):
-            how = attack(victim, random.Random(f"{seed}/{turn}"))
-            problem = victim.problem()
-            victim.counts["wrong"] += bool(problem)
-            if problem:
-                report(f"--seed {seed}, interrupt {turn}, {name}, {how}:\n{problem}")
-        report(f"{name}: " + ", ".join(f"{n} {what}" for what, n in victim.counts.items()))
-        totals += victim.counts
+    with Interrupter() if attack is attack_by_signal else contextlib.nullcontext() as interrupter:
+        for place, name in enumerate(names):
+            victim = Victim(name)
+            for turn in range(place, count, len(names)):
+                how = attack(victim, random.Random(f"{seed}/{turn}"), interrupter)
+                problem = victim.problem()
+                victim.counts["wrong"] += bool(problem)
+                if problem:
+                    report(f"--seed {seed}, interrupt {turn}, {name}, {how}:\n{problem}")
+            report(f"{name}: " + ", ".join(f"{n} {what}" for what, n in victim.counts.items()))
+            totals += victim.counts
     report(f"{count} interrupts, {totals['interrupted']} in time, {totals['wrong']} wrong")
     return totals["wrong"]
 
 
-def interrupt_often(count: int, seed: int, only: str = "", report: Any = print) -> int:
-    """Interrupts each kind by signals."""
-    with Interrupter() as interrupter:
-        attack = functools.partial(attack_by_signal, interrupter)
-        return _interrupt(count, seed, only, report, attack)
-
-
-def interrupt_calls(count: int, seed: int, only: str = "", report: Any = print) -> int:
-    """Interrupts each kind as functions are entered."""
-    return _interrupt(count, seed, only, report, attack_call)
+interrupt_calls = functools.partial(interrupt_often, attack=attack_call)
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, seed=0)
-    parser.add_argument("--count", type=int, default=1000, help="interrupts")
-    parser.add_argument("--only", default="", help="kinds whose name contains this")
-    parser.add_argument("--calls", action="store_true", help="as functions are entered")
-    arguments = parser.parse_args()
+    options = {
+        "seed": 0,
+        "count": (1000, "interrupts"),
+        "calls": (False, "as functions are entered"),
+    }
+    only = "", "kinds whose name contains this"
+    arguments = tools.parser(__doc__, **options, only=only).parse_args()
     torch.set_num_threads(1)
     run = interrupt_calls if arguments.calls else interrupt_often
     return int(run(arguments.count, arguments.seed, arguments.only) > 0)

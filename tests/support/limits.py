@@ -29,28 +29,29 @@ from transformers import GenerationConfig
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, PrefixTiers
 from tests.support import models
-from tests.support.engine_helpers import lone_run, run_all, tokens_of
+from tests.support.engine_helpers import lone_run, prompts, run_all, tokens_of
+from tests.support.models import Rows
 from tests.support.scenarios import GREEDY
 
 SECONDS = 60
 USER = 54321  # root has no limit of threads
-PROMPTS = [models.token_ids(1, n, seed=n)[0].tolist() for n in (40, 33)]
+PROMPTS = prompts(40, 33)
 
 
-def generate(model: Any, folder: Path) -> list[list[int]]:
+def generate(model: Any, folder: Path) -> Rows:
     paged = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0.1}}
     return [lone_run(model, prompt, GREEDY, **paged)[0] for prompt in PROMPTS]
 
 
-def run_engine(engine: PagedEngine) -> list[list[int]]:
+def run_engine(engine: PagedEngine) -> Rows:
     return [rows[0] for rows in tokens_of(engine.generate(PROMPTS, GREEDY))]
 
 
-def engine_generate(model: Any, folder: Path) -> list[list[int]]:
+def engine_generate(model: Any, folder: Path) -> Rows:
     return run_engine(PagedEngine(model, PagedConfig(block_size=8)))
 
 
-def steps_with_tiers(model: Any, folder: Path) -> list[list[int]]:
+def steps_with_tiers(model: Any, folder: Path) -> Rows:
     """Evicts all cached blocks to the tiers between two runs of the requests."""
     tiers = PrefixTiers(host_bytes=1 << 20, disk_path=folder / "tier")
     engine = PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True, prefix_tiers=tiers))
@@ -65,7 +66,7 @@ def steps_with_tiers(model: Any, folder: Path) -> list[list[int]]:
     return runs[1]
 
 
-def generate_batch(model: Any, folder: Path) -> list[list[int]]:
+def generate_batch(model: Any, folder: Path) -> Rows:
     hf_paged.install(continuous_batching=True)
     outputs = model.generate_batch(PROMPTS, GenerationConfig(**GREEDY))
     for output in outputs.values():
@@ -74,7 +75,7 @@ def generate_batch(model: Any, folder: Path) -> list[list[int]]:
     return [output.generated_tokens for output in outputs.values()]
 
 
-def saved_prefix(model: Any, folder: Path) -> list[list[int]]:
+def saved_prefix(model: Any, folder: Path) -> Rows:
     config = PagedConfig(block_size=8, prefix_caching=True)
     with PagedEngine(model, config) as engine:
         engine.save_prefix(PROMPTS[0], folder / "prefix")
@@ -83,7 +84,7 @@ def saved_prefix(model: Any, folder: Path) -> list[list[int]]:
         return run_engine(engine)
 
 
-ENTRY_POINTS: dict[str, Callable[[Any, Path], list[list[int]]]] = {
+ENTRY_POINTS: dict[str, Callable[[Any, Path], Rows]] = {
     function.__name__: function
     for function in (generate, engine_generate, steps_with_tiers, generate_batch, saved_prefix)
 }
@@ -118,7 +119,7 @@ def limit(text: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (size, size))
 
 
-def run(name: str, text: str, model: Any, expected: list[list[int]], folder: Path) -> int:
+def run(name: str, text: str, model: Any, expected: Rows, folder: Path) -> int:
     """Runs an entry point at a limit; the process then ends as a script does, through the handlers
     of `atexit`."""
     try:

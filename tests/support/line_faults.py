@@ -50,13 +50,11 @@ def _raise(error: type[BaseException], *arguments: object) -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "MemoryError": functools.partial(_raise, MemoryError, "on purpose"),
-    "SIGINT": functools.partial(signal.raise_signal, signal.SIGINT),
-    "SIGUSR1": functools.partial(signal.raise_signal, signal.SIGUSR1),
-    "out of memory": functools.partial(
-        _raise, torch.OutOfMemoryError, "CUDA out of memory, on purpose"
-    ),
-    "OSError": functools.partial(_raise, OSError, 5, "on purpose"),
+    "MemoryError": lambda: _raise(MemoryError, "on purpose"),
+    "SIGINT": lambda: signal.raise_signal(signal.SIGINT),
+    "SIGUSR1": lambda: signal.raise_signal(signal.SIGUSR1),
+    "out of memory": lambda: _raise(torch.OutOfMemoryError, "CUDA out of memory, on purpose"),
+    "OSError": lambda: _raise(OSError, 5, "on purpose"),
 }
 SIGNALS = ("SIGINT", "SIGUSR1")
 INJECTED = (MemoryError, torch.OutOfMemoryError, OSError, KeyboardInterrupt, Requeued)
@@ -266,23 +264,22 @@ def run_scenario(name: str, sites: list[Site]) -> dict[str, Any]:
         outcome, why = run_in_child(case, site)
         outcomes[outcome] += 1
         if outcome not in ("survived", "not reached"):
-            failures[str(site)] = {
-                "function": f"{site.file} {site.function}",
-                "outcome": outcome,
-                "why": why,
-            }
+            function = f"{site.file} {site.function}"
+            failures[str(site)] = {"function": function, "outcome": outcome, "why": why}
     return {"outcomes": dict(outcomes), "failures": failures}
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, seed=0, jobs=1)
-    parser.add_argument("--scenario", default="", help="with this name, or those that contain it")
-    parser.add_argument("--fault", default=",".join(FAULTS), help="of FAULTS, with commas")
-    parser.add_argument("--sample", type=int, default=0, help="draws by scenario, not every line")
-    parser.add_argument(
-        "--opcodes", action="store_true", help="places are bytecodes; with --sample"
+    parser = tools.parser(
+        __doc__,
+        seed=0,
+        jobs=1,
+        scenario=("", "with this name, or those that contain it"),
+        fault=(",".join(FAULTS), "of FAULTS, with commas"),
+        sample=(0, "draws by scenario, not every line"),
+        opcodes=(False, "places are bytecodes; with --sample"),
+        json=Path,
     )
-    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     args = parser.parse_args()
     exact = args.scenario in SCENARIOS
     names = [args.scenario] if exact else [name for name in SCENARIOS if args.scenario in name]
@@ -302,11 +299,8 @@ def main() -> int:
             name, result = runs[run], run.result()
             counts = {"places": len(visits[name]), "visits": sum(visits[name].values())}
             results[name] = result | counts
-            print(
-                f"{name}: {counts['places']} places, {counts['visits']} visits,"
-                f" {result['outcomes']}",
-                flush=True,
-            )
+            told = ", ".join(f"{count} {what}" for what, count in counts.items())
+            print(f"{name}: {told}, {result['outcomes']}", flush=True)
             for site, failure in result["failures"].items():
                 print(f"  {site}: {failure['outcome']}: {failure['why']}", flush=True)
             if args.json:

@@ -89,12 +89,15 @@ class Client(User):
         stats, memory = self.engine.stats(), self.engine.memory.stats()
         ended = stats.num_finished
         assert ended == self.num_requests, f"{ended} of {self.num_requests} requests ended"
-        self.seen["swaps"] += stats.num_swaps
-        self.seen["recomputes"] += stats.num_preemptions - stats.num_swaps
-        self.seen["tokens"] += stats.num_generated_tokens
-        self.seen["captured steps"] += stats.num_captured_steps
-        self.seen["blocks to files"] += memory.tier_kept_blocks
-        self.seen["blocks from files"] += memory.tier_restored_blocks
+        counts = {
+            "swaps": stats.num_swaps,
+            "recomputes": stats.num_preemptions - stats.num_swaps,
+            "tokens": stats.num_generated_tokens,
+            "captured steps": stats.num_captured_steps,
+            "blocks to files": memory.tier_kept_blocks,
+            "blocks from files": memory.tier_restored_blocks,
+        }
+        self.seen.update(counts)
 
     def _act(self) -> None:
         draw = self.draw
@@ -254,10 +257,15 @@ def attempt(seed: int, num_steps: int, number: int) -> tuple[collections.Counter
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, seed=0, jobs=1, only=None)
-    parser.add_argument("--steps", type=int, default=100_000, help="of all runs together")
-    parser.add_argument("--run-steps", type=int, default=RUN_STEPS, help="of one configuration")
-    parser.add_argument("--first", type=int, default=0, metavar="RUN", help="where to begin")
+    parser = tools.parser(
+        __doc__,
+        seed=0,
+        jobs=1,
+        only=int,
+        steps=(100_000, "of all runs together"),
+        run_steps=(RUN_STEPS, "of one configuration"),
+        first=(0, "run to begin with"),
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     seen: collections.Counter[str] = collections.Counter()
@@ -268,17 +276,16 @@ def main() -> int:
         if isinstance(result, Lost):
             run = load_cases.draw_run(args.seed, number)
             failure = _failed(run, args.run_steps, result.reason)
-            result = collections.Counter(failures=1), failure
+            result = {"failures": 1}, failure
         found, failure = result
-        seen.update(found)
-        seen["runs"] += 1
+        seen.update(found, runs=1)
         preemptions = seen["recomputes"] + seen["swaps"]
         counts = f"{seen['runs']} runs, {seen['steps']:,} steps, {preemptions:,} preemptions"
         print(failure or counts, flush=True)
     print(summary(seen))
-    is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
     seconds = time.perf_counter() - start
     print(f"{counts}, {seen['failures']} failed, {seconds:.0f} s with plain's tokens")
+    is_enough = preemptions >= PREEMPTIONS * seen["steps"] or args.only is not None
     if not is_enough:
         print(f"too few preemptions: {PREEMPTIONS:.0%} of the steps are asked for")
     return int(bool(seen["failures"]) or not is_enough)

@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from tests.support import models
 from tests.support.engine_helpers import MANY_ENDS, assert_same_as_lone, lone_run, prompts
+from tests.support.models import Options, Rows
 from tests.support.peft_models import ADAPTERS, active, lora_model
 from tests.support.user_code import Processor
 
@@ -24,10 +25,10 @@ class Kind:
     """A kind of model and memory."""
 
     model: str  # its name in `models.CONFIGS`
-    layers: dict[str, Any]  # as few as show what it is: most of a step is overhead
+    layers: Options  # as few as show what it is: most of a step is overhead
     # blocks for the largest requests of the catalogue, and for a few at a time
     budget: tuple[int, int]
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the engine's memory
+    config: Options = dataclasses.field(default_factory=dict)  # of the engine's memory
     # whether tokens are plain's; else those of a request alone with the same options
     is_exact: bool = True
     has_adapters: bool = True  # what its requests can have, as the next
@@ -89,13 +90,11 @@ def draw_run(seed: int, number: int) -> Run:
     size = 16 if draw.random() < 0.15 or "storage" in kind.config else 8
     max_num_seqs = draw.choice([1, 4, 8, *13 * [256]])
     # with few sequences, only a small pool causes contention
-    num_blocks = draw.choice(
-        [least, *2 * [draw.randint(least, most if max_num_seqs > 8 else least)]]
-    )
-    drafts = random.Random(f"drafts {seed} {number}")
+    most = draw.randint(least, most) if max_num_seqs > 8 else least
+    num_blocks = draw.choice([least, most, most])
     config = PagedConfig(
         **kind.config,
-        speculation="ngram" if kind.has_drafts and drafts.random() < 0.25 else None,
+        speculation="ngram" if kind.has_drafts and draw.random() < 0.25 else None,
         block_size=size,
         num_blocks=max(num_blocks * 8 // size, 4),
         prefix_caching=draw.random() < 0.8,
@@ -113,8 +112,8 @@ def draw_run(seed: int, number: int) -> Run:
         in_flight=draw.choice([12, 16, 24]),
         num_engines=2 if draw.random() < 0.15 else 1,
         captured=draw.random() < 0.15 and kind.is_packed,
-        tier=config.prefix_caching and drafts.random() < 0.4,
-        assisted=kind.has_drafts and drafts.random() < 0.3,
+        tier=config.prefix_caching and draw.random() < 0.4,
+        assisted=kind.has_drafts and draw.random() < 0.3,
     )
 
 
@@ -126,11 +125,11 @@ class Wanted:
     """A request, and the new tokens of plain `generate` on it alone."""
 
     prompt: list[int]
-    options: dict[str, Any]
+    options: Options
     adapter: str | None
     seed: int
     has_processor: bool
-    rows: list[list[int]]
+    rows: Rows
     fault: type[BaseException] | None = None  # an error of its own code that it may end with
 
     @property
@@ -148,29 +147,31 @@ class Wanted:
         """New instances of its custom processors."""
         return [Processor("no repeats")] if self.has_processor else None
 
+    @property
+    def given(self) -> Options:
+        """What an engine gets beside prompt and options."""
+        return {"seed": self.seed, "adapter": self.adapter, "logits_processor": self.processors}
 
-def draw_options(draw: random.Random) -> dict[str, Any]:
-    """Arguments for plain `generate`."""
-    options: dict[str, Any] = {
+
+def draw_options(draw: random.Random, longest: int) -> Options:
+    """Arguments for plain `generate`; `longest`: most new tokens."""
+    few, many = draw.randint(1, longest // 4), draw.randint(longest * 3 // 8, longest)
+    options: Options = {
         "do_sample": False,
-        "max_new_tokens": draw.choice([draw.randint(1, 8), *3 * [draw.randint(12, 32)]]),
+        "max_new_tokens": draw.choice([few, *3 * [many]]),
     }
-    kinds = ("greedy", "sample", "samples", "beams")
-    kind = draw.choice([*(kind for kind in kinds for _ in range(2)), "beam_sample"])
+    kinds = "greedy greedy sample sample samples samples beams beams beam_sample"
+    kind = draw.choice(kinds.split())
     if kind in ("sample", "samples", "beam_sample"):
-        options["do_sample"] = True
-        options |= draw.choice(
-            [{}, {"temperature": 1.3, "top_k": 30, "top_p": 0.9}, {"top_k": 0, "min_p": 0.02}]
-        )
+        warped = {"temperature": 1.3, "top_k": 30, "top_p": 0.9}
+        options |= {"do_sample": True, **draw.choice([{}, warped, {"top_k": 0, "min_p": 0.02}])}
     if kind == "samples":
         options["num_return_sequences"] = draw.randint(2, 4)
     if kind in ("beams", "beam_sample"):
         beams = draw.randint(2, 4)
         options |= {"num_beams": beams, "num_return_sequences": draw.randint(1, beams)}
-        options |= {
-            "early_stopping": draw.choice([True, False]),
-            "length_penalty": draw.choice([0.7, 1.0]),
-        }
+        options["early_stopping"] = draw.choice([True, False])
+        options["length_penalty"] = draw.choice([0.7, 1.0])
     if kind == "beam_sample":  # as many candidates as transformers draws
         options |= {"top_k": 0, "top_p": 1.0, "eos_token_id": MANY_ENDS[:3]}
     elif draw.random() < 0.5:
@@ -204,13 +205,16 @@ def draw_prompt(draw: random.Random, known: list[Wanted]) -> list[int]:
 
 
 @functools.cache
-def catalogue(seed: int, name: str, lora: bool, count: int = CATALOGUE) -> list[Wanted]:
-    """Requests with their tokens alone, computed by a separate model."""
+def catalogue(
+    seed: int, name: str, lora: bool, count: int = CATALOGUE, longest: int = 32
+) -> list[Wanted]:
+    """Requests of at most `longest` new tokens, with these tokens alone, by a separate model."""
     draw = random.Random(f"catalogue {seed} {name} {lora}")
     model = build(name, lora)
     found: list[Wanted] = []
     while len(found) < count:
-        prompt, options, seed = draw_prompt(draw, found), draw_options(draw), draw.randrange(100)
+        prompt, options = draw_prompt(draw, found), draw_options(draw, longest)
+        seed = draw.randrange(100)
         has_processor = draw.random() < 0.05
         # often one prompt for several adapters, which must not share blocks
         names = [*ADAPTERS, None] if draw.random() < 0.2 else ADAPTERS
@@ -235,13 +239,13 @@ def build_assistant(name: str) -> Any:
     return models.with_noise(build(name if KINDS[name].is_packed else "llama", False))
 
 
-def paged(name: str) -> dict[str, Any]:
+def paged(name: str) -> Options:
     """Arguments of a paged `generate` call in memory of this kind."""
     config = {"block_size": models.BLOCK_SIZE, **KINDS[name].config}
     return {"cache_implementation": "paged", "cache_config": config}
 
 
-def plain(model: Any, wanted: Wanted, **arguments: Any) -> list[list[int]]:
+def plain(model: Any, wanted: Wanted, **arguments: Any) -> Rows:
     """New tokens of `generate` on this request alone."""
     arguments |= {"tokenizer": models.tokenizer()} if "stop_strings" in wanted.options else {}
     arguments |= {"logits_processor": wanted.processors} if wanted.has_processor else {}
@@ -270,17 +274,10 @@ class User:
     def add(self, wanted: Wanted, request_id: str = "", **options: Any) -> bool:
         """Adds a request, unless it can never fit."""
         request_id = request_id or f"r{self.num_requests}"
-        given = {"logits_processor": wanted.processors, **options}
-        lookup = given.pop("lookup", {})
+        given = wanted.options | options.pop("lookup", {})
+        options = {"request_id": request_id, **wanted.given, **options}
         try:
-            self.engine.add_request(
-                wanted.prompt,
-                wanted.options | lookup,
-                request_id=request_id,
-                seed=wanted.seed,
-                adapter=wanted.adapter,
-                **given,
-            )
+            self.engine.add_request(wanted.prompt, given, **options)
         except OutOfBlocksError:  # raised at once, final
             assert self.engine.config.num_blocks is not None
             self.seen["too large"] += 1
@@ -356,12 +353,16 @@ class User:
             self.seen["finished"] += 1
 
     def _note(self, wanted: Wanted, result: RequestResult) -> None:
-        seen, reasons = self.seen, {sequence.finish_reason for sequence in result.sequences}
-        seen["results"] += 1
-        seen["beams"] += wanted.is_beams
-        seen["samples"] += len(wanted.rows) > 1 and not wanted.is_beams
-        seen["preempted beams"] += wanted.is_beams and bool(result.num_preemptions)
-        seen["stop strings"] += "stop_string" in reasons
-        seen["preemptions"] += result.num_preemptions
-        seen["prefix-hit tokens"] += result.num_prefix_hit_tokens
-        seen["drafts accepted"] += result.num_accepted_tokens
+        reasons = {sequence.finish_reason for sequence in result.sequences}
+        is_beams, num_preemptions = wanted.is_beams, result.num_preemptions
+        counts = {
+            "results": 1,
+            "beams": is_beams,
+            "samples": len(wanted.rows) > 1 and not is_beams,
+            "preempted beams": is_beams and num_preemptions > 0,
+            "stop strings": "stop_string" in reasons,
+            "preemptions": num_preemptions,
+            "prefix-hit tokens": result.num_prefix_hit_tokens,
+            "drafts accepted": result.num_accepted_tokens,
+        }
+        self.seen.update(counts)

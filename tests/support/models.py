@@ -21,6 +21,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+Options = dict[str, Any]  # keyword arguments
+Rows = list[list[int]]  # tokens of each row
+
 VOCAB_SIZE = 128
 PAD, BOS, EOS = 0, 1, 2
 FIRST_WORD = 4  # ids below are special
@@ -29,9 +32,9 @@ BLOCK_SIZE = 8  # tokens; small, so that a short test uses several blocks
 BEFORE_5_24 = version.parse(transformers.__version__) < version.parse("5.24")
 BEFORE_5_18 = version.parse(transformers.__version__) < version.parse("5.18")
 _BLOCKS = {"block_size": BLOCK_SIZE}
-PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": _BLOCKS}
+PAGED: Options = {"cache_implementation": "paged", "cache_config": _BLOCKS}
 # by the modules' own forwards, without replays
-UNRECORDED: dict[str, Any] = {**PAGED, "cache_config": {**_BLOCKS, "capture": False}}
+UNRECORDED: Options = {**PAGED, "cache_config": {**_BLOCKS, "capture": False}}
 
 _TOKENS = {
     "vocab_size": VOCAB_SIZE,
@@ -58,7 +61,7 @@ _BART = {
 }
 
 # name -> (model class, arguments of its config)
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+CONFIGS: dict[str, tuple[str, Options]] = {
     "llama": ("LlamaForCausalLM", _LLAMA),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA),
     "mistral": ("MistralForCausalLM", _WINDOWS),
@@ -164,41 +167,37 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
     def draw(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std + mean)
 
+    kind = model.config.model_type
     # T5 ties input and output embeddings whatever its config says; smaller embeddings keep the
     # logits in range.
     tied = model.get_output_embeddings().weight if model.config.tie_word_embeddings else None
     for name, parameter in model.named_parameters():
-        leaf = name.rsplit(".", 2)[-2] if "." in name else name
-        if "norm" in name or name.endswith(
-            ("ln_1.weight", "ln_2.weight", "ln_f.weight", "layer_norm.weight")
-        ):
+        owner = name.rpartition(".")[0]
+        leaf = owner.rpartition(".")[2]
+        if "norm" in name or leaf in ("ln_1", "ln_2", "ln_f"):
             # Gemma multiplies by (1 + weight), and so does Qwen3-Next outside of its linear layers.
-            zero_centred = "gemma" in model.config.model_type or (
-                model.config.model_type == "qwen3_next" and "linear_attn" not in name
-            )
-            draw(parameter, 0.1, 0.0 if name.endswith("bias") or zero_centred else 1.0)
+            is_shifted = kind == "qwen3_next" and "linear_attn" not in name
+            zero_centred = name.endswith("bias") or "gemma" in kind or is_shifted
+            draw(parameter, 0.1, 0.0 if zero_centred else 1.0)
         elif parameter.ndim < 2:
             draw(parameter, 1.0 if name.endswith("sinks") else 0.1)
         elif name.startswith(("lm_head", "proj_out")):
             draw(parameter, 3.0 / parameter.shape[1] ** 0.5)
-        elif isinstance(model.get_submodule(name.rsplit(".", 1)[0]), torch.nn.Embedding):
+        elif isinstance(model.get_submodule(owner), torch.nn.Embedding):
             draw(parameter, 0.35 if parameter is tied else 1.0)
         else:
             # Experts are stored [experts, in, out]; GPT-2's Conv1D is [in, out]; Linear is [out,
             # in].
-            fan_in = (
-                parameter.shape[-2]
-                if parameter.ndim == 3 or leaf.startswith("c_")
-                else parameter[0].numel()
-            )
+            is_in_out = parameter.ndim == 3 or leaf.startswith("c_")
+            fan_in = parameter.shape[-2] if is_in_out else parameter[0].numel()
             gain = 1.5 if leaf in ("q", "k", "q_proj", "k_proj", "qkv_proj", "c_attn") else 1.2
-            if model.config.model_type == "t5" and leaf in ("q", "k"):
+            if kind == "t5" and leaf in ("q", "k"):
                 gain = 1.0  # T5 does not divide scores by sqrt(head_dim)
+            # The decoder's own text must weigh as much as the audio or text that it attends to.
             if name.startswith(("decoder.", "model.decoder.")):
-                # The decoder's own text must weigh as much as the audio or text that it attends to.
-                if name.endswith(("SelfAttention.o.weight", "self_attn.out_proj.weight")):
+                if owner.endswith(("SelfAttention.o", "self_attn.out_proj")):
                     gain = 3.0
-                elif name.endswith(("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")):
+                elif owner.endswith(("EncDecAttention.o", "encoder_attn.out_proj")):
                     gain = 0.7
             draw(parameter, gain / fan_in**0.5)
 
@@ -285,8 +284,7 @@ def prompt(
 ) -> dict[str, torch.Tensor]:
     """Inputs of `generate` without padding."""
     if name == "whisper":
-        cfg = config(name)
-        generator = torch.Generator().manual_seed(200 + seed)
+        cfg, generator = config(name), torch.Generator().manual_seed(200 + seed)
         shape = (batch_size, cfg.num_mel_bins, 2 * cfg.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = token_ids(batch_size, length, seed)
@@ -306,7 +304,7 @@ def padded_prompt(
     return {**prompt(name, len(lengths), seed=seed), **decoder}
 
 
-def left_padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+def left_padded(rows: Rows) -> dict[str, torch.Tensor]:
     """Rows of tokens as inputs of `generate`, `(rows, width)` each."""
     width = max(map(len, rows))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])

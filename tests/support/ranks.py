@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.ranks import processes
 from tests.support import models, tools
 from tests.support.engine_helpers import MANY_ENDS, lone_run, tokens_of
+from tests.support.models import Options, Rows
 from tests.support.rooms import fix_prices
 
 BLOCK_SIZE = models.BLOCK_SIZE
@@ -36,11 +38,11 @@ SHORT = {"block_size": BLOCK_SIZE, "num_blocks": 14, "prefix_caching": False}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 11, 19, 30)]
 SHARED = models.token_ids(1, 4 * BLOCK_SIZE, seed=7)[0].tolist()
 REPEATING = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in PROMPTS]  # whose n-grams give drafts
-ONE_ROW: dict[str, dict[str, Any]] = {
+ONE_ROW: dict[str, Options] = {
     "greedy": {"do_sample": False, "max_new_tokens": 30},
     "sample": {"do_sample": True, "max_new_tokens": 30},
 }
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Options] = {
     "greedy": {"do_sample": False, "max_new_tokens": 12},
     "samples": {
         **dict(do_sample=True, max_new_tokens=10, num_return_sequences=3),
@@ -68,9 +70,7 @@ def led(model: Any, work: Callable[[PagedEngine], Any], **config: Any) -> Any:
     return found
 
 
-def plain(
-    model: Any, prompt: list[int], options: dict[str, Any], seed: int = 0, **more: Any
-) -> list[list[int]]:
+def plain(model: Any, prompt: list[int], options: Options, seed: int = 0, **more: Any) -> Rows:
     """New tokens of `generate` on one prompt, each row up to its end."""
     ends = options.get("eos_token_id", [])
     return [
@@ -79,13 +79,20 @@ def plain(
     ]
 
 
-def first_rows(
-    model: Any, prompts: list[list[int]], options: dict[str, Any], **more: Any
-) -> list[list[int]]:
+def greedy_rows(
+    model: Any, prompts: Rows, options: Options = OPTIONS["greedy"], **more: Any
+) -> Rows:
     return [plain(model, prompt, options, **more)[0] for prompt in prompts]
 
 
-def whole_batch(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def greedy_of(
+    engine: PagedEngine, prompts: Rows, options: Any = OPTIONS["greedy"], **more: Any
+) -> Rows:
+    """As `greedy_rows`, by an engine in one call."""
+    return [rows[0] for rows in tokens_of(engine.generate(prompts, options, **more))]
+
+
+def whole_batch(model: Any, prompts: Rows, **options: Any) -> Rows:
     """Output of one `generate` call of the prompts' first five tokens."""
     ids = torch.tensor([prompt[:5] for prompt in prompts])
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options).tolist()
@@ -110,8 +117,9 @@ def paged_calls(model: Any) -> Any:
 
 def engine_calls(model: Any) -> Any:
     def work(engine: PagedEngine) -> Any:
-        found = {
-            name: tokens_of(engine.generate(PROMPTS, options, seed=[0] * len(PROMPTS)))
+        seeds = [0] * len(PROMPTS)
+        found: Options = {
+            name: tokens_of(engine.generate(PROMPTS, options, seed=seeds))
             for name, options in OPTIONS.items()
         }
         return {**found, "route": engine.route.reason, "used": engine.stats().used_blocks}
@@ -119,19 +127,22 @@ def engine_calls(model: Any) -> Any:
     return led(model, work)
 
 
+def preemptions(engine: PagedEngine) -> dict[str, int]:
+    stats = engine.stats()
+    return {"preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+
+
 def preempted(model: Any) -> Any:
     """Two of four prompts fit: each preemption method, on an engine and in `generate`."""
     # no two logits of a greedy step are nearer than 0.01: a shard's sums are rounded otherwise than
     # a whole product's
     prompts = [models.token_ids(1, len(x), seed=26 + len(x))[0].tolist() for x in PROMPTS]
-    options = {"do_sample": False, "max_new_tokens": 30}
-    found: dict[str, Any] = {"plain": first_rows(model, prompts, options)}
+    options = ONE_ROW["greedy"]
+    found: Options = {"plain": greedy_rows(model, prompts, options)}
     found["plain rows"] = whole_batch(model, prompts, **options)
 
     def work(engine: PagedEngine) -> Any:
-        tokens = [rows[0] for rows in tokens_of(engine.generate(prompts, options))]
-        stats = engine.stats()
-        return {"tokens": tokens, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+        return {"tokens": greedy_of(engine, prompts, options), **preemptions(engine)}
 
     for how in ("recompute", "swap", "auto"):
         config = {**SHORT, "preemption": how}
@@ -142,46 +153,40 @@ def preempted(model: Any) -> Any:
 
 
 def prefix_hits(model: Any) -> Any:
-    prompts, options = [[*SHARED, *prompt] for prompt in PROMPTS], OPTIONS["greedy"]
-    found: dict[str, Any] = {"plain": first_rows(model, prompts, options)}
+    prompts = [[*SHARED, *prompt] for prompt in PROMPTS]
 
     def work(engine: PagedEngine) -> Any:
-        one_by_one = [tokens_of(engine.generate([prompt], options))[0][0] for prompt in prompts]
+        one_by_one = [greedy_of(engine, [prompt])[0] for prompt in prompts]
         return {"tokens": one_by_one, "hits": engine.stats().num_prefix_hit_tokens}
 
-    found["engine"] = led(model, work)
-    found["generate"] = first_rows(model, prompts, options, **models.PAGED)
-    change_one_shard(model)
-    found["plain after"] = first_rows(model, prompts, options)
-    found["generate after"] = first_rows(model, prompts, options, **models.PAGED)
+    found: Options = {"engine": led(model, work)}
+    for when in ("", " after"):
+        found[f"plain{when}"] = greedy_rows(model, prompts)
+        found[f"generate{when}"] = greedy_rows(model, prompts, **models.PAGED)
+        change_one_shard(model)
     return found
 
 
 def changed_weights(model: Any) -> Any:
     """Only the second process changes its weights while blocks are cached."""
-    prompt, options = [*SHARED, *PROMPTS[0]], OPTIONS["greedy"]
-    before, num_orders = plain(model, prompt, options)[0], 0
-    receive = processes.Ranks.receive
+    prompts, num_orders = [[*SHARED, *PROMPTS[0]]], 0
+    (before,), receive = greedy_rows(model, prompts), processes.Ranks.receive
 
     def work(engine: PagedEngine) -> Any:
-        tokens = [tokens_of(engine.generate([prompt], options))[0][0]]
-        change_one_shard(model)
-        tokens.append(tokens_of(engine.generate([prompt], options))[0][0])
-        return tokens
+        return [greedy_of(engine, prompts)[0] for _ in range(2)]
 
     def observed(ranks: Any) -> bytes:
         """Changes them while it receives an engine message, that is between engine calls."""
         nonlocal num_orders
         message = receive(ranks)
-        if b"choose_layout" in message:
-            num_orders += 1
-            if num_orders == 2:
-                change_one_shard(model)
+        num_orders += b"choose_layout" in message
+        if b"choose_layout" in message and num_orders == 2:
+            change_one_shard(model)
         return message
 
     with mock.patch.object(processes.Ranks, "receive", observed if dist.get_rank() else receive):
         found = led(model, work)
-    return {"before": before, "after": plain(model, prompt, options)[0], "engine": found}
+    return {"before": before, "after": greedy_rows(model, prompts)[0], "engine": found}
 
 
 def change_one_shard(model: Any) -> None:
@@ -193,12 +198,12 @@ def change_one_shard(model: Any) -> None:
 def memory(model: Any) -> Any:
     """Bytes of the blocks of one call in this process."""
     hf_paged.free(model)
-    plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED)
+    greedy_rows(model, PROMPTS[:1], **models.PAGED)
     stats = hf_paged.memory_stats(model)
     return {"bytes": stats.peak_bytes, "blocks": stats.peak_blocks}
 
 
-Case = tuple[str, list[int], dict[str, Any], int]
+Case = tuple[str, list[int], Options, int]
 NUM_RANDOM = 500
 
 
@@ -235,8 +240,7 @@ def random_requests(model: Any) -> Any:
             for output in engine.step():
                 if output.result is not None and output.result.finish_reason != "cancelled":
                     found[output.request_id] = tokens_of([output.result])[0]
-        stats = engine.stats()
-        return {"tokens": found, "preemptions": stats.num_preemptions, "swaps": stats.num_swaps}
+        return {"tokens": found, **preemptions(engine)}
 
     return led(model, work, num_blocks=60, max_num_batched_tokens=64, max_num_seqs=24)
 
@@ -293,39 +297,31 @@ def refusals(model: Any) -> Any:
     """Requests refused before a forward; then the engine still serves."""
     found: dict[str, str] = {}
 
-    @contextlib.contextmanager
-    def refused(name: str) -> Iterator[None]:
+    def refused(name: str, call: Callable[..., Any], *given: Any, **more: Any) -> None:
         try:
-            yield
+            call(*given, **more)
         except (ValueError, RuntimeError) as error:
             found[name] = str(error)
 
-    with refused("other rank"):
-        if dist.get_rank():
-            PagedEngine(model)
-    with refused("serve"):
-        if not dist.get_rank():
-            hf_paged.serve_rank(model)
+    if dist.get_rank():
+        refused("other rank", PagedEngine, model)
+    else:
+        refused("serve", hf_paged.serve_rank, model)
 
     def work(engine: PagedEngine) -> Any:
-        with refused("second engine"):
-            PagedEngine(model)
-        with refused("generate"):
-            plain(model, PROMPTS[0], OPTIONS["greedy"], **models.PAGED)
-        with refused("inputs"):
-            engine.add_request([5, 6], inputs={"pixel_values": torch.zeros(1, 3, 4, 4)})
-        with refused("prefix"):
-            engine.save_prefix(SHARED, "nowhere.safetensors")
-        with refused("sharded assistant"):
-            engine.add_request([5, 6], assistant_model=model)
+        refused("second engine", PagedEngine, model)
+        refused("generate", greedy_rows, model, PROMPTS[:1], **models.PAGED)
+        pixels = {"pixel_values": torch.zeros(1, 3, 4, 4)}
+        refused("inputs", engine.add_request, [5, 6], inputs=pixels)
+        refused("prefix", engine.save_prefix, SHARED, "nowhere.safetensors")
+        refused("sharded assistant", engine.add_request, [5, 6], assistant_model=model)
         return tokens_of(engine.generate(PROMPTS, OPTIONS["greedy"]))
 
     def one(engine: PagedEngine) -> Any:
-        return engine.generate([PROMPTS[0]], OPTIONS["greedy"])
+        return repr(engine.generate(PROMPTS[:1], OPTIONS["greedy"])[0].error)
 
     tokens = led(model, work)
-    (result,) = led(model, one, batch_invariant=True) or (None,)
-    found["invariant"] = repr(result and result.error)
+    found["invariant"] = led(model, one, batch_invariant=True)
     return {"refused": found, "tokens": tokens}
 
 
@@ -333,7 +329,7 @@ def uneven_heads(model: Any) -> Any:
     """A number of processes that does not divide the K/V heads: refused before any allocation."""
     found = []
     engine = hf_paged.serve_rank if dist.get_rank() else PagedEngine
-    paged = functools.partial(plain, prompt=PROMPTS[0], options=OPTIONS["greedy"], **models.PAGED)
+    paged = functools.partial(greedy_rows, prompts=PROMPTS[:1], **models.PAGED)
     for call in (engine, paged):
         try:
             call(model)
@@ -363,13 +359,11 @@ def failing_forward(model: Any) -> Any:
         return forward(x)
 
     def work(engine: PagedEngine) -> Any:
-        options = OPTIONS["greedy"]
-        first = tokens_of(engine.generate([PROMPTS[0]], options))
+        first = greedy_of(engine, PROMPTS[:1])
         fails[0] = True
-        error = repr(engine.generate([PROMPTS[1]], options)[0].error)
+        error = repr(engine.generate([PROMPTS[1]], OPTIONS["greedy"])[0].error)
         fails[0] = False
-        then = tokens_of(engine.generate([PROMPTS[0]], options))
-        return {"first": first, "error": error, "then": then}
+        return {"first": first, "error": error, "then": greedy_of(engine, PROMPTS[:1])}
 
     with mock.patch.object(model.lm_head, "forward", failing):
         return led(model, work, prefix_caching=False)
@@ -403,27 +397,24 @@ def with_adapters(model: Any) -> Any:
     return made.eval()
 
 
-def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> dict[str, Any]:
+def rows_of_adapters(engine: PagedEngine, adapters: list[str]) -> Options:
     """Requests of each kind with each adapter, mixed: tokens by adapter."""
     runner, num_rows = engine._core.get_loop().executor.runner, list[int]()
     run = runner.run
     runner.run = lambda items, *rest: (num_rows.append(len(items)), run(items, *rest))[1]
-    calls = {
-        f"{adapter} {name} {number}": (adapter, name, prompt)
-        for adapter in adapters
-        for name in OPTIONS
-        for number, prompt in enumerate(PROMPTS)
-    }
-    for request_id, (adapter, name, prompt) in calls.items():
-        engine.add_request(prompt, OPTIONS[name], request_id=request_id, adapter=adapter, seed=0)
-    results: dict[str, Any] = {}
-    while engine.has_unfinished:
-        results |= {output.request_id: output.result for output in engine.step() if output.finished}
-        engine.check_integrity()
-    tokens: dict[str, Any] = {adapter: {name: [] for name in OPTIONS} for adapter in adapters}
-    for request_id, (adapter, name, _) in calls.items():
-        tokens[adapter][name] += tokens_of([results[request_id]])
-    hits = [results[f"{adapter} greedy 3"].num_prefix_hit_tokens for adapter in adapters]
+    calls = [*itertools.product(adapters, OPTIONS, PROMPTS)]
+    results = engine.generate(
+        [prompt for *_, prompt in calls],
+        [OPTIONS[name] for _, name, _ in calls],
+        adapter=[adapter for adapter, *_ in calls],
+        seed=[0] * len(calls),
+    )
+    tokens: Options = {adapter: {name: [] for name in OPTIONS} for adapter in adapters}
+    hits = []
+    for (adapter, name, prompt), result in zip(calls, results):
+        tokens[adapter][name] += tokens_of([result])
+        if name == "greedy" and prompt is PROMPTS[-1]:
+            hits.append(result.num_prefix_hit_tokens)
     stats = engine.stats()
     counts = {"loads": stats.num_adapter_loads, "evictions": stats.num_adapter_evictions}
     share = {"forwards a step": len(num_rows) / stats.num_steps}
@@ -434,7 +425,7 @@ def adapter_folders(model: Any) -> Any:
     """Requests with adapters in folders and without, twice; with room for few adapters; with one
     that the second process cannot read."""
     names = [*folders(), "__base__"]
-    found: dict[str, Any] = {}
+    found: Options = {}
 
     def twice(engine: PagedEngine) -> Any:
         return [rows_of_adapters(engine, names) for _ in range(2)]
@@ -442,8 +433,7 @@ def adapter_folders(model: Any) -> Any:
     def one_by_one(engine: PagedEngine) -> Any:
         tokens = [
             tokens_of(engine.generate(PROMPTS[:2], OPTIONS["greedy"], adapter=[name] * 2))
-            for _ in "ab"
-            for name in names
+            for name in 2 * names
         ]
         return {"tokens": tokens, "evictions": engine.stats().num_adapter_evictions}
 
@@ -479,7 +469,7 @@ def own_adapters(model: Any) -> Any:
     process."""
     made = with_adapters(model)
     names = [*made.peft_config, "__base__"]
-    found: dict[str, Any] = {"plain": []}
+    found: Options = {"plain": []}
     for name in names:
         with made.disable_adapter() if name == "__base__" else contextlib.nullcontext():
             if name != "__base__":
@@ -495,27 +485,22 @@ def own_adapters(model: Any) -> Any:
 def drafts(model: Any) -> Any:
     """Rows with n-gram drafts, or drafts of a smaller model in process 0; last, n-gram drafts with
     adapters."""
-    found: dict[str, Any] = {}
 
-    def work(engine: PagedEngine, **more: Any) -> Any:
+    def work(engine: PagedEngine, kinds: Any = ONE_ROW, assisted: bool = False, **more: Any) -> Any:
+        if assisted:
+            more["assistant_model"] = models.get_assistant("llama")  # exists only in this process
         more["seed"] = [0] * len(REPEATING)
         tokens = {
-            name: tokens_of(engine.generate(REPEATING, each, **more))
-            for name, each in ONE_ROW.items()
+            name: tokens_of(engine.generate(REPEATING, ONE_ROW[name], **more)) for name in kinds
         }
         return {**tokens, "accepted": engine.stats().num_accepted_tokens}
 
-    def assisted(engine: PagedEngine) -> Any:
-        assistant = models.get_assistant("llama")  # exists only in this process
-        found = tokens_of(engine.generate(REPEATING, ONE_ROW["greedy"], assistant_model=assistant))
-        return {"greedy": found, "accepted": engine.stats().num_accepted_tokens}
+    def played(speculation: str | None = "ngram", **more: Any) -> Any:
+        return led(model, functools.partial(work, **more), speculation=speculation)
 
-    found["ngrams"] = led(model, work, speculation="ngram")
-    found["assistant"] = led(model, assisted)
     names = [*folders(), "__base__"][-len(REPEATING) :]
-    adapted = functools.partial(work, adapter=names)
-    found["adapters"] = led(model, adapted, speculation="ngram")
-    return found
+    assisted = played(None, kinds=["greedy"], assisted=True)
+    return {"ngrams": played(), "assistant": assisted, "adapters": played(adapter=names)}
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
@@ -530,7 +515,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 
 def run(
     model: Any, *cases: str, world_size: int = 2, timeout: float = 300.0, adapters: Any = None
-) -> list[dict[str, Any]]:
+) -> list[Options]:
     """Results of each process for these cases, by name; a case that a process did not finish is
     missing. The adapters of the PEFT model `adapters` are saved for the cases (`folders`)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -566,7 +551,7 @@ def main() -> None:
     fix_prices()
     model = load(folder)
     model.generation_config = GenerationConfig(**model.generation_config.to_dict())
-    found: dict[str, Any] = {}
+    found: Options = {}
     for name in names:
         found[name] = CASES[name](model)
         Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))

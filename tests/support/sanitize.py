@@ -195,13 +195,16 @@ def err(name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = tools.parser(__doc__, seed=0)
     known = f"{', '.join(SANITIZERS)}; without any, all"
+    parser = tools.parser(
+        __doc__,
+        seed=0,
+        calls=(10_000, "through each entry point"),
+        folder=(str, "keeps the libraries for the next run of these sources"),
+        no_tests=(False, "random calls only"),
+        err=dict(choices=list(SANITIZERS), help=argparse.SUPPRESS),
+    )
     parser.add_argument("names", nargs="*", metavar="SANITIZER", help=known)
-    parser.add_argument("--calls", type=int, default=10_000, help="through each entry point")
-    parser.add_argument("--folder", help="keeps the libraries for the next run of these sources")
-    parser.add_argument("--no-tests", action="store_true", help="random calls only")
-    parser.add_argument("--err", choices=list(SANITIZERS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.err:
         err(options.err)

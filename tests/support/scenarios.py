@@ -18,10 +18,11 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import assert_pool_empty
-from tests.support.engine_helpers import lone_run
+from tests.support.engine_helpers import lone_run, prompts
+from tests.support.models import Options, Rows
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
-MODES: dict[str, dict[str, Any]] = {
+GREEDY: Options = {"do_sample": False, "max_new_tokens": 6}
+MODES: dict[str, Options] = {
     "greedy": GREEDY,
     "sampled": {"do_sample": True, "temperature": 1.0, "max_new_tokens": 6},
     "beams": {"num_beams": 3, **GREEDY},
@@ -73,8 +74,7 @@ class Calls(Case):
 
     def check_next(self) -> None:
         tokens = self.tokens(**models.PAGED)
-        same = tokens == self.expected if isinstance(tokens, list) else tokens.equal(self.expected)
-        assert same, "the next call gives other tokens"
+        assert tokens == self.expected, "the next call gives other tokens"
         assert_pool_empty(self.model, "the next call")
 
 
@@ -88,9 +88,9 @@ class Generate(Calls):
         self.inputs = inputs or models.padded_prompt(name, (11, 4, 9))
         self.expected = self.tokens()
 
-    def tokens(self, **paged: Any) -> torch.Tensor:
+    def tokens(self, **paged: Any) -> Rows:
         torch.manual_seed(3)
-        return self.model.generate(**self.inputs, **self.options, **paged)
+        return self.model.generate(**self.inputs, **self.options, **paged).tolist()
 
 
 class NativeManager(Calls):
@@ -98,11 +98,11 @@ class NativeManager(Calls):
 
     def __init__(self) -> None:
         self.model = models.build("llama")
-        self.prompts = [models.token_ids(1, n, seed=n)[0].tolist() for n in (9, 14, 5)]
+        self.prompts = prompts(9, 14, 5)
         self.expected = [lone_run(self.model, prompt, GREEDY)[0] for prompt in self.prompts]
         hf_paged.install(continuous_batching=True)
 
-    def tokens(self, **paged: Any) -> list[list[int]]:
+    def tokens(self, **paged: Any) -> Rows:
         options = GenerationConfig(**GREEDY, eos_token_id=-1)
         answers = self.model.generate_batch(
             self.prompts, generation_config=options, progress_bar=False
@@ -127,32 +127,29 @@ class Engine(Case):
     def __init__(self, model: PreTrainedModel, how: str, **config: Any) -> None:
         self.model, self.how = model, how
         self.engine = PagedEngine(model, PagedConfig(block_size=8, **config))
-        self.prompts = [models.token_ids(1, n, seed=n)[0].tolist() for n in (9, 14, 5, 20)]
+        self.prompts = prompts(9, 14, 5, 20)
         self.options = [GREEDY, {**GREEDY, "num_beams": 2}, MODES["sampled"], GREEDY]
-        self.expected = [
-            self.lone(*request) for request in zip(self.prompts, self.options, self.adapters)
-        ]
+        self.expected = [*map(self.lone, self.prompts, self.options, self.adapters)]
         self.outputs: list[Any] = []
         self.run()
         self.check()
         self.num_preemptions = self.engine.stats().num_preemptions
 
-    def lone(self, prompt: list[int], options: dict[str, Any], adapter: Any) -> list[int]:
+    def lone(self, prompt: list[int], options: Options, adapter: Any) -> list[int]:
         return lone_run(self.model, prompt, options, seed=7)[0]
 
     def add(self) -> None:
-        for number, request in enumerate(zip(self.prompts, self.options, self.adapters)):
-            prompt, options, adapter = request
-            self.engine.add_request(
-                prompt, options, request_id=str(number), seed=7, adapter=adapter
-            )
+        for number, (prompt, *given) in enumerate(zip(self.prompts, self.options, self.adapters)):
+            options, adapter = given
+            named = {"request_id": str(number), "adapter": adapter}
+            self.engine.add_request(prompt, options, seed=7, **named)
 
     def run(self) -> None:
-        engine, arguments = self.engine, (self.prompts, self.options)
+        engine = self.engine
         if self.how == "generate":
-            engine.generate(*arguments, seed=[7] * len(self.prompts))
+            self.generate()
         elif self.how == "stream":
-            stream = engine.stream(*arguments, seed=[7] * len(self.prompts))
+            stream = engine.stream(self.prompts, self.options, seed=[7] * len(self.prompts))
             with contextlib.closing(stream):
                 for _ in stream:
                     pass
@@ -161,6 +158,9 @@ class Engine(Case):
             while engine.has_unfinished:
                 self.outputs += engine.step()
 
+    def generate(self) -> list[Any]:
+        return self.engine.generate(self.prompts, self.options, seed=[7] * len(self.prompts))
+
     def drain(self) -> None:
         """Runs the requests that are left, and checks the results of all. Those that an interrupt
         kept from being added are the last ones; one whose token was being chosen may have ended
@@ -168,9 +168,9 @@ class Engine(Case):
         while self.engine.has_unfinished:
             self.outputs += self.engine.step()
             self.engine.check_integrity()
-        results = {o.request_id: o.result for o in self.outputs if o.result is not None}
-        num_results = sum(o.result is not None for o in self.outputs)
-        assert num_results == len(results), "a result was told twice"
+        ended = [output for output in self.outputs if output.result is not None]
+        results = {output.request_id: output.result for output in ended}
+        assert len(ended) == len(results), "a result was told twice"
         told: dict[str, list[int]] = {name: [] for name in results}
         for output in self.outputs:
             told[output.request_id] += output.new_tokens.values()
@@ -196,10 +196,7 @@ class Engine(Case):
         assert not engine.has_unfinished and engine.stats().used_blocks == 0
 
     def run_again(self) -> None:
-        seeds = [7] * len(self.prompts)
-        for number, result in enumerate(
-            self.engine.generate(self.prompts, self.options, seed=seeds)
-        ):
+        for number, result in enumerate(self.generate()):
             self.compare(number, result)
 
     def compare(self, number: int, result: Any) -> None:
@@ -219,7 +216,7 @@ class Adapters(Engine):
         self.adapters = (*ADAPTERS, ADAPTERS[0])
         super().__init__(lora_model(), "steps")
 
-    def lone(self, prompt: list[int], options: dict[str, Any], adapter: Any) -> list[int]:
+    def lone(self, prompt: list[int], options: Options, adapter: Any) -> list[int]:
         from tests.support.peft_models import lone_with
 
         return lone_with(self.model, adapter, prompt, options, seed=7)[0]
@@ -270,7 +267,7 @@ def _build_images() -> Case:
 
 def _build_assisted() -> Case:
     assistant = models.get_assistant("llama")
-    inputs = {name: x[:1] for name, x in models.padded_prompt("llama", (11, 4, 9)).items()}
+    inputs = models.padded_prompt("llama", (11,))
     return Generate(models.build("llama"), "greedy", inputs, assistant_model=assistant)
 
 

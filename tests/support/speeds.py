@@ -10,9 +10,10 @@ narrow. Tiny models compute next to nothing, so a ratio here compares the work a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
-import re
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
-from tests.support.architectures import list_architectures
+from tests.support.architectures import ONLY, list_architectures
 from tests.support.tools import describe
 
 Inputs = dict[str, Any]
@@ -70,22 +71,21 @@ def inputs_of(model: PreTrainedModel, num_rows: int) -> tuple[str, Inputs]:
     """The medium and the inputs of a call with this many rows: of the model's first medium, text if
     it has none."""
     (medium, pair), *_ = make_inputs(model).items()
-    if num_rows == 1:
-        if rows := media_rows(model):
-            medium, (first, *_) = next(iter(rows.items()))
-            return medium, first
-        return medium, {
-            name: x[: len(x) // 2] if isinstance(x, torch.Tensor) else x for name, x in pair.items()
-        }
-    return medium, {
-        name: torch.cat([x] * (num_rows // 2)) if isinstance(x, torch.Tensor) else x
-        for name, x in pair.items()
-    }
+    if num_rows == 1 and (rows := media_rows(model)):
+        medium, (first, *_) = next(iter(rows.items()))
+        return medium, first
+
+    def sized(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x[: len(x) // 2] if num_rows == 1 else torch.cat([x] * (num_rows // 2))
+
+    return medium, {name: sized(x) for name, x in pair.items()}
 
 
 def generate(model: PreTrainedModel, inputs: Inputs, is_paged: bool) -> float:
     """The seconds of a call."""
-    arguments = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+    arguments = copy.deepcopy(inputs)
     if is_paged:
         arguments["cache_implementation"] = "paged"
     start = time.perf_counter()
@@ -138,9 +138,7 @@ def _is_decided(seconds: dict[bool, Sequence[float]]) -> bool:
     ratios = paired.ratios(seconds[True], seconds[False])
     if len(ratios) < TURNS:
         return False
-    bounds = paired.interval(ratios)
-    assert bounds is not None
-    low, high = bounds
+    low, high = paired.interval(ratios)
     is_narrow = high - low <= 2 * HALF_WIDTH and len(ratios) >= paired.ENOUGH
     is_clear = high < paired.NOT_SLOWER or low > paired.NOT_SLOWER
     return is_clear or is_narrow or len(ratios) >= MOST_TURNS
@@ -148,18 +146,16 @@ def _is_decided(seconds: dict[bool, Sequence[float]]) -> bool:
 
 def sweep(names: Sequence[str], rows: Sequence[int], jobs: int) -> list[Speed]:
     """Measures each class with each number of rows; a process that dies loses its current one."""
-    pairs = [(name, num_rows) for name in names for num_rows in rows]
-    return [
-        Speed(*job, reason=result.reason) if isinstance(result, Lost) else result
-        for job, result in tools.swept(measure, pairs, jobs, SECONDS_PER_CLASS).items()
-    ]
+    pairs = [*itertools.product(names, rows)]
+    found = dict(tools.swept(measure, pairs, jobs, SECONDS_PER_CLASS))
+    lost = {x: Speed(*x, reason=y.reason) for x, y in found.items() if isinstance(y, Lost)}
+    return [(found | lost)[pair] for pair in pairs]
 
 
 def table(speeds: Sequence[Speed]) -> str:
     """The results in Markdown, the slowest first."""
-    measured = sorted(speeds, key=lambda speed: -(speed.ratio or 0))
     rows = []
-    for speed in measured:
+    for speed in sorted(speeds, key=lambda speed: -(speed.ratio or 0)):
         row = dataclasses.asdict(speed)
         if speed.interval is not None:
             row["interval"] = "{:.3f} to {:.3f}".format(*speed.interval)
@@ -186,12 +182,9 @@ def summary(speeds: Sequence[Speed]) -> str:
 
 
 def main() -> int:
-    parser = tools.parser(__doc__, jobs=1)
-    parser.add_argument("--only", default="", help="regular expression on the class name")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="1, or an even number")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    options = parser.parse_args()
-    names = [name for name in list_architectures() if re.search(options.only, name, re.IGNORECASE)]
+    rows = dict(type=int, nargs="+", default=[1, 8], help="1, or an even number")
+    options = tools.parser(__doc__, jobs=1, only=ONLY, rows=rows, json=Path).parse_args()
+    names = list_architectures(pattern=options.only)
     facts = machine.facts()
     speeds = sweep(names, options.rows, options.jobs)
     print(table(speeds), summary(speeds), sep="\n\n")

@@ -8,7 +8,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.models import Options
 from tests.support.user_code import Criterion, OwnError, Processor
 
 NUM_THREADS = 4
@@ -69,8 +70,8 @@ class Call:
 
     owner: str
     texts: tuple[tuple[int, int], ...]  # per row: index of a text, and the number of its tokens
-    options: dict[str, Any]
-    cache_config: dict[str, Any]
+    options: Options
+    cache_config: Options
     processor: tuple[str, int] | None  # kind and step
     criterion: tuple[str, int] | None
     streamer: tuple[str, int] | None  # kind and token
@@ -107,7 +108,7 @@ class Mix:
 def draw(seed: int, number: int) -> Mix:
     rng = random.Random(f"{seed}/{number}")
     [model] = rng.choices(list(MODELS), [weight for weight, _ in MODELS.values()])
-    common: dict[str, Any] = {"block_size": BLOCK_SIZE, "prefix_caching": rng.random() < 0.5}
+    common: Options = {"block_size": BLOCK_SIZE, "prefix_caching": rng.random() < 0.5}
     if rng.random() < 0.3:
         common["preemption"] = rng.choice(["recompute", "swap"])
     if rng.random() < 0.2:
@@ -144,13 +145,13 @@ def draw(seed: int, number: int) -> Mix:
 
 
 def draw_call(
-    rng: random.Random, owner: str, common: dict[str, Any], is_plain: bool, samples: bool
+    rng: random.Random, owner: str, common: Options, is_plain: bool, samples: bool
 ) -> Call:
     lengths, num_rows = [1, 5, 9, 17, 30, 47], rng.choice([1, 1, 2, 3, 4])
     texts = [(rng.randrange(3), rng.choice(lengths)) for _ in range(num_rows)]
     new_tokens = rng.choice([1, 5, 10, 16, 24])
     mode = "sampled" if samples else rng.choices(["greedy", "returned", "beams"], [7, 0.3, 3])[0]
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
+    options: Options = {"max_new_tokens": new_tokens, "do_sample": mode == "sampled"}
     if mode == "beams":
         options["num_beams"] = rng.choice([2, 3])
     if mode == "returned" or (mode != "greedy" and rng.random() < 0.5):
@@ -184,15 +185,18 @@ def draw_call(
 
 
 class Streamer(BaseStreamer):
-    def __init__(self, owner: str, raises_at: int = -1, slow_at: int = -1) -> None:
-        self.owner, self.raises_at, self.slow_at = owner, raises_at, slow_at
+    """Notes what it is told, with kinds as in `tests.support.user_code`."""
+
+    def __init__(self, kind: str, at: int, owner: str) -> None:
+        self.kind, self.at, self.owner = kind, at, owner
         self.told: list[Any] = []
 
     def put(self, value: Tensor) -> None:
-        if len(self.told) == self.raises_at:
-            raise OwnError(self.owner)
-        if len(self.told) == self.slow_at:
-            time.sleep(0.02 + 0.03 * (len(self.told) % 2))
+        if len(self.told) == self.at:
+            if self.kind == "raises":
+                raise OwnError(self.owner)
+            if self.kind == "slow":
+                time.sleep(0.02 + 0.03 * (self.at % 2))
         self.told.append(value.tolist())
 
     def end(self) -> None:
@@ -225,7 +229,7 @@ def play(
     if call.is_poisoned:
         rows[0][-1] = POISON
     inputs = models.left_padded(rows)
-    arguments: dict[str, Any] = dict(call.options)
+    arguments: Options = dict(call.options)
     outcome = Outcome()
     processor = streamer = None
     if call.processor is not None:
@@ -235,13 +239,11 @@ def play(
         criterion = Criterion(*call.criterion, call.owner)
         arguments["stopping_criteria"] = StoppingCriteriaList([criterion])
     if call.streamer is not None:
-        kind, at = call.streamer
-        slow_at = at if kind == "slow" and is_paged else -1
-        make = functools.partial(Streamer, call.owner, slow_at=slow_at)
-        if kind != "by row":
-            streamer = arguments["streamer"] = make(raises_at=at if kind == "raises" else -1)
+        streamers = [Streamer(*call.streamer, call.owner) for _ in rows]
+        if call.streamer[0] != "by row":
+            streamer = arguments["streamer"] = streamers[0]
         elif is_paged:  # transformers has no per-row streamers
-            streamer = arguments["streamer"] = [make() for _ in rows]
+            streamer = arguments["streamer"] = streamers
     if is_paged:
         arguments |= {"cache_implementation": "paged", "cache_config": call.cache_config}
 
@@ -249,26 +251,20 @@ def play(
         found = model.generate(**inputs, **arguments)
         outcome.tokens = found if isinstance(found, Tensor) else found.sequences
 
-    def run() -> None:
-        with ExitStack() as stack:
-            if call.is_inference:
-                stack.enter_context(torch.inference_mode())
-            if call.is_autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            # an interrupt while torch's contexts are entered or left breaks them
-            (around or (lambda function: function()))(generate)
-
     start = time.perf_counter()
     if call.options["do_sample"]:
         torch.manual_seed(call.seed)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
     try:
-        run()
+        with torch.inference_mode() if call.is_inference else nullcontext():
+            with autocast if call.is_autocast else nullcontext():
+                # an interrupt while torch's contexts are entered or left breaks them
+                (around or (lambda function: function()))(generate)
     except BaseException as error:
         outcome.error, outcome.tokens = error, None
     outcome.seconds = time.perf_counter() - start
     outcome.shown = [] if processor is None else processor.shown
-    if isinstance(streamer, list):
-        outcome.told = [each.told for each in streamer]
-    elif streamer is not None:
-        outcome.told = streamer.told
+    if streamer is not None:
+        is_by_row = isinstance(streamer, list)
+        outcome.told = [each.told for each in streamer] if is_by_row else streamer.told
     return outcome

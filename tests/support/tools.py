@@ -28,19 +28,31 @@ ROOT = Path(__file__).resolve().parents[2]
 Job = TypeVar("Job")
 
 
-def parser(text: str | None, **defaults: int | str | None) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring as it stands, with the options that have the same
-    meaning in all programs, where there is a default for them."""
+MEANINGS = {
+    "seed": "of all random choices",
+    "jobs": "processes",
+    "only": "this number alone, in this process",
+    "json": "also write the results here",
+}
+
+
+def parser(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it stands. `options`: their defaults (a type for
+    None, False for a flag), with their meaning if `MEANINGS` has another; or all as a dict."""
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    meanings = {
-        "seed": "of all random choices",
-        "jobs": "processes",
-        "only": "this number alone, in this process",
-    }
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=meanings[name])
+    for name, given in options.items():
+        if not isinstance(given, dict):
+            default, meaning = given if isinstance(given, tuple) else (given, MEANINGS.get(name))
+            given = {"help": meaning}
+            if default is False:
+                given["action"] = "store_true"
+            elif isinstance(default, type):
+                given["type"] = default
+            else:
+                given |= {"type": type(default), "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **given)
     return parser
 
 
@@ -108,14 +120,12 @@ def attempts(
 
 def swept(
     work: Callable[[Job], Any], jobs: Sequence[Job], processes: int, seconds: float
-) -> dict[Job, Any]:
-    """The results of `in_workers` by job, in the order of the jobs; shows how far it is."""
-    results: dict[Job, Any] = dict.fromkeys(jobs)
+) -> Iterator[tuple[Job, Any]]:
+    """Each job with its result, as `in_workers` yields them; shows how far it is."""
     for number, (job, result) in enumerate(in_workers(work, jobs, processes, seconds), 1):
-        results[job] = result
         print(f"\r{number}/{len(jobs)} {job!s:60.60}", end="", file=sys.stderr, flush=True)
+        yield job, result
     print(file=sys.stderr)
-    return results
 
 
 def write_results(path: Path, head: dict[str, Any], results: Iterable[Any]) -> None:
@@ -137,7 +147,7 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def in_child(work: Callable[[], Any], seconds: float, is_silent: bool = True) -> tuple[str, Any]:
+def in_child(work: Callable[[], Any], seconds: float) -> tuple[str, Any]:
     """
     Forks this process for `work`. Returns "ended" with its result, which JSON can hold; else
     "wrong", "hang" or "crash", with the reason. The child ends without its handlers of `atexit`.
@@ -147,8 +157,7 @@ def in_child(work: Callable[[], Any], seconds: float, is_silent: bool = True) ->
     if child == 0:
         os.close(read)
         with contextlib.suppress(BaseException):
-            if is_silent:
-                sys.stderr = sys.stdout = io.StringIO()
+            sys.stderr = sys.stdout = io.StringIO()
             try:
                 outcome = "ended", work()
             except BaseException as error:

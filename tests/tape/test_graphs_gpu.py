@@ -17,18 +17,14 @@ from hf_paged.tape import cuda_graphs, recorders, run_ahead
 from hf_paged.tape import graphs as recording
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
-from tests.support.engine_helpers import assert_drained, prompts
-from tests.support.graph_helpers import results
+from tests.support.engine_helpers import assert_drained
+from tests.support.graph_helpers import job, results
 
 pytestmark = pytest.mark.gpu
 
-GREEDY = {"do_sample": False, "eos_token_id": None}
 # tokens of the prompt, new tokens
 LENGTHS = [(5, 60), (19, 32), (9, 46), (1, 51), (12, 40), (30, 29), (3, 37)]
-JOBS: list[Any] = [
-    (prompts(prompt, seed=number)[0], {"generation_config": {**GREEDY, "max_new_tokens": new}})
-    for number, (prompt, new) in enumerate(LENGTHS)
-]
+JOBS = [job(*lengths, seed) for seed, lengths in enumerate(LENGTHS)]
 
 
 @pytest.fixture(autouse=True)
@@ -96,33 +92,29 @@ def test_half_precision() -> None:
     "options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 4}]
 )
 def test_generate(options: dict[str, Any]) -> None:
-    model = models.build("llama").to("cuda")
-    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, max_new_tokens=60, **options)
-    for _ in range(2):
+    assert_as_plain(models.build("llama").to("cuda"), **options)
+
+
+def assert_as_plain(model: Any, **options: Any) -> None:
+    inputs, found = models.put(models.prompt("llama"), model.device), []
+    for paged in ({}, models.PAGED, models.PAGED):
         torch.manual_seed(0)
-        assert torch.equal(
-            plain, model.generate(**inputs, max_new_tokens=60, **options, **models.PAGED)
-        )
-        assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
+        found.append(model.generate(**inputs, max_new_tokens=60, **options, **paged))
+        assert torch.equal(found[0], found[-1])
+    assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
     hf_paged.check_integrity(model)
 
 
 def test_weights_changed_in_place_and_replaced() -> None:
     model = models.build("llama").to("cuda")
-    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
+    weight = model.model.layers[0].mlp.down_proj.weight
     for change in (
-        lambda weight: None,
-        lambda weight: weight.data.mul_(-1),
-        lambda w: setattr(w, "data", -w.data),
+        lambda: None,
+        lambda: weight.data.mul_(-1),
+        lambda: setattr(weight, "data", -weight.data),
     ):
-        change(model.model.layers[0].mlp.down_proj.weight)
-        plain = model.generate(**inputs, do_sample=False, max_new_tokens=60)
-        assert torch.equal(
-            plain, model.generate(**inputs, do_sample=False, max_new_tokens=60, **models.PAGED)
-        )
-        assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
+        change()
+        assert_as_plain(model, do_sample=False)
 
 
 def test_swap_and_growth() -> None:
@@ -140,11 +132,9 @@ def test_swap_and_growth() -> None:
             before = bench.groups[0].storage.layers[0].keys.data_ptr()
             bench.run([other.take(500)])
             assert bench.groups[0].storage.layers[0].keys.data_ptr() != before
-        logits = bench.run([row.take(1)])
+        logits, ids = bench.run([row.take(1)]), torch.tensor([row.token_ids], device="cuda")
         with torch.no_grad():
-            plain = model(torch.tensor([row.token_ids], device="cuda"), use_cache=False).logits[
-                0, -1:
-            ]
+            plain = model(ids, use_cache=False).logits[0, -1:]
         torch.testing.assert_close(logits, plain, atol=1e-3, rtol=1e-3)
     assert bench.runner.num_captured_steps > 30
 
@@ -170,24 +160,25 @@ def test_a_replay_does_not_wait_for_the_device() -> None:
 
 def test_memory_is_freed() -> None:
     model = models.build("llama", vocab_size=50_000).to("cuda")
-    inputs = {key: value.to("cuda") for key, value in models.prompt("llama").items()}
+    inputs = models.put(models.prompt("llama"), model.device)
 
-    def held() -> int:
+    def held(is_called: bool) -> int:
+        if is_called:
+            model.generate(**inputs, max_new_tokens=60, **models.PAGED, do_sample=False)
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    model.generate(**inputs, max_new_tokens=60, **models.PAGED, do_sample=False)
+    held(True)
     hf_paged.free(model)
-    before = held()
+    before = held(False)
     for _ in range(3):
-        model.generate(**inputs, max_new_tokens=60, **models.PAGED, do_sample=False)
-        assert held() > before
+        assert held(True) > before
         hf_paged.free(model)
-        assert held() <= before
+        assert held(False) <= before
         texts(model)
-        assert held() <= before
+        assert held(False) <= before
 
 
 @pytest.mark.parametrize("noticed", ["before", "during"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_paged.step import NotCapturable
 from hf_paged.tape.length import Length, LengthRange
-from hf_paged.tape.record import ReadGuard, recording
+from hf_paged.tape.record import recording
 
 
 def length_of(value: int) -> Length:
@@ -57,13 +57,6 @@ def test_positions_are_made_of_it() -> None:
     assert operations
 
 
-def test_other_code_gets_its_tensor() -> None:
-    length = length_of(5)
-    for other in (length + 1.5, torch.clamp(input=length, min=7), length * 2, -length):
-        assert type(other) is Tensor
-    assert torch.clamp(input=length, min=7).item() == 7
-
-
 def test_a_sum_in_place_leaves_the_positions_of_the_step() -> None:
     positions = torch.tensor([5, 5])
     length = Length(positions[0], 5, LengthRange())
@@ -73,28 +66,14 @@ def test_a_sum_in_place_leaves_the_positions_of_the_step() -> None:
     assert positions.tolist() == [5, 5]
 
 
-def test_an_index_with_other_tensors_is_left_to_the_guard() -> None:
-    x = torch.arange(60).view(3, 20)
-    length = length_of(5)
-    with recording(), pytest.raises(NotCapturable):
-        x[torch.tensor([0, 1]), length : length + 2]
-    with recording():
-        part = x[None, 1, length : length + 2]
-    assert part.tolist() == [[25, 26]]
-
-
 @pytest.mark.parametrize(
     "read",
-    [int, bool, range, lambda x: torch.zeros(40)[:x], lambda x: torch.arange(x), Tensor.item],
+    [
+        *(int, bool, range, Tensor.item, torch.arange, lambda x: torch.zeros(40)[:x]),
+        lambda x: torch.zeros(3, 40)[torch.tensor([0, 1]), x : x + 2],
+    ],
 )
 def test_its_number_is_not_read(read) -> None:
     length = length_of(5)
     with recording(), pytest.raises(NotCapturable):
         read(length)
-
-
-def test_a_guard_alone_lets_other_ranges_pass() -> None:
-    with ReadGuard():
-        positions, part = torch.arange(2, 5), torch.arange(6)[1:3]
-    assert positions.tolist() == [2, 3, 4]
-    assert part.tolist() == [1, 2]

@@ -23,69 +23,65 @@ def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
 
 
 WEIGHT = torch.arange(6.0)
+MASK = WEIGHT > 2
 
 
-def _of_a_list() -> bool:
-    return bool((torch.tensor([0.5, 2.0]) > 0).all())
+def written_to(x: torch.Tensor, what: torch.Tensor) -> torch.Tensor:
+    x[2:4].copy_(what)
+    return x
 
 
-def _of_a_mask() -> list[list[int]]:
-    mask = torch.ones(2, 3, dtype=torch.bool).tril()
-    return [mask.nonzero().shape, mask.sum().item()]  # type: ignore[list-item]
+READ: dict[str, Callable[[], Any]] = {
+    "of a list": lambda: bool((torch.tensor([0.5, 2.0]) > 0).all()),
+    "of a mask": lambda: torch.ones(2, 3, dtype=torch.bool).tril().nonzero().shape,
+    "like a weight": lambda: float((torch.ones_like(WEIGHT).cumsum(0) * torch.arange(6)).sum()),
+    "written to": lambda: written_to(torch.arange(4.0), torch.tensor(9.0)).max().item(),
+}
 
 
-def _like_a_weight() -> float:
-    return float((torch.ones_like(WEIGHT).cumsum(0) * torch.arange(6)).sum())
-
-
-def _written_to() -> float:
-    x = torch.arange(4.0)
-    x[1:] += torch.tensor(1.0)
-    return x.max().item()
-
-
-@pytest.mark.parametrize("run", [_of_a_list, _of_a_mask, _like_a_weight, _written_to])
-def test_constants_are_read(run: Callable[[], Any]) -> None:
-    expected = run()
-    found, again, first = run_twice(run)
+@pytest.mark.parametrize("name", READ)
+def test_constants_are_read(name: str) -> None:
+    expected = READ[name]()
+    found, again, first = run_twice(READ[name])
     assert found == again == expected and first.host_results
 
 
-def _a_weight() -> float:
-    return WEIGHT.sum().item()
+REFUSED: dict[str, Callable[[], Any]] = {
+    "a weight": lambda: WEIGHT.sum().item(),
+    "with a weight": lambda: (torch.tensor(2.0) * WEIGHT).sum().item(),
+    "that a weight is written to": lambda: written_to(torch.ones(6), WEIGHT[2:4]).sum().item(),
+    "that a kernel may have written to": lambda: (
+        torch.zeros(6).sum().item() + torch.empty(0).sum().item()
+    ),
+    "chosen by a weight": lambda: torch.arange(6)[WEIGHT > 2],
+    "item": lambda: WEIGHT[0].item(),
+    "unique": lambda: WEIGHT.unique(),
+    "bool": lambda: bool(WEIGHT.sum() > 3),
+    "nonzero": lambda: MASK.nonzero(),
+    "mask of bytes": lambda: WEIGHT[MASK.byte()],
+    "masked_select": lambda: WEIGHT.masked_select(MASK),
+    "where": lambda: torch.where(MASK),
+    "mask behind None": lambda: WEIGHT[None, MASK],
+    "index_put_": lambda: WEIGHT.clone().index_put_((MASK,), WEIGHT[3:]),
+}
 
 
-def _with_a_weight() -> float:
-    return (torch.tensor(2.0) * WEIGHT).sum().item()
-
-
-def _that_a_weight_is_written_to() -> float:
-    x = torch.ones(6)
-    x[2:4].copy_(WEIGHT[2:4])
-    return x.sum().item()
-
-
-def _that_a_kernel_may_have_written_to() -> float:
-    return torch.zeros(6).sum().item() + torch.empty(0).sum().item()
-
-
-def _chosen_by_a_weight() -> torch.Tensor:
-    return torch.arange(6)[WEIGHT > 2]
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        _a_weight,
-        _with_a_weight,
-        _that_a_weight_is_written_to,
-        _that_a_kernel_may_have_written_to,
-        _chosen_by_a_weight,
-    ],
-)
-def test_all_else_is_not(run: Callable[[], Any]) -> None:
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_else_is_not(name: str) -> None:
     with pytest.raises(NotCapturable, match="waits for the device"):
-        run_twice(run)
+        run_twice(REFUSED[name])
+
+
+def test_operations_of_the_device_are_recorded() -> None:
+    x = torch.arange(6.0)
+    with CaptureGuard():
+        indices = torch.tensor([2, 0])
+        assert x[indices].tolist() == x[indices.int()].tolist() == [2, 0]
+        x[indices] = x[indices] + 0
+        x[x > 100] = 7.0  # filled in place, nothing is counted
+        with pytest.raises(NotCapturable, match="random"):
+            torch.rand(3)
 
 
 def test_constants_are_copied_once() -> None:
@@ -94,25 +90,18 @@ def test_constants_are_copied_once() -> None:
 
     def run() -> list[torch.Tensor]:
         x[0].copy_(torch.tensor(2.0))  # as `x[0] = 2.0` does on CUDA
-        return [
-            torch.tensor(0.5, device="meta"),
-            x.new_tensor([1, 2]),
-            (torch.arange(3) * 2).to("meta", torch.half),
-        ]
+        made = torch.tensor(0.5, device="meta"), x.new_tensor([1, 2])
+        return [*made, (torch.arange(3) * 2).to("meta", torch.half)]
 
     found, again, first = run_twice(run)
-    assert len(first.host_results) == 4
-    assert all(y.device.type == "meta" for y in again)
-    assert [(y.dtype, y.shape) for y in found] == [(y.dtype, y.shape) for y in again]
-    assert all(y is not kept for y, (_, _, kept) in zip(again, first.host_results[1:])), (
-        "the forward may write to them"
-    )
-
-
-def test_weights_are_not_copied() -> None:
-    for run in (lambda: WEIGHT.to("meta"), lambda: torch.empty(6, device="meta").copy_(WEIGHT)):
+    kept = [each for *_, each in first.host_results]
+    assert len(kept) == 4
+    for mine, its, copied in zip(again, found, kept[1:]):
+        assert mine.device.type == "meta" and (mine.dtype, mine.shape) == (its.dtype, its.shape)
+        assert mine is not copied, "the forward may write to them"
+    for copy in (lambda: WEIGHT.to("meta"), lambda: torch.empty(6, device="meta").copy_(WEIGHT)):
         with pytest.raises(NotCapturable, match="between host and device"):
-            run_twice(run)
+            run_twice(copy)
 
 
 def test_numbers_that_change_from_run_to_run() -> None:
@@ -165,15 +154,8 @@ def _memory_of_another(x: torch.Tensor) -> torch.Tensor:
     return x * ones.tolist()[0]
 
 
-def _its_text(x: torch.Tensor) -> torch.Tensor:
-    return x * float(repr(x[0] * 2).split("(")[1].rstrip(")"))
-
-
-@pytest.mark.parametrize("function", [_a_view_of_numpy, _memory_of_another, _its_text])
-def test_memory_of_constants_is_not_shared(
-    function: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+@pytest.mark.parametrize("function", [_a_view_of_numpy, _memory_of_another, lambda x: repr(x * 2)])
+def test_memory_of_constants_is_not_shared(function: Callable[[torch.Tensor], Any]) -> None:
     """No mode notices Python reading values that are written to shared memory later."""
-    x = torch.tensor([2.0, 3.0, 4.0])
     with pytest.raises(NotCapturable, match="reads the content"), recording():
-        function(x)
+        function(torch.tensor([2.0, 3.0, 4.0]))

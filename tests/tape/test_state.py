@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
@@ -56,28 +57,37 @@ def test_a_call_that_runs_no_callers_code_is_read_once(
     assert looks["_read_parts"] <= 1 + num_eager and not looks["_read_values"]
 
 
-def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> None:
-    (text,) = prompts(9)
+@pytest.mark.parametrize("has_processor", [True, False])
+def test_a_step_after_other_code_looks_once(
+    has_processor: bool, looks: collections.Counter[str]
+) -> None:
+    """An engine reads its model once for its guard and its recorded steps."""
+    processors = [lambda ids, scores: scores] if has_processor else []
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        engine.add_request(text, GREEDY, logits_processor=[lambda ids, scores: scores])
+        engine.add_request(prompts(9)[0], GREEDY, logits_processor=processors)
         for _ in range(12):
             engine.step()
+        assert engine.stats().num_captured_steps and looks["__init__"] == 1
         looks.clear()
         for _ in range(5):
             engine.step()
-    assert looks == {"_read_parts": 5, "_read_values": 5, "_read_content": 5}
+    parts = ("_read_parts", "_read_values", "_read_content")
+    assert not has_processor or looks == dict.fromkeys(parts, 5)
 
 
-def test_an_engine_reads_its_model_once_for_its_guard_and_its_recorded_steps(
-    looks: collections.Counter[str],
-) -> None:
-    (text,) = prompts(9)
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        engine.add_request(text, GREEDY)
-        for _ in range(9):
-            engine.step()
-        assert engine.stats().num_captured_steps
-    assert looks["__init__"] == 1
+def test_equal_values_set_again_keep_what_was_recorded() -> None:
+    model: Any = models.build("llama")
+    scaling = model.model.layers[0].self_attn.scaling
+    inputs = models.token_ids(1, WIDTH)
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = scaling * 2 / 2
+        return scores
+
+    expected = model.generate(inputs, **GREEDY)
+    found = model.generate(inputs, **GREEDY, **models.PAGED, logits_processor=[process])
+    assert torch.equal(found, expected) and last_route(model).num_captured_steps > 20  # type: ignore[union-attr]
 
 
 def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(

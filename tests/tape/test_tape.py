@@ -19,10 +19,12 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
+from hf_paged.tape.buffers import Buffers
 from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OPS
 from hf_paged.tape.tape import Tape
+from tests.support.kernel_fuzz import OPERATIONS
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 
@@ -46,9 +48,12 @@ def check(
     """Records the function on these inputs and compares it on others in the same memory."""
     found: list[Tensor] = []
 
+    def results(*given: Tensor) -> tuple[Tensor, ...]:
+        made = function(*given)
+        return made if isinstance(made, tuple) else (made,)
+
     def run() -> None:
-        made = function(*inputs)
-        made = made if isinstance(made, tuple) else (made,)
+        made = results(*inputs)
         if not found:
             found.extend(x.clone() for x in made)
         for mine, its in zip(found, made):
@@ -62,17 +67,13 @@ def check(
         for turn in range(3):
             for x, first in zip(inputs, before):
                 if x.is_floating_point():
-                    x.copy_(
-                        first
-                        if turn == 2
-                        else torch.randn(x.shape, generator=generator) * (1 + turn)
-                    )
-            copies = [x.clone() for x in inputs]
-            expected = function(*copies)
+                    drawn = torch.randn(x.shape, generator=generator) * (1 + turn)
+                    x.copy_(first if turn == 2 else drawn)
+            expected = results(*(x.clone() for x in inputs))
             for x in found:
                 x.fill_(7)
             tape.replay()
-            for x, y in zip(found, expected if isinstance(expected, tuple) else (expected,)):
+            for x, y in zip(found, expected):
                 tolerance = 0 if exact else CLOSE.get(x.dtype, 0)
                 torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
     if calls is not None:
@@ -84,38 +85,20 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-UNARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "relu": F.relu,
-    "exp": torch.exp,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu new": ACT2FN["gelu_new"],
-    "relu squared": ACT2FN["relu2"],
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "rsqrt": lambda x: (x * x + 1).rsqrt(),
-    "softplus": F.softplus,
-    "clamp": lambda x: x.clamp(-1, 1),
-    "softmax": lambda x: x.softmax(-1),
-    "cube": lambda x: x**3,
-    "rest": lambda x: 1.0 - x,
-    "largest": lambda x: x - x.amax(-1, keepdim=True),
-    "sum": lambda x: x / x.abs().sum(-1, keepdim=True),
-}
+UNARY = (
+    *OPERATIONS,
+    *(ACT2FN["gelu_new"], ACT2FN["relu2"], lambda x: x**3, lambda x: 1.0 - x),
+    lambda x: x / x.abs().sum(-1, keepdim=True),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", UNARY)
-def test_operations_on_one_tensor(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("number", range(len(UNARY)))
+def test_operations_on_one_tensor(number: int, dtype: torch.dtype) -> None:
     for shape in ((1, 1, 64), (3, 5), (1, 7, 33), (2, 3, 4, 17), (1, 1, 1)):
-        check(UNARY[name], tensor(*shape, dtype=dtype))
-    check(UNARY[name], tensor(6, 4, 10, dtype=dtype).transpose(0, 1))
-    check(UNARY[name], tensor(6, 10, dtype=dtype).t())
+        check(UNARY[number], tensor(*shape, dtype=dtype))
+    check(UNARY[number], tensor(6, 4, 10, dtype=dtype).transpose(0, 1))
+    check(UNARY[number], tensor(6, 10, dtype=dtype).t())
 
 
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES[:2], DTYPES[:2])), ids=str)
@@ -127,25 +110,15 @@ def test_operations_on_two_tensors(dtypes: tuple[torch.dtype, torch.dtype]) -> N
         check(lambda a, b: (a * b + b) * a, a, b, exact=True, calls=0)
 
 
-def test_numbers_of_python() -> None:
+@pytest.mark.parametrize("number", [-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1])
+def test_numbers_of_python(number: float) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])
-    for number in (-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1):
-        check(
-            lambda x, number=number: (x * number, x / number, x + number, x - number, -x),
-            x,
-            exact=True,
-        )
-    x = tensor(3, 8)
-    check(
-        lambda x: torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3),
-        x,
-    )
+    check(lambda x: (x * number, x / number, x + number, x - number, -x), x, exact=True)
 
 
 def test_numbers_that_are_not_numbers() -> None:
-    x = torch.tensor(
-        [[float("nan"), 1.0, -1.0], [2.0, float("inf"), 0.0], [30.0, -30.0, -float("inf")]]
-    )
+    inf, nan = torch.inf, torch.nan
+    x = torch.tensor([[nan, 1.0, -1.0], [2.0, inf, 0.0], [30.0, -30.0, -inf]])
     check(lambda x: (x.clone(), x.relu(), x.tanh(), x.sigmoid()), x)
     check(lambda x: x.amax(-1, keepdim=True) + x, x)
 
@@ -172,40 +145,31 @@ def test_norms(dtype: torch.dtype, rows: int) -> None:
         norm.weight.data = tensor(96, seed=3).to(dtype)
         check(norm, tensor(1, rows, 96, dtype=dtype), calls=0)
     check(LlamaRMSNorm(16).to(dtype), tensor(1, rows, 4, 16, dtype=dtype), calls=0)  # of each head
-    check(
-        nn.LayerNorm(96, elementwise_affine=False),
-        tensor(1, rows, 96, dtype=torch.float32),
-        calls=0,
-    )
+    check(nn.LayerNorm(96, elementwise_affine=False), tensor(1, rows, 96), calls=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rotary_embeddings(dtype: torch.dtype, rows: int) -> None:
     def rotate(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        heads = (x.view(1, rows, 4, 16).transpose(1, 2), y.view(1, rows, 2, 16).transpose(1, 2))
+        heads = (z.view(1, rows, -1, 16).transpose(1, 2) for z in (x, y))
         return apply_rotary_pos_emb(*heads, cos, sin)
 
-    x, y = tensor(1, rows, 64, dtype=dtype), tensor(1, rows, 32, dtype=dtype, seed=1)
-    cos, sin = tensor(1, rows, 16, dtype=dtype, seed=2), tensor(1, rows, 16, dtype=dtype, seed=3)
-    check(rotate, x, y, cos, sin, exact=True, calls=0)
+    sizes = enumerate((64, 32, 16, 16))
+    inputs = [tensor(1, rows, size, dtype=dtype, seed=seed) for seed, size in sizes]
+    check(rotate, *inputs, exact=True, calls=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
 def test_products(dtype: torch.dtype, rows: int) -> None:
-    gate, up, down = (
-        nn.Linear(48, 96).to(dtype),
-        nn.Linear(48, 96, bias=False).to(dtype),
-        Conv1D(48, 96).to(dtype),
-    )
+    layers = nn.Linear(48, 96), nn.Linear(48, 96, bias=False), Conv1D(48, 96)
+    gate, up, down = (layer.to(dtype) for layer in layers)
     down.weight.data = tensor(96, 48, seed=2).to(dtype) * 0.1
     tape = check(lambda x: down(F.silu(gate(x)) * up(x)), tensor(1, rows, 48, dtype=dtype))
-    if dtype is not torch.float32:
-        assert tape.num_calls == (0 if rows <= 256 else 3)
-        assert tape.kernel_names.count("linear") == (2 if rows <= 256 else 0), (
-            "gate and up are one call"
-        )
+    if dtype is not torch.float32:  # gate and up are one call
+        count = tape.num_calls, tape.kernel_names.count("linear")
+        assert count == ((0, 2) if rows <= 256 else (3, 0))
 
 
 def test_lookups() -> None:
@@ -231,45 +195,54 @@ def test_a_list_that_loads_from_no_memory_is_refused() -> None:
         assert kernel("rows")(ROWS_CALL.pack(1, 1, 1, 4, 1, 1, 1, 1, *starts)) == error
 
 
-def test_what_is_written_in_place() -> None:
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x * 2
-        z = y + 1
-        y.add_(x)
-        y.mul_(3.0)
-        w = torch.zeros(4, 8)
-        w[1:3] = y[:2]
-        w[0].copy_(z[0])
-        return y * z, w + z
-
-    check(function, tensor(4, 8), exact=True)
+def _in_place(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    z = y + 1
+    y.add_(x)
+    y.mul_(3.0)
+    w = torch.zeros(6, 12)
+    w[1:4] = y
+    w[0].copy_(z[0])
+    return y * z, w
 
 
-def test_memory_that_is_read_in_another_layout() -> None:
-    def function(x: Tensor) -> Tensor:
-        y = (x + 1).view(4, 8)
-        z = y.t() * 2
-        return (z.t() + y).view(2, 16) * (y + 3).view(2, 16)
-
-    check(function, tensor(4, 8), exact=True)
+def _another_layout(x: Tensor) -> Tensor:
+    y = (x + 1).view(4, 9)
+    z = y.t() * 2
+    return (z.t() + y).view(2, 18) * (y + 3).view(2, 18)
 
 
-def test_parts_and_wholes() -> None:
-    def function(x: Tensor) -> Tensor:
-        a, b, c = x.chunk(3, dim=-1)
-        y = torch.cat([b * 2, -a, c], dim=-1)
-        z = torch.cat([y, x], dim=0)
-        return z[..., 2:9] + z[..., :7]
-
-    check(function, tensor(3, 12), exact=True, calls=0)
+def _parts_and_wholes(x: Tensor) -> Tensor:
+    a, b, c = x.chunk(3, dim=-1)
+    y = torch.cat([b * 2, -a, c], dim=-1)
+    z = torch.cat([y, x], dim=0)
+    return z[..., 2:9] + z[..., :7]
 
 
-def test_constants_are_made_once() -> None:
-    def function(x: Tensor) -> Tensor:
-        steps = torch.arange(8, dtype=torch.float32) / 8
-        return x * steps + torch.tensor(0.5) + torch.full((8,), 2.0)
+def _constants(x: Tensor) -> Tensor:
+    steps = torch.arange(12, dtype=torch.float32) / 8
+    return x * steps + torch.tensor(0.5) + torch.full((12,), 2.0)
 
-    check(function, tensor(3, 8), exact=True, calls=0)
+
+def _scalars(x: Tensor) -> Tensor:
+    return torch.ops.aten.add.Scalar(x, 2, 3) + torch.ops.aten.sub.Tensor(x, x * 2, alpha=3)
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (_in_place, None),
+        (_another_layout, None),
+        (_parts_and_wholes, 0),
+        (_constants, 0),
+        (_scalars, None),
+    ],
+)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_memory(function: Callable[..., Any], calls: int | None, is_inference: bool) -> None:
+    """What is written in place, is read in another layout or in parts, or is made once."""
+    with torch.inference_mode(is_inference):
+        check(function, tensor(3, 12), exact=function is not _scalars, calls=calls)
 
 
 def test_buffers_share_memory() -> None:
@@ -282,29 +255,21 @@ def test_buffers_share_memory() -> None:
     assert tape._arena._memory.nbytes <= 4 * 64 * 256 * 4 + 64
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        *(
-            lambda x: x[x > 0],
-            lambda x: x * x.sum().item(),
-            lambda x: F.dropout(x),
-            lambda x: x.nonzero() * 1.0,
-        ),
-        *(lambda x: x + x.tolist()[0][0], lambda x: x + torch.from_numpy(x.numpy() * 2)),
-        lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)).conj()),
-    ],
-    ids=["mask", "item", "dropout", "nonzero", "tolist", "numpy", "conj"],
-)
-def test_what_cannot_run_again(function: Callable[[Tensor], Tensor]) -> None:
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "mask": lambda x: x[x > 0],
+    "item": lambda x: x * x.sum().item(),
+    "dropout": F.dropout,
+    "nonzero": lambda x: x.nonzero() * 1.0,
+    "tolist": lambda x: x + x.tolist()[0][0],
+    "numpy": lambda x: x + torch.from_numpy(x.numpy() * 2),
+    "conj": lambda x: torch.view_as_real(torch.view_as_complex(x.view(4, 4, 2)).conj()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_again(name: str) -> None:
     with pytest.raises(NotCapturable):
-        Tape.record(lambda: function(tensor(4, 8)) and None, lambda tensor: False)
-
-
-def test_under_inference_mode() -> None:
-    with torch.inference_mode():
-        gate = nn.Linear(8, 8)
-        check(lambda x: F.silu(gate(x)) + x, tensor(3, 8))
+        Tape.record(lambda: REFUSED[name](tensor(4, 8)) and None, lambda tensor: False)
 
 
 @pytest.mark.parametrize(
@@ -330,3 +295,15 @@ def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor]
             run()
             torch.testing.assert_close(replayed, found)
             torch.testing.assert_close(after, kept)
+
+
+def test_a_known_storage_keeps_its_id_at_a_fixed_address() -> None:
+    buffers, empty = Buffers(), Buffers()
+    known, other = torch.zeros(4), torch.zeros(4)
+    buffers.add(known)
+    buffers.add_fixed(known)
+    buffers.add(other)
+    assert buffers.fixed_addresses == {0: known.data_ptr()}, "the other one has no address"
+    assert (buffers.id_of(known), buffers.id_of(other)) == (0, 1)
+    empty.add_fixed(known[:0].clone())
+    assert not empty.fixed_addresses and not empty.num_bytes

@@ -33,6 +33,9 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
 
 
+DONE = (CUresult.CUDA_SUCCESS,)
+
+
 def _mmap(
     address: int | None, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0
 ) -> int:
@@ -75,7 +78,6 @@ class Driver:
         self.reserved: dict[int, int] = {}  # size by address
         self.handles: dict[int, int] = {}  # offset in the file, by handle
         self.mapped: dict[int, int] = {}  # handle by address
-        self.accessible: set[int] = set()
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -88,23 +90,23 @@ class Driver:
         return self._threads.contexts
 
     def cuDeviceGet(self, number: int) -> tuple[Any, ...]:
-        return (CUresult.CUDA_SUCCESS, number) if number == 0 else self._refuse(f"device {number}")
+        return *DONE, number
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
-        return CUresult.CUDA_SUCCESS, CONTEXT
+        return *DONE, CONTEXT
 
     def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
         self.contexts.append(context)
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:
-        return CUresult.CUDA_SUCCESS, self.contexts.pop()
+        return *DONE, self.contexts.pop()
 
     def CUmemAllocationProp(self) -> Any:
-        return types.SimpleNamespace(type=None, location=types.SimpleNamespace(type=None, id=None))
+        return types.SimpleNamespace(location=types.SimpleNamespace())
 
     def CUmemAccessDesc(self) -> Any:
-        return types.SimpleNamespace(location=None, flags=None)
+        return types.SimpleNamespace()
 
     def _refuse(self, why: str) -> tuple[CUresult]:
         self.broken.append(why)
@@ -113,23 +115,14 @@ class Driver:
     def _is_whole(self, *numbers: int) -> bool:
         return all(number >= 0 and number % self.granularity == 0 for number in numbers)
 
-    def _is_reserved(self, address: int, size: int) -> bool:
-        return any(
-            start <= address and address + size <= start + room
-            for start, room in self.reserved.items()
-        )
-
-    def _is_device(self, location: Any) -> bool:
-        return location.type == "device" and location.id == 0
+    def _is_mapped(self, address: int, size: int) -> bool:
+        spots = range(address, address + size, self.granularity)
+        return self._is_whole(address, size) and all(at in self.mapped for at in spots)
 
     def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, ...]:
-        if (
-            properties.type != "pinned"
-            or not self._is_device(properties.location)
-            or option != "least"
-        ):
+        if (properties.type, properties.location.type, option) != ("pinned", "device", "least"):
             return self._refuse("granularity of another allocation")
-        return CUresult.CUDA_SUCCESS, self.granularity
+        return *DONE, self.granularity
 
     @_in_context
     def cuMemAddressReserve(
@@ -137,14 +130,11 @@ class Driver:
     ) -> tuple[Any, ...]:
         if not size or not self._is_whole(size) or flags:
             return self._refuse(f"reserve {size}")
-        room = size + self.granularity  # addresses aligned like the device's
-        start = _mmap(None, room, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE)
+        # aligned like the device's addresses
+        start = _mmap(None, size + self.granularity, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE)
         first = -(-start // self.granularity) * self.granularity
-        for at, rest in ((start, first - start), (first + size, start + room - first - size)):
-            if rest:
-                _libc.munmap(at, rest)
         self.reserved[first] = size
-        return CUresult.CUDA_SUCCESS, first
+        return *DONE, first
 
     @_in_context
     def cuMemAddressFree(self, address: int, size: int) -> tuple[Any, ...]:
@@ -154,16 +144,11 @@ class Driver:
             return self._refuse("addresses are given up at which something is mapped")
         del self.reserved[address]
         _libc.munmap(address, size)
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     @_in_context
     def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[Any, ...]:
-        if (
-            size != self.granularity
-            or properties.type != "pinned"
-            or not self._is_device(properties.location)
-            or flags
-        ):
+        if size != self.granularity or properties.type != "pinned" or flags:
             return self._refuse(f"create {size}")
         if (len(self.handles) + 1) * size > self.memory:
             return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
@@ -171,7 +156,7 @@ class Driver:
         os.ftruncate(self._file, self._size)
         handle, self._next = self._next, self._next + 1
         self.handles[handle] = offset
-        return CUresult.CUDA_SUCCESS, handle
+        return *DONE, handle
 
     @_in_context
     def cuMemMap(
@@ -179,7 +164,8 @@ class Driver:
     ) -> tuple[Any, ...]:
         if not self._is_whole(address, size) or size != self.granularity or offset or flags:
             return self._refuse("part of a page is mapped")
-        if not self._is_reserved(address, size):
+        places = self.reserved.items()
+        if not any(at <= address and address + size <= at + room for at, room in places):
             return self._refuse("a page is mapped at addresses that are not reserved")
         if address in self.mapped:
             return self._refuse("a page is mapped over another")
@@ -187,42 +173,34 @@ class Driver:
             return self._refuse("a page is mapped that was released")
         _mmap(address, size, NONE, _SHARED | _FIXED, self._file, self.handles[handle])
         self.mapped[address] = handle
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     @_in_context
     def cuMemSetAccess(
         self, address: int, size: int, access: list[Any], count: int
     ) -> tuple[Any, ...]:
-        spots = range(address, address + size, self.granularity)
-        if (
-            len(access) != count != 1
-            or not self._is_device(access[0].location)
-            or access[0].flags != "read and write"
-        ):
+        if len(access) != count != 1 or access[0].flags != "read and write":
             return self._refuse("another access is set")
-        if not self._is_whole(address, size) or any(at not in self.mapped for at in spots):
+        if not self._is_mapped(address, size):
             return self._refuse("access is set where nothing is mapped")
         _libc.mprotect(address, size, READ_WRITE)
-        self.accessible.update(spots)
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     @_in_context
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         self.calls.append("synchronize")
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     @_in_context
     def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
-        spots = range(address, address + size, self.granularity)
-        if not self._is_whole(address, size) or any(at not in self.mapped for at in spots):
+        if not self._is_mapped(address, size):
             return self._refuse("what is not mapped is unmapped")
         if "synchronize" not in self.calls:
             return self._refuse("a page is unmapped while kernels may read it")
-        for at in spots:
+        for at in range(address, address + size, self.granularity):
             del self.mapped[at]
-            self.accessible.discard(at)
         _mmap(address, size, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
     @_in_context
     def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
@@ -236,7 +214,7 @@ class Driver:
             ctypes.c_int64(self.handles.pop(handle)),
             ctypes.c_int64(self.granularity),
         )
-        return (CUresult.CUDA_SUCCESS,)
+        return DONE
 
 
 class StandInPages(pages.CudaPages):

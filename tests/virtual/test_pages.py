@@ -8,7 +8,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +55,14 @@ class Reserved(mmap.mmap):
         return reserved
 
 
-def fails_at(number: int, call: Callable[[], None], *paths: str) -> bool:
-    """Calls with a `MemoryError` at the line `number`, counted as they run, of all lines of
-    these files except those of finalizers; returns whether there was one."""
+def fails_at(
+    number: int,
+    call: Callable[[], Any],
+    *paths: str,
+    error: type[BaseException] = MemoryError,
+) -> bool:
+    """Calls with an error at the line `number`, counted as they run, of all lines of these files
+    except those of finalizers; returns whether there was one."""
     left = number
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -70,7 +74,7 @@ def fails_at(number: int, call: Callable[[], None], *paths: str) -> bool:
             left -= 1
             if left < 0:
                 sys.settrace(None)
-                raise MemoryError("on purpose")
+                raise error("on purpose")
         return trace
 
     before = sys.gettrace()
@@ -78,7 +82,7 @@ def fails_at(number: int, call: Callable[[], None], *paths: str) -> bool:
     try:
         call()
         return False
-    except MemoryError:
+    except error:
         return True
     finally:
         sys.settrace(before)
@@ -119,30 +123,3 @@ def test_a_failure_at_any_line_leaks_no_addresses_and_no_file(
         assert content.unique().tolist() == [number]
         number += 1
     assert number > 3
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
-def test_detached_pages_are_copies_that_the_process_owns_alone() -> None:
-    file = linux.MemoryFile()
-    size = file.granularity
-    addresses = file.reserve(4 * size)
-    offset = file.extend(4 * size)
-    file.map(addresses.address, offset, 4 * size)
-    content = addresses.tensor(torch.uint8).view(4, size)
-    content.copy_(torch.arange(4)[:, None])
-    other = file.reserve(4 * size)
-    file.map(other.address, offset, 4 * size)
-    file.detach(addresses, [addresses.address, addresses.address + 3 * size], size)
-    other.tensor(torch.uint8).fill_(9)
-    assert [row.unique().tolist() for row in content] == [[0], [9], [9], [3]]
-    child = os.fork()
-    if not child:
-        content[0].fill_(7)  # in the child
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert content[0].unique().tolist() == [0]
-    mapped = Path("/proc/self/maps").read_text()
-    address = addresses.address
-    del addresses, content
-    assert f"{address:x}-" in mapped
-    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()

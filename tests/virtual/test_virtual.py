@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import resource
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +33,8 @@ from hf_paged import PagedCache, PagedEngine, VirtualStorage, compat
 from hf_paged.model import registry
 from hf_paged.virtual import pages
 from hf_paged.virtual import storage as virtual
-from tests.support import models
+from tests.support import engine_helpers, models
+from tests.support.engine_helpers import assert_drained, lone_run, tokens_of
 from tests.support.models import VOCAB_SIZE, init_weights
 from tests.test_forks import holds_in_child
 
@@ -85,18 +86,24 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield request.param
 
 
-def prompts(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(
-        4, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed)
-    )
+prompts = models.token_ids
+
+
+GREEDY: dict[str, Any] = {"do_sample": False}
 
 
 def virtual_call(**storage: Any) -> dict[str, Any]:
     return {"cache_implementation": "paged", "cache_config": {"storage": VirtualStorage(**storage)}}
 
 
+MECHANISMS = [
+    virtual_call(),
+    virtual_call(keep_mappings=False),  # nothing is kept
+    virtual_call(blocks_ahead=3),
+    virtual_call(page_bytes=1 << 14),  # larger groups
+]
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
+    "greedy": GREEDY,
     "samples": {"do_sample": True, "num_return_sequences": 2},
     "beams": {"num_beams": 3, "do_sample": False},
 }
@@ -112,28 +119,15 @@ def test_tokens_are_plain_generates(
         pytest.importorskip("cuda.bindings")
     model, ids = models.put(built[name], device), prompts(3, 100).to(device)
     mask = torch.ones_like(ids)
-    mask[1, :37] = 0
+    mask[0, :64] = mask[1, :37] = 0  # whole pages of padding, and a part
     options = {**MODES[mode], "max_new_tokens": 70, "attention_mask": mask}
-    torch.manual_seed(1)
-    expected = model.generate(ids, **options)
-    for call in (
-        virtual_call(),
-        {"past_key_values": PagedCache(model.config, {"storage": "virtual"})},
-    ):
-        torch.manual_seed(1)
-        assert torch.equal(model.generate(ids, **options, **call), expected)
-    hf_paged.check_integrity(model)
-
-
-@pytest.mark.slow_cases("gpt_neo")
-@pytest.mark.parametrize("name", ["bloom", "gpt_neo"])
-def test_code_of_a_models_own_reads_rows_in_place(
-    built: dict[str, PreTrainedModel], name: str
-) -> None:
-    model, ids = built[name], prompts(4, 70)
     cache = PagedCache(model.config, {"storage": "virtual"})
-    model.generate(ids, past_key_values=cache, max_new_tokens=70, do_sample=False)
-    assert cache.counters.in_place > 0 and cache.counters.gathered == 0
+    found = []
+    for call in ({}, {"past_key_values": cache}, *MECHANISMS):
+        torch.manual_seed(1)
+        found.append(model.generate(ids, **options, **call))
+    assert all(torch.equal(tokens, found[0]) for tokens in found)
+    hf_paged.check_integrity(model)
 
 
 def test_the_route_says_how_a_function_of_the_callers_gets_rows(
@@ -159,92 +153,49 @@ def test_the_route_says_how_a_function_of_the_callers_gets_rows(
         compat.forget_attention("callers")
 
 
-MECHANISMS: dict[str, dict[str, Any]] = {
-    "nothing kept": {"keep_mappings": False},
-    "ahead": {"blocks_ahead": 3},
-    "larger groups": {"page_bytes": 1 << 14},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", MECHANISMS.values(), ids=MECHANISMS)
-def test_each_mechanism_gives_the_same_tokens(
-    built: dict[str, PreTrainedModel], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
-    for name in ("llama", "gpt_neo"):
-        model = copy.deepcopy(built[name])
-        for rows in (3, 5):
-            ids = prompts(rows, 90, seed=rows)
-            expected = model.generate(ids, max_new_tokens=150, do_sample=False)
-            found = model.generate(
-                ids, max_new_tokens=150, do_sample=False, **virtual_call(**options)
-            )
-            assert torch.equal(found, expected)
-
-
-def num_mappings(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
-    """Calls of `mmap` in the decode steps of a second, identical call."""
-    calls: list[int] = []
-    own = pages.MemoryFile.map
-    ids = prompts(4, 64)
-    model.generate(ids, max_new_tokens=2, do_sample=False, **virtual_call(**options))
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            pages.MemoryFile, "map", lambda self, *args: (calls.append(1), own(self, *args))[1]
-        )
-        model.generate(ids, max_new_tokens=300, do_sample=False, **virtual_call(**options))
-    return len(calls)
-
-
-@pytest.mark.slow
-def test_mapping_ahead_takes_fewer_calls(
-    built: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
-    counts = [
-        num_mappings(copy.deepcopy(built["llama"]), monkeypatch, blocks_ahead=n) for n in (0, 7)
-    ]
-    assert 0 < counts[1] < 0.5 * counts[0], counts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "lengths", [(150,), (180, 70, 130)], ids=["of one length", "of several lengths"]
-)
-@pytest.mark.parametrize("name", ["bloom", "llama"])
-def test_mappings_of_rows_that_ended_are_taken_over(
-    built: dict[str, PreTrainedModel],
-    name: str,
-    lengths: tuple[int, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """24 requests in turn: deferred reclamation (section 6.1.2) saves most of their mappings."""
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an item for each call of `mmap`."""
     monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
     calls, own = list[int](), pages.MemoryFile.map
     monkeypatch.setattr(
         pages.MemoryFile, "map", lambda self, *args: (calls.append(1), own(self, *args))[1]
     )
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lengths", "new_tokens", "better", "worse"),
+    [
+        # the second of two calls has pages
+        ("llama", (64, 64), 300, {"blocks_ahead": 7}, {"blocks_ahead": 0}),
+        # deferred reclamation (section 6.1.2): mappings of rows that ended are taken over
+        *(
+            (name, lengths * (24 // len(lengths)), 4, {}, {"keep_mappings": False})
+            for name in ("bloom", "llama")
+            for lengths in ((150,), (180, 70, 130))
+        ),
+    ],
+)
+def test_what_saves_mappings(
+    built: dict[str, PreTrainedModel],
+    name: str,
+    lengths: tuple[int, ...],
+    new_tokens: int,
+    better: dict[str, Any],
+    worse: dict[str, Any],
+    maps: list[int],
+) -> None:
     counts = []
-    for keeps in (True, False):
-        calls.clear()
+    for storage in (better, worse):
+        maps.clear()
         model = copy.deepcopy(built[name])
-        for number in range(24):
-            ids = prompts(1, lengths[number % len(lengths)], seed=number)
-            model.generate(
-                ids, max_new_tokens=4, do_sample=False, **virtual_call(keep_mappings=keeps)
-            )
-        counts.append(len(calls))
+        for seed, length in enumerate(lengths):
+            ids = prompts(1, length, seed)
+            model.generate(ids, max_new_tokens=new_tokens, **GREEDY, **virtual_call(**storage))
+        counts.append(len(maps))
     assert 0 < counts[0] <= counts[1] / 2, counts
-
-
-def test_a_row_that_is_padded_to_a_page_is_read_in_place(built: dict[str, PreTrainedModel]) -> None:
-    model, ids = built["gpt_neo"], prompts(2, 200)
-    mask = torch.ones_like(ids)
-    mask[0, :128] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, **options, **virtual_call()), expected)
 
 
 @pytest.mark.slow
@@ -252,37 +203,14 @@ def test_a_row_that_is_padded_to_a_page_is_read_in_place(built: dict[str, PreTra
 def test_an_engine_whose_blocks_run_out(
     built: dict[str, PreTrainedModel], preemption: str, backend: str
 ) -> None:
-    model = built["llama"]
-    config = {
-        "storage": "virtual",
-        "num_blocks": 9,
-        "preemption": preemption,
-        "max_num_batched_tokens": 64,
-    }
-    texts = [prompts(1, length, seed)[0].tolist() for seed, length in enumerate((60, 90, 130, 40))]
-    expected = [
-        model.generate(torch.tensor([text]), max_new_tokens=80, do_sample=False)[0]
-        for text in texts
-    ]
-    with PagedEngine(model, config) as engine:
-        results = engine.generate(texts, {"max_new_tokens": 80, "do_sample": False})
+    model, options = built["llama"], {**GREEDY, "max_new_tokens": 80}
+    config = {"storage": "virtual", "num_blocks": 9, "max_num_batched_tokens": 64}
+    texts = engine_helpers.prompts(60, 90, 130, 40)
+    with PagedEngine(model, {**config, "preemption": preemption}) as engine:
+        results = engine.generate(texts, options)
         assert engine.stats().num_preemptions > 0
-        engine._core.memory.check_integrity()
-    for text, result, tokens in zip(texts, results, expected):
-        assert text + result.token_ids == tokens.tolist()
-
-
-def test_prefixes_are_served_and_shared(built: dict[str, PreTrainedModel], backend: str) -> None:
-    model, shared = built["llama"], prompts(1, 200)[0].tolist()
-    texts = [shared + prompts(1, 9, seed)[0].tolist() for seed in range(3)]
-    with PagedEngine(model, {"storage": "virtual"}) as engine:
-        for text in texts:
-            expected = model.generate(torch.tensor([text]), max_new_tokens=9, do_sample=False)[
-                0
-            ].tolist()
-            (result,) = engine.generate([text], {"max_new_tokens": 9, "do_sample": False})
-            assert text + result.token_ids == expected
-        assert engine.stats().num_prefix_hit_tokens == 2 * 192
+        assert_drained(engine)
+    assert tokens_of(results) == [lone_run(model, text, options) for text in texts]
 
 
 def storages(model: PreTrainedModel) -> list[virtual.MappedStorage]:
@@ -290,129 +218,90 @@ def storages(model: PreTrainedModel) -> list[virtual.MappedStorage]:
     return [group.storage for group in groups if isinstance(group.storage, virtual.MappedStorage)]
 
 
-@pytest.mark.slow
-def test_pages_go_back_when_the_pool_is_idle(built: dict[str, PreTrainedModel]) -> None:
-    model = copy.deepcopy(built["llama"])
-    call = virtual_call()
-    call["cache_config"]["idle_release_seconds"] = 0.2
-    out = model.generate(prompts(4, 100), max_new_tokens=50, do_sample=False, **call)
-    (storage,) = storages(model)
-    held = storage.pages
-    assert held is not None and storage.physical_bytes > 0
-    end = time.monotonic() + 5
-    while held.physical_bytes() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert held.physical_bytes() == 0
-    assert torch.equal(
-        model.generate(prompts(4, 100), max_new_tokens=50, do_sample=False, **call), out
-    )
-
-
-@pytest.mark.parametrize(("mode", "limit"), [("beams", 0.25), ("samples", 0.20)])
-def test_beams_and_samples_share_pages(mode: str, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("options", "rows", "limit"),
+    [({"num_beams": 8}, 8, 0.25), ({"do_sample": True, "num_return_sequences": 16}, 16, 0.20)],
+    ids=["beams", "samples"],
+)
+def test_beams_and_samples_share_pages(options: dict[str, Any], rows: int, limit: float) -> None:
     """8 beams, or 16 samples, over a prompt of 500, in bfloat16, of the heads of Qwen2.5-0.5B."""
-    config = LlamaConfig(
-        **COMMON, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64
-    )
-    config.intermediate_size = 64
+    config = LlamaConfig(**COMMON, **LAYERS, num_key_value_heads=2, head_dim=64)
     model = LlamaForCausalLM(config).bfloat16().eval()
-    options = {
-        "beams": {"num_beams": 8},
-        "samples": {"do_sample": True, "num_return_sequences": 16},
-    }[mode]
     model.generate(prompts(1, 500), max_new_tokens=32, **options, **virtual_call())
-    rows = {"beams": 8, "samples": 16}[mode]
     # tokens, layers, K and V, heads, numbers of two bytes
     contiguous = rows * (500 + 32) * 2 * 2 * 2 * 64 * 2
     (storage,) = storages(model)
     assert 0 < storage.physical_bytes <= limit * contiguous
 
 
-def test_a_child_goes_on_with_pages_of_its_own(built: dict[str, PreTrainedModel]) -> None:
-    model, ids = built["gpt_neo"], prompts(2, 70)
+@pytest.mark.slow_cases("gpt_neo")
+@pytest.mark.parametrize("name", ["bloom", "gpt_neo"])
+def test_children_copies_and_pickles_go_on_alike(
+    built: dict[str, PreTrainedModel], name: str
+) -> None:
+    """The model's own code reads rows in place; in a child, on pages of its own."""
+    model, options = built[name], {**GREEDY, "max_new_tokens": 20}
     cache = PagedCache(model.config, {"storage": "virtual"})
-    options = {"max_new_tokens": 9, "do_sample": False, "past_key_values": cache}
-    first = model.generate(ids, **options)
-    expected = model.generate(first, max_new_tokens=20, do_sample=False)
-    before = [(layer.keys + 0, layer.values + 0) for layer in cache.layers]
+    first = model.generate(prompts(2, 70), past_key_values=cache, **options)
+    assert cache.counters.in_place > 0 and cache.counters.gathered == 0
+    expected = model.generate(first, **options)
+    before = [layer.keys + 0 for layer in cache.layers]
 
-    def goes_on() -> bool:
+    def goes_on(twin: PagedCache) -> bool:
         torch.set_num_threads(1)
-        found = model.generate(first, max_new_tokens=20, do_sample=False, past_key_values=cache)
-        cache.check_integrity()
+        found = model.generate(first, past_key_values=twin, **options)
+        twin.check_integrity()
         return torch.equal(found, expected)
 
-    assert holds_in_child(goes_on)
-    for layer, (keys, values) in zip(cache.layers, before):
-        assert torch.equal(layer.keys + 0, keys) and torch.equal(layer.values + 0, values)
-    assert torch.equal(
-        model.generate(first, max_new_tokens=20, do_sample=False, past_key_values=cache), expected
-    )
-
-
-def test_copies_and_pickles_go_on_alike(built: dict[str, PreTrainedModel]) -> None:
-    model, ids = built["bloom"], prompts(2, 70)
-    cache = PagedCache(model.config, {"storage": "virtual"})
-    first = model.generate(ids, max_new_tokens=9, do_sample=False, past_key_values=cache)
-    expected = model.generate(first, max_new_tokens=20, do_sample=False)
+    assert holds_in_child(lambda: goes_on(cache))
+    assert all(torch.equal(layer.keys + 0, keys) for layer, keys in zip(cache.layers, before))
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
-        assert torch.equal(
-            model.generate(first, max_new_tokens=20, do_sample=False, past_key_values=twin),
-            expected,
-        )
-
-
-def test_what_a_hook_keeps_stays_as_it_was(built: dict[str, PreTrainedModel]) -> None:
-    """Keys passed to a model's custom code, in later steps, and after rows were reordered or
-    ended."""
-    model, ids, kept = built["bloom"], prompts(3, 70), []
-    cache = PagedCache(model.config, {"storage": "virtual"})
-    update = cache.layers[0].update
-
-    def keep(*args: Any, **kwargs: Any) -> Any:
-        found = update(*args, **kwargs)
-        kept.append((found[0], found[0].clone()))
-        return found
-
-    cache.layers[0].update = keep
-    model.generate(ids, max_new_tokens=12, num_beams=3, past_key_values=cache)
-    cache.reset()
-    model.generate(prompts(3, 70, 5), max_new_tokens=12, past_key_values=cache)
-    assert len(kept) > 20 and not any(
-        isinstance(x, hf_paged.cache.handles.PagedTensor) for x, _ in kept[5:11]
-    )
-    assert all(torch.equal(found, expected) for found, expected in kept)
+        assert goes_on(twin)
 
 
 def test_code_that_needs_contiguous_tensors_gets_them() -> None:
-    cache = PagedCache(None, {"storage": "virtual", "block_size": 64})
-    states = torch.randn(2, 4, 70, 16), torch.randn(2, 4, 70, 16)
-    cache.update(*states, 0)
-    for step in range(3):
-        new = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 1, 16)
-        states = tuple(torch.cat(pair, dim=2) for pair in zip(states, new))  # type: ignore[assignment]
-        for found, expected in zip(cache.update(*new, 0), states):
-            assert torch.equal(found.view(2, -1, 16), expected.reshape(2, -1, 16)), step
+    cache, states = (
+        PagedCache(None, {"storage": "virtual", "block_size": 64}),
+        torch.randn(2, 4, 73, 16),
+    )
+    for start, end in ((0, 70), (70, 71), (71, 72), (72, 73)):
+        keys, _ = cache.update(states[:, :, start:end], -states[:, :, start:end], 0)
+        assert torch.equal(keys.view(2, -1, 16), states[:, :, :end].reshape(2, -1, 16)), end
 
 
+@pytest.mark.parametrize(
+    ("config", "platform", "message"),
+    [
+        ({"kv_dtype": "int8"}, "linux", "`kv_dtype` is 'int8': it must be None with `storage` 'vi"),
+        (
+            {"storage": VirtualStorage(page_bytes=2048)},
+            "linux",
+            "`page_bytes` is 2,048, and must be a multiple of the 4,096 bytes",
+        ),
+        (
+            {"storage": VirtualStorage(page_bytes=1 << 21)},
+            "linux",
+            "`page_bytes` of `VirtualStorage` is 2,097,152",
+        ),
+        ({}, "darwin", "mapped on cpu under darwin: this needs Linux.*Leave `storage` out"),
+    ],
+)
 def test_elsewhere_the_error_says_what_to_change(
-    built: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], platform: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"`kv_dtype` is 'int8': it must be None with `storage` 'virtual'"
-    ):
-        hf_paged.PagedConfig(storage="virtual", kv_dtype="int8")
-    with pytest.raises(
-        ValueError, match=r"`page_bytes` is 2,048, and must be a multiple of the 4,096 bytes"
-    ):
-        PagedEngine(built["llama"], {"storage": VirtualStorage(page_bytes=2048)})
+    monkeypatch.setattr(sys, "platform", platform)
+    model, config = models.get("llama"), {"storage": "virtual", **config}
+    with pytest.raises(ValueError, match=message):
+        PagedEngine(model, config)
+    with pytest.raises(ValueError, match=message):
+        model.generate(
+            prompts(1, 9), cache_implementation="paged", cache_config=config, max_new_tokens=2
+        )
+
+
+def test_what_a_device_or_a_limit_on_files_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'pip install "hf_paged\[cuda\]"'):
         pages.pages_for(torch.device("cuda"))
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(
-        ValueError,
-        match=r"cannot be mapped on cpu under darwin: this needs Linux.*Leave `storage` out",
-    ):
-        built["llama"].generate(prompts(1, 9), max_new_tokens=2, **virtual_call())
-    with pytest.raises(ValueError, match="Leave `storage` out"):
-        PagedEngine(built["llama"], {"storage": "virtual"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 30, 1 << 30))
+    with pytest.raises(ValueError, match=r"limited to 1,073,741,824 bytes \(ulimit -f\)"):
+        PagedEngine(models.get("llama"), {"storage": "virtual"})

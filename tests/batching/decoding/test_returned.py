@@ -7,30 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_paged import PagedEngine
 from tests.support import models
+from tests.support.engine_helpers import run_all
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 BEAMS = {**GREEDY, "num_beams": 2}
-PAGED = {"cache_implementation": "paged"}
 IDS = torch.tensor([[5, 6, 7]])
 
 
 class InPlace(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         scores.mul_(2)
-
-
-class Doubles(LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        return scores.mul(2)
-
-
-class Fails(LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        raise AttributeError("on purpose")
 
 
 class Returns(StoppingCriteria):
@@ -41,51 +31,54 @@ class Returns(StoppingCriteria):
         return self.value
 
 
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-@pytest.mark.parametrize(
-    "processors",
-    [[InPlace()], [Doubles(), InPlace()], [InPlace(), Doubles()]],
-    ids=["alone", "last", "first"],
+def double(input_ids: Any, scores: Any) -> Any:
+    return scores.mul(2)
+
+
+def fail(input_ids: Any, scores: Any) -> Any:
+    raise AttributeError("on purpose")
+
+
+NONE = (
+    r"the logits processor InPlace returned None: it must return the scores, a tensor of shape \("
 )
-def test_a_processor_that_returns_no_scores_is_named(
-    processors: list[Any], options: dict[str, Any]
+CRITERION = "the stopping criterion Returns returned {}.*: it must .*"
+WRONG = [
+    *(
+        ({"logits_processor": processors}, options, NONE)
+        for processors in ([InPlace()], [double, InPlace()], [InPlace(), double])
+        for options in (GREEDY, BEAMS)
+    ),
+    *(
+        ({"stopping_criteria": [Returns(value)]}, GREEDY, CRITERION.format(told) + r"shape \(1,\)")
+        for value, told in (
+            (None, "None"),
+            ("stop", "a str"),
+            (torch.ones(7), r"a tensor of shape \(7"),
+        )
+    ),
+    ({"stopping_criteria": [Returns(None)]}, BEAMS, CRITERION.format("no such tensor")),
+]
+
+
+@pytest.mark.parametrize(("code", "options", "message"), WRONG)
+def test_code_that_returns_something_wrong_is_named(
+    code: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    model, message = models.get("llama"), "the logits processor InPlace returned None: it must"
-    with PagedEngine(model) as engine:
-        engine.add_request([5, 6, 7], options, logits_processor=processors, request_id="wrong")
-        engine.add_request([5, 6, 7], options, request_id="right")
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {output.request_id: output.result for output in engine.step()}
-    assert isinstance(results["wrong"].error, TypeError) and results["right"].error is None
-    assert str(results["wrong"].error).startswith(message)
-    with pytest.raises(TypeError, match=rf"{message} return the scores, a tensor of shape \("):
-        model.generate(IDS, logits_processor=LogitsProcessorList(processors), **options, **PAGED)
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [(None, "None"), ("stop", "a str"), (torch.ones(7), r"a tensor of shape \(7")],
-)
-def test_a_criterion_that_returns_no_bools_is_named(value: Any, told: str) -> None:
     model = models.get("llama")
-    message = rf"^the stopping criterion Returns returned {told}.*: it must .* shape \(1,\)"
     with PagedEngine(model) as engine:
-        (result,) = engine.generate([[5, 6, 7]], GREEDY, stopping_criteria=[Returns(value)])
-        assert engine.generate([[5, 6, 7]], GREEDY)[0].error is None
+        engine.add_request([5, 6, 7], options, **code, request_id="wrong")
+        engine.add_request([5, 6, 7], options, request_id="right")
+        results = run_all(engine)
+    assert results["right"].error is None
     with pytest.raises(TypeError, match=message):
-        raise result.error or AssertionError
+        raise results["wrong"].error
     with pytest.raises(TypeError, match=message):
-        model.generate(IDS, stopping_criteria=[Returns(value)], **GREEDY, **PAGED)
-
-
-def test_a_criterion_of_beams_is_named() -> None:
-    with pytest.raises(TypeError, match="the stopping criterion Returns returned no such tensor"):
-        models.get("llama").generate(IDS, stopping_criteria=[Returns(None)], **BEAMS, **PAGED)
+        model.generate(IDS, **code, **options, **models.PAGED)
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
 def test_an_error_of_a_processor_itself_is_its_own(options: dict[str, Any]) -> None:
     with PagedEngine(models.get("llama")) as engine:
-        (result,) = engine.generate([[5, 6, 7]], options, logits_processor=[Doubles(), Fails()])
+        (result,) = engine.generate([[5, 6, 7]], options, logits_processor=[double, fail])
     assert isinstance(result.error, AttributeError) and "on purpose" in str(result.error)

@@ -9,7 +9,6 @@ import tracemalloc
 from typing import Any
 
 import pytest
-import torch
 
 from hf_paged import PagedEngine
 from hf_paged.batching.request import Request, Sequence, Status
@@ -17,23 +16,13 @@ from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.timeline import Activity, Timeline
 from hf_paged.plan import StepPlan
 from tests.support import models
-from tests.support.engine_helpers import prompts
+from tests.support.engine_helpers import prompts, run_all
 
 LENGTHS = (40, 24, 33, 5, 60)
 
 
 def make_request(name: str = "r", num_tokens: int = 8) -> Request:
     return Request(name, [Sequence([1] * num_tokens)], 64)
-
-
-def live(timeline: Timeline, name: str) -> None:
-    """A request that arrives, is prefilled in one step, decodes in another and ends."""
-    request = make_request(name)
-    timeline.record_waiting(request)
-    request.status = Status.RUNNING
-    step(timeline, [(request.sequences[0], 8)], admitted=[request])
-    step(timeline)
-    timeline.record_end(request)
 
 
 def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
@@ -55,26 +44,6 @@ def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]
     ]
 
 
-def test_a_request_without_trouble() -> None:
-    timeline = Timeline()
-    step(timeline)
-    live(timeline, "a")
-    assert activities(timeline, "a") == [(Activity.PREFILL, 1, 2), (Activity.DECODE, 2, 3)]
-    assert [interval.is_last for interval in timeline.intervals()] == [False, False, True]
-
-
-def test_chunks_of_one_prompt_are_one_interval_though_a_step_has_none() -> None:
-    timeline, request = Timeline(), make_request()
-    [sequence] = request.sequences
-    timeline.record_waiting(request)
-    request.status = Status.RUNNING
-    step(timeline, [(sequence, 3)], admitted=[request])
-    step(timeline)
-    step(timeline, [(sequence, 5)])
-    step(timeline)
-    assert activities(timeline, "r") == [(Activity.PREFILL, 0, 3), (Activity.DECODE, 3, 4)]
-
-
 def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
     timeline, request = Timeline(), make_request()
     timeline.record_waiting(request)
@@ -83,13 +52,6 @@ def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
         step(timeline, admitted=[request])
     assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
     assert len(timeline.intervals()) == 1
-
-
-def test_ids_that_are_used_again_are_other_requests() -> None:
-    timeline = Timeline()
-    for _ in range(2):
-        live(timeline, "again")
-    assert {interval.number for interval in timeline.intervals()} == {0, 1}
 
 
 @pytest.mark.parametrize("kept", [3, 2, 0])
@@ -203,8 +165,7 @@ def test_against_every_step_under_preemption(
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", watched)
-    while engine.has_unfinished:
-        engine.step()
+    run_all(engine)
     seen = {activity for steps in expected.values() for activity in steps}
     assert (Activity.SWAPPED if preemption == "swap" else Activity.RECOMPUTE) in seen
     for request_id, steps in expected.items():
@@ -215,48 +176,23 @@ def test_against_every_step_under_preemption(
         ]
         assert told == steps, request_id
     assert engine.timeline.num_steps == engine.stats().num_steps
-    engine.free()
-
-
-def test_intervals_of_a_request_follow_one_another_and_end_once() -> None:
-    with PagedEngine(
-        models.get("llama"), {"block_size": 8, "num_blocks": 20, "preemption": "swap"}
-    ) as engine:
-        engine.generate(prompts(*LENGTHS), {"do_sample": False, "max_new_tokens": 25})
-        intervals = engine.timeline.intervals()
+    intervals = engine.timeline.intervals()
     for number in range(len(LENGTHS)):
         own = [interval for interval in intervals if interval.number == number]
         assert [interval.is_last for interval in own] == [False] * (len(own) - 1) + [True]
-        for left, right in itertools.pairwise(own):
+        for left, right in itertools.pairwise(own):  # they follow one another
             assert (left.end_step, left.end) == (right.first_step, right.start)
             assert left.activity is not right.activity
         assert own[0].activity is Activity.WAITING
         assert all(interval.start <= interval.end for interval in own)
-
-
-def test_a_step_that_fails_leaves_the_timeline_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = PagedEngine(models.get("llama"))
-    engine.add_request([5, 6, 7], {"max_new_tokens": 4}, request_id="a")
-    runner, run = engine._core.loop.executor.runner, engine._core.loop.executor.runner.run
-
-    def fail(plan: StepPlan, adapter: str | None) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "run", fail)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.setattr(runner, "run", run)
-    while engine.has_unfinished:
-        engine.step()
-    assert engine.timeline.intervals()[-1].is_last
-    assert not engine.timeline._open and not engine.timeline._prefilling
+    engine.free()
 
 
 def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
     engine = PagedEngine(models.build("llama"))
-    engine.generate([[5, 6, 7]], {"max_new_tokens": 2})
-    engine.free()
-    engine.generate([[5, 6, 7]], {"max_new_tokens": 2})
+    for _ in range(2):
+        engine.generate([[5, 6, 7]], {"max_new_tokens": 2}, request_id="again")
+        engine.free()
     assert {interval.number for interval in engine.timeline.intervals()} == {0, 1}
 
 
@@ -267,32 +203,15 @@ def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
     tracemalloc.start()
     try:
         for i in range(1000):
-            live(timeline, f"request {i}")
+            request = make_request(f"request {i}")
+            timeline.record_waiting(request)
+            step(timeline)
+            timeline.record_end(request)
         gc.collect()
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(timeline.intervals()) == 300
+    assert len(timeline.intervals()) == 300 and not timeline._open
+    assert all(not isinstance(value, Request) for value in timeline.intervals()[0])
     assert num_bytes < 300 * 400
     assert timeline.intervals()[-1].request_id == "request 999"
-
-
-def test_steps_in_which_nothing_changes_leave_nothing() -> None:
-    timeline, request = Timeline(), make_request()
-    timeline.record_waiting(request)
-    request.status = Status.RUNNING
-    step(timeline, [(request.sequences[0], 8)], admitted=[request])
-    for _ in range(500):
-        step(timeline)
-    assert [interval.activity for interval in timeline.intervals()] == [
-        Activity.WAITING,
-        Activity.PREFILL,
-        Activity.DECODE,
-    ]
-
-
-def test_nothing_of_a_request_is_held_after_its_end() -> None:
-    timeline = Timeline()
-    live(timeline, "a")
-    assert not timeline._open
-    assert all(not isinstance(value, (torch.Tensor, Request)) for value in timeline.intervals()[0])

@@ -54,29 +54,6 @@ def test_prompts_part_where_a_comparison_of_all_pairs_finds_it(seed: int) -> Non
     assert not len(prompts) and not prompts._counts
 
 
-def test_a_prompt_awaits_those_that_stop_where_it_can_begin() -> None:
-    common = list(range(17))
-    first, second, third, other = (request([*common, n, n, n, n]) for n in range(50, 54))
-    shorter, stranger = request(common[:9]), request([9] * 20)
-    prompts = WaitingPrompts(SIZE)
-    for each in (first, second, third, shorter, stranger):
-        prompts.add(each)
-    assert (
-        prompts.divergences(first) == [8, 16]
-        and prompts.divergences(shorter) == [8]
-        and prompts.divergences(other) == []
-    )
-    prompts.discard(first)
-    prompts.await_stops(first, (16,))
-    assert [prompts.is_awaited(each) for each in (second, third, shorter, stranger, other)] == [
-        True
-    ] * 2 + [False] * 3
-    prompts.await_stops(first, (8, 16))
-    assert prompts.is_awaited(shorter) and not prompts.is_awaited(stranger)
-    prompts.awaited.clear()
-    assert not prompts.is_awaited(second)
-
-
 def test_a_request_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are looked at, where all prompts have a beginning in common."""
     num_blocks = 0

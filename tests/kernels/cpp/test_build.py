@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import re
@@ -11,7 +10,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,66 +20,117 @@ from hf_paged.kernels import cpp
 
 OTHER_USER = 12345
 TIMED = r"hf_paged: compiled the CPU kernels in \d+\.\d s \[troubleshooting.md#cpp-kernels\]"
+FOLDER = "HF_PAGED_CACHE_DIR"
 SOURCES = Path(cpp.__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 
 
-@pytest.fixture(scope="module")
-def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real library, compiled once, without optimization to save time."""
-    path = tmp_path_factory.mktemp("prebuilt") / "kernels.so"
-    command = [
-        "c++",
-        "-std=c++17",
-        "-O0",
-        "-shared",
-        "-fPIC",
-        str(SOURCES / "kernels.cpp"),
-        "-o",
-        str(path),
-    ]
+def compile_library(source: Path, path: Path) -> Path:
+    """Without optimization, to save time."""
+    command = ["c++", "-std=c++17", "-O0", "-shared", "-fPIC", str(source), "-o", str(path)]
     subprocess.run(command, check=True, timeout=300)
     return path
+
+
+@pytest.fixture(scope="module")
+def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real library, compiled once."""
+    return compile_library(SOURCES / "kernels.cpp", tmp_path_factory.mktemp("built") / "kernels.so")
 
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A planted library of another user, and the file that it creates if it is loaded."""
     folder = tmp_path_factory.mktemp("planted")
-    marker = folder / "it ran"
-    source = folder / "planted.cpp"
+    marker, source = folder / "it ran", folder / "planted.cpp"
     source.write_text(
         "#include <cstdio>\n__attribute__((constructor)) void run() {"
         f' std::fclose(std::fopen("{marker}", "w")); }}\n'
     )
-    path = folder / "planted.so"
-    subprocess.run(
-        ["c++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True, timeout=300
-    )
-    return path, marker
+    return compile_library(source, folder / "planted.so"), marker
+
+
+class Host:
+    """A home directory of ours, and a compiler that only copies the library and records its
+    calls."""
+
+    def __init__(
+        self,
+        path: Path,
+        prebuilt: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        self.path, self.monkeypatch, self.caplog = path, monkeypatch, caplog
+        self.folder = path / ".cache" / "hf_paged"  # if no variable names another
+        self.compiler = path / "stub-c++"
+        self.compiler.write_text(
+            '#!/bin/sh\n[ "$1" = --version ] && echo stub && exit 0\n'
+            'while [ "$1" != -o ]; do shift; done\n'
+            f'echo "$2" >> "{self.compiler}.runs"\nrm -f "$2"\ncp "{prebuilt}" "$2"\n'
+        )
+        self.compiler.chmod(0o755)
+        for name in ("HF_PAGED_CPP", FOLDER, "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        self.set(CXX=self.compiler, HOME=path)
+
+    def set(self, **variables: str | Path) -> None:
+        for name, value in variables.items():
+            self.monkeypatch.setenv(name, str(value))
+
+    @property
+    def runs(self) -> list[Path]:
+        """Output paths passed to the compiler."""
+        noted = Path(f"{self.compiler}.runs")
+        return [Path(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+
+    @property
+    def library(self) -> Path:
+        """The only file in the folder."""
+        (library,) = self.folder.iterdir()
+        assert library.suffix == ".so"
+        return library
+
+    def use(self, name: str, mode: int = 0o700) -> Path:
+        """Names a new folder in the variable."""
+        folder = self.path / name
+        folder.mkdir(parents=True)
+        folder.chmod(mode)
+        self.set(**{FOLDER: folder})
+        self.folder = folder
+        return folder
+
+    def slow_down(self, seconds: float) -> None:
+        """Makes the compiler take this long after it has noted its call."""
+        script = self.compiler.read_text()
+        self.compiler.write_text(script.replace('\nrm -f "$2"', f'\nsleep {seconds}; rm -f "$2"'))
+
+    def refuses(self, folder: Path, reason: str) -> None:
+        """Asserts that the folder is not used, with a warning; the library still works and leaves
+        no files."""
+        before = sorted(folder.iterdir()) if folder.is_dir() else []
+        self.caplog.clear()
+        with self.caplog.at_level(logging.INFO, logger=cpp.__name__):
+            assert load()
+        record, compiled = self.caplog.records
+        assert re.fullmatch(TIMED, compiled.getMessage())
+        message = record.getMessage()
+        assert record.levelno == logging.WARNING and reason in message, message
+        assert message.startswith("hf_paged: compiling the CPU kernels for this process alone")
+        wanted = "to a folder that is yours and that only you can write to"
+        assert f"Set HF_PAGED_CACHE_DIR {wanted}" in message
+        assert folder not in self.runs[-1].parents and not self.runs[-1].parent.exists()
+        assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
 
 
 @pytest.fixture
-def compiler(prebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A compiler that only copies the library, and records its calls."""
-    path = tmp_path / "stub-c++"
-    path.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo stub && exit 0\n'
-        'while [ "$1" != -o ]; do shift; done\n'
-        f'echo "$2" >> "{path}.runs"\nrm -f "$2"\ncp "{prebuilt}" "$2"\n'
-    )
-    path.chmod(0o755)
-    monkeypatch.setenv("CXX", str(path))
-    for name in ("HF_PAGED_CPP", "HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return path
-
-
-def runs(compiler: Path) -> list[Path]:
-    """Output paths passed to the compiler."""
-    noted = Path(f"{compiler}.runs")
-    return [Path(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+def host(
+    prebuilt: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> Host:
+    return Host(tmp_path, prebuilt, monkeypatch, caplog)
 
 
 def load() -> bool:
@@ -89,15 +138,19 @@ def load() -> bool:
     return cpp.build.library.__wrapped__() is not None
 
 
-def in_child(function: Callable[[], object]) -> int:
-    """Exit status of a forked process that calls the function: 0 if true; a truncated library may
-    kill it."""
+def child(function: Callable[[], object]) -> int:
+    """Forks a process that calls the function, and exits with 0 if it is true."""
     process = os.fork()
     if process == 0:
         try:
             os._exit(0 if function() else 1)
         finally:
             os._exit(2)
+    return process
+
+
+def ends(process: int) -> int:
+    """Exit status; a truncated library may kill a process."""
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
@@ -121,447 +174,263 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, name, as_other(getattr(os, name)))
 
 
-def kept(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.so"))
-
-
 # ------------------------------------------------------------------------------------- kept files
 
 
-@pytest.mark.slow
-def test_the_library_is_kept_in_a_folder_of_ours_alone(compiler: Path, tmp_path: Path) -> None:
+def test_the_library_is_kept_in_a_folder_of_ours_alone(host: Host) -> None:
     before = os.umask(0)
     try:
         assert load()
     finally:
         os.umask(before)
-    folder = tmp_path / ".cache" / "hf_paged"
-    (library,) = folder.iterdir()
-    for path in (folder.parent, folder, library):
+    for path in (host.folder.parent, host.folder, host.library):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
-    (written,) = runs(compiler)
-    assert written.parent == folder and written != library, (
-        "built under a name of its own, then renamed"
-    )
-    assert load() and len(runs(compiler)) == 1, "compiled again"
-
-
-def slow_down(compiler: Path, seconds: float) -> None:
-    """Makes the compiler take this long after it has noted its call."""
-    compiler.write_text(
-        compiler.read_text().replace('\nrm -f "$2"', f'\nsleep {seconds}; rm -f "$2"')
-    )
+    (written,) = host.runs
+    assert written.parent == host.folder, "built under a name of its own, then renamed"
+    assert written != host.library
+    host.folder.chmod(0o500)  # one that can only be read serves what it holds
+    try:
+        assert load() and len(host.runs) == 1, "compiled again"
+    finally:
+        host.folder.chmod(0o700)
 
 
 @pytest.mark.slow
-def test_processes_that_build_at_once_compile_once(compiler: Path, tmp_path: Path) -> None:
-    slow_down(compiler, 0.3)
-    processes = []
+def test_processes_that_build_at_once_compile_once(host: Host) -> None:
+    host.slow_down(0.3)
     start = time.monotonic() + 0.2
-    for _ in range(4):
-        if (process := os.fork()) == 0:
-            while time.monotonic() < start:
-                pass
-            os._exit(0 if load() else 1)
-        processes.append(process)
-    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [
-        0
-    ] * 4
-    assert (
-        len(kept(tmp_path / ".cache" / "hf_paged"))
-        == len(list((tmp_path / ".cache" / "hf_paged").iterdir()))
-        == 1
-    )
-    assert len(runs(compiler)) == 1
-    assert load() and len(runs(compiler)) == 1
+
+    def wait() -> bool:
+        while time.monotonic() < start:
+            pass
+        return load()
+
+    assert [ends(process) for process in [child(wait) for _ in range(4)]] == [0] * 4
+    assert host.library and len(host.runs) == 1
+    assert load() and len(host.runs) == 1
 
 
-def test_a_build_that_was_killed_holds_up_no_other_and_leaves_nothing(
-    compiler: Path, tmp_path: Path
-) -> None:
-    slow_down(compiler, 60)
-    if (process := os.fork()) == 0:
-        os.setsid()
-        os._exit(0 if load() else 1)
-    while not runs(compiler):
+def test_a_build_that_was_killed_holds_up_no_other_and_leaves_nothing(host: Host) -> None:
+    host.slow_down(60)
+    process = child(lambda: os.setsid() or load())
+    while not host.runs:
         time.sleep(0.01)
-    folder = tmp_path / ".cache" / "hf_paged"
-    waiting = os.fork()
-    if waiting == 0:
-        compiler.write_text(compiler.read_text().replace("sleep 60", "sleep 0"))
-        os._exit(0 if load() else 1)
+    host.compiler.write_text(host.compiler.read_text().replace("sleep 60", "sleep 0"))
+    waiting = child(load)
     time.sleep(0.1)
     os.killpg(process, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
-    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
-    assert (
-        len(runs(compiler)) == 2
-        and kept(folder) == list(folder.iterdir())
-        and len(kept(folder)) == 1
-    )
+    assert (ends(process), ends(waiting)) == (-signal.SIGKILL, 0)
+    assert host.library and len(host.runs) == 2
 
 
-def test_a_folder_that_can_only_be_read_serves_what_it_holds(
-    compiler: Path, tmp_path: Path
-) -> None:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut short": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "one byte": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+    "appended": lambda content: content + b"\0",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_library_that_is_not_what_was_built_is_built_again(host: Host, damage: str) -> None:
     assert load()
-    folder = tmp_path / ".cache" / "hf_paged"
-    folder.chmod(0o500)
-    try:
-        assert load() and len(runs(compiler)) == 1
-    finally:
-        folder.chmod(0o700)
+    library, content = host.library, host.library.read_bytes()
+    library.unlink()  # this process's mapping stays valid
+    library.write_bytes(DAMAGES[damage](content))
+    library.chmod(0o700)
+    assert ends(child(load)) == 0
+    assert len(host.runs) == 2 and library.read_bytes() == content
+    host.caplog.clear()
+    assert load() and not host.caplog.records
+
+
+# -------------------------------------------------------------------------------- untrusted files
+
+
+@pytest.mark.parametrize(
+    ("variable", "how"),
+    [
+        *(
+            (FOLDER, how)
+            for how in ("folder", "file", "parent", "link to the folder", "link of theirs")
+        ),
+        ("XDG_CACHE_HOME", "folder"),
+    ],
+)
+def test_what_another_user_planted_does_not_run(
+    host: Host, planted: tuple[Path, Path], variable: str, how: str
+) -> None:
+    folder = host.use("shared")
+    if variable != FOLDER:
+        host.monkeypatch.delenv(FOLDER)
+        host.set(**{variable: folder})
+        folder = host.folder = folder / "hf_paged"
+    assert load()
+    library = host.library
+    library.unlink()
+    shutil.copy(planted[0], library)
+    library.chmod(0o755)
+    planted[1].unlink(missing_ok=True)
+    given = {"folder": folder, "file": library, "parent": host.path}.get(how, folder)
+    if how.startswith("link"):
+        moved = shutil.move(folder, host.path / "theirs")
+        folder.symlink_to(moved)
+        given = folder if how == "link of theirs" else moved
+    give_away(given, host.monkeypatch)
+    host.caplog.clear()
+    assert load()
+    assert not planted[1].exists(), "what another user planted has run"
+    records = host.caplog.records
+    assert records and all(record.levelno == logging.WARNING for record in records)
+    us = f"this process runs as user {os.geteuid()}"
+    assert f"belongs to user {OTHER_USER}, and {us}" in host.caplog.text
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mode", "reason"),
+    [
+        # others can enter the folder
+        *(
+            (FOLDER, "{}/mine", mode, "chmod {1} {0}/mine")
+            for mode in (0o777, 0o755, 0o1777, 0o710)
+        ),
+        # or swap it on the way
+        (FOLDER, "{}/mine/new", 0o777, "other users can write to {0}/mine: chmod go-w {0}/mine"),
+        # it cannot be made
+        (FOLDER, "/dev/null/folder", 0o700, "/dev/null"),
+        (FOLDER, "/proc/folder", 0o700, "/proc/folder"),
+        (FOLDER, "{}/stub-c++", 0o700, "{0}/stub-c++"),
+        *(
+            (variable, value, 0o700, f"{variable} is {value!r}: it must be an absolute path")
+            for variable, value in ((FOLDER, "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "x"))
+        ),
+    ],
+)
+def test_a_folder_that_may_not_or_cannot_be_used(
+    host: Host, variable: str, value: str, mode: int, reason: str
+) -> None:
+    """It is named, with what to do, and the library is made for the process alone."""
+    host.monkeypatch.chdir(host.use("mine", mode))
+    host.monkeypatch.delenv(FOLDER)
+    folder = value.format(host.path)
+    host.set(**{variable: folder})
+    rights = "700" if mode & 0o1000 or not mode & 0o022 else "go-w"
+    host.refuses(Path(folder), reason.format(host.path, rights))
+    assert value == "{}/mine/new" or not list(Path().iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755], ids=oct)
+def test_a_folder_on_the_way_in_which_no_other_can_rename_ours_is_no_obstacle(
+    host: Host, mode: int
+) -> None:
+    host.use("way/mine").parent.chmod(mode)
+    assert load() and host.library
 
 
 @pytest.mark.parametrize(
     "error", [errno.EACCES, errno.ENOSPC, errno.ENOSYS], ids=errno.errorcode.get
 )
 def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: int,
+    host: Host, error: int
 ) -> None:
     """Because it can only be read, or is full, or because its file system has no locks."""
-    folder = tmp_path / "mine"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(folder))
-    raised = (
-        NotImplementedError("no locks") if error == errno.ENOSYS else OSError(error, "on purpose")
-    )
+    raised = NotImplementedError("no locks") if error == errno.ENOSYS else OSError(error, "why")
+    host.monkeypatch.setattr(cpp.build.FileLock, "_acquire", raising(raised))
+    host.refuses(host.use("mine"), str(raised))
 
+
+def raising(error: Exception) -> Callable[[object], None]:
     def fail(self: object) -> None:
-        raise raised
+        raise error
 
-    monkeypatch.setattr(cpp.build.FileLock, "_acquire", fail)
-    refused(caplog, compiler, folder, str(raised))
-
-
-@pytest.mark.parametrize(
-    "damage", ["cut short", "empty", "one byte", "appended", "zeros at the end"]
-)
-def test_a_library_that_is_not_what_was_built_is_built_again(
-    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    assert load()
-    (library,) = kept(tmp_path / ".cache" / "hf_paged")
-    content = library.read_bytes()
-    changed = {
-        "cut short": content[: len(content) // 2],
-        "empty": b"",
-        "one byte": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-        "appended": content + b"\0",
-        "zeros at the end": content[:-4096] + bytes(4096),
-    }[damage]
-    library.unlink()  # this process's mapping stays valid
-    library.write_bytes(changed)
-    library.chmod(0o700)
-    assert in_child(load) == 0
-    assert len(runs(compiler)) == 2 and library.read_bytes() == content
-    caplog.clear()
-    assert load() and not caplog.records
-
-
-# -------------------------------------------------------------------------------- untrusted files
-
-
-def refused(caplog: pytest.LogCaptureFixture, compiler: Path, folder: Path, reason: str) -> None:
-    """The folder is not used, with a warning; the library still works and leaves no files."""
-    before = sorted(folder.iterdir()) if folder.is_dir() else []
-    with caplog.at_level(logging.INFO, logger=cpp.__name__):
-        assert load()
-    record, compiled = caplog.records
-    assert re.fullmatch(TIMED, compiled.getMessage())
-    assert record.levelno == logging.WARNING
-    message = record.getMessage()
-    assert message.startswith("hf_paged: compiling the CPU kernels for this process alone"), message
-    assert reason in message, message
-    assert (
-        "Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write to" in message
-    )
-    assert folder not in runs(compiler)[-1].parents
-    assert not runs(compiler)[-1].parent.exists()
-    assert (sorted(folder.iterdir()) if folder.is_dir() else []) == before
-
-
-@pytest.mark.parametrize("variable", ["HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME"])
-@pytest.mark.parametrize(
-    "how", ["folder", "file", "folder and file", "parent", "link to the folder", "link of theirs"]
-)
-def test_what_another_user_planted_does_not_run(
-    compiler: Path,
-    planted: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    variable: str,
-    how: str,
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir(mode=0o700)
-    folder = shared if variable == "HF_PAGED_CACHE_DIR" else shared / "hf_paged"
-    monkeypatch.setenv(variable, str(shared))
-    assert load()
-    (library,) = kept(folder)
-    library.unlink()
-    shutil.copy(planted[0], library)
-    library.chmod(0o755)
-    planted[1].unlink(missing_ok=True)
-    if how.startswith("link"):
-        moved = tmp_path / "theirs"
-        shutil.move(folder, moved)
-        folder.symlink_to(moved)
-        give_away(folder if how == "link of theirs" else moved, monkeypatch)
-    if "folder" in how and not how.startswith("link"):
-        give_away(folder, monkeypatch)
-    if "file" in how:
-        give_away(library, monkeypatch)
-    if how == "parent":
-        give_away(tmp_path, monkeypatch)
-    caplog.clear()
-    assert load()
-    assert not planted[1].exists(), "what another user planted has run"
-    assert all(record.levelno == logging.WARNING for record in caplog.records) and caplog.records
-    assert (
-        f"belongs to user {OTHER_USER}, and this process runs as user {os.geteuid()}" in caplog.text
-    )
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o755, 0o1777, 0o710], ids=oct)
-def test_a_folder_that_others_can_enter_is_refused(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    mode: int,
-) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    folder.chmod(mode)
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(folder))
-    sticky_or_closed = mode & 0o1000 or not mode & 0o022
-    refused(caplog, compiler, folder, f"chmod {'700' if sticky_or_closed else 'go-w'} {folder}")
-    folder.chmod(0o700)
-    assert load() and len(kept(folder)) == 1
+    return fail
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_private"), [(0o777, False), (0o775, False), (0o1777, True), (0o755, True)], ids=str
+    ("target", "end"), [("../disk/mine", ""), ("{}/disk/mine", ""), ("../disk", "mine")]
 )
-def test_no_other_user_can_swap_a_folder_on_the_way(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    mode: int,
-    is_private: bool,
-) -> None:
-    way = tmp_path / "way"
-    folder = way / "between" / "mine"
-    folder.mkdir(parents=True, mode=0o700)
-    way.chmod(mode)
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(folder))
-    if is_private:
-        assert load() and len(kept(folder)) == 1
-    else:
-        refused(caplog, compiler, folder, f"other users can write to {way}: chmod go-w {way}")
-
-
-@pytest.mark.parametrize("kind", ["relative", "absolute", "of a parent"])
 def test_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
+    host: Host, target: str, end: str
 ) -> None:
-    """Home directories are often links to other disks."""
-    disk = tmp_path / "disk"
-    (disk / "mine").mkdir(parents=True)
-    (disk / "mine").chmod(0o700)
-    (tmp_path / "links").mkdir()
-    link = tmp_path / "links" / "here"
-    target = {
-        "relative": Path("..", "disk", "mine"),
-        "absolute": disk / "mine",
-        "of a parent": Path("..", "disk"),
-    }[kind]
-    link.symlink_to(target)
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(link / "mine" if kind == "of a parent" else link))
-    assert load() and len(kept(disk / "mine")) == 1
+    """Home directories are often links to other disks. Relative, absolute, and of a parent."""
+    folder, disk = host.use("disk/mine"), host.path / "disk"
+    link = host.path / "links" / "here"
+    link.parent.mkdir()
+    link.symlink_to(target.format(host.path))
+    host.set(**{FOLDER: link / end})
+    assert load() and host.library
     disk.chmod(0o777)
-    caplog.clear()
-    refused(caplog, compiler, disk / "mine", f"other users can write to {disk}: chmod go-w {disk}")
+    host.refuses(folder, f"other users can write to {disk}: chmod go-w {disk}")
 
 
 @pytest.mark.parametrize("kind", ["link", "group can write", "pipe", "folder"])
-def test_a_file_that_is_not_plainly_ours_is_not_loaded(
-    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_a_file_that_is_not_plainly_ours_is_not_loaded(host: Host, kind: str) -> None:
     assert load()
-    (library,) = kept(tmp_path / ".cache" / "hf_paged")
+    library = host.library
     if kind == "group can write":
         library.chmod(0o720)
     else:
-        moved = library.rename(tmp_path / "moved.so")
-        if kind == "link":
-            library.symlink_to(moved)
-        elif kind == "pipe":
-            os.mkfifo(library)
-        else:
-            library.mkdir()
-    caplog.clear()
+        moved = library.rename(host.path / "moved.so")
+        make = {"link": lambda: library.symlink_to(moved), "pipe": lambda: os.mkfifo(library)}
+        make.get(kind, library.mkdir)()
+    host.caplog.clear()
     assert load()
-    assert (
-        "does not load a library that others could have changed" in caplog.text
-        and str(library) in caplog.text
-    )
-    assert len(runs(compiler)) >= 2
+    assert "does not load a library that others could have changed" in host.caplog.text
+    assert str(library) in host.caplog.text and len(host.runs) >= 2
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("HF_PAGED_CACHE_DIR", "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "home")],
-)
-def test_a_relative_folder_is_refused(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    variable: str,
-    value: str,
-) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setenv(variable, value)
-    refused(
-        caplog,
-        compiler,
-        tmp_path / "elsewhere",
-        f"{variable} is {value!r}: it must be an absolute path",
-    )
-
-
-@pytest.mark.parametrize("place", ["/dev/null/folder", "/proc/folder", "a file"])
-def test_a_folder_that_cannot_be_made_leaves_a_library_for_the_process(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    place: str,
-) -> None:
-    folder = Path(place)
-    if place == "a file":
-        folder = tmp_path / "file"
-        folder.write_bytes(b"")
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(folder))
-    refused(caplog, compiler, folder, str(folder.parent if place == "/dev/null/folder" else folder))
-
-
-def test_a_temporary_folder_that_others_can_swap_is_not_used(
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_temporary_folder_that_others_can_swap_is_not_used(host: Host) -> None:
     """Then the portable path serves."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    temporary.chmod(0o777)
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    monkeypatch.setenv("HF_PAGED_CACHE_DIR", "cache")
-    assert not load()
-    assert not runs(compiler)
-    assert "runs without its C++ kernels" in caplog.records[-1].getMessage()
-    assert f"other users can write to {temporary}" in caplog.records[-1].getMessage()
-    assert not list(temporary.iterdir())
+    temporary = host.use("tmp", 0o777)
+    host.monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    host.set(**{FOLDER: "cache"})
+    assert not load() and not host.runs and not list(temporary.iterdir())
+    message = host.caplog.records[-1].getMessage()
+    assert "runs without its C++ kernels" in message
+    assert f"other users can write to {temporary}" in message
 
 
 # --------------------------------------------------------------------------------------- messages
 
 
-def test_the_first_call_says_that_it_compiles(
-    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_call_says_that_it_compiles(host: Host) -> None:
     assert load()
-    records = caplog.records
-    assert [record.levelno for record in records] == [logging.WARNING] * 2
-    assert (
-        "hf_paged: compiling the CPU kernels, once on this machine ..." in records[0].getMessage()
-    )
-    assert re.fullmatch(TIMED, records[1].getMessage())
-    caplog.clear()
-    assert load() and not caplog.records
+    first, second = host.caplog.records
+    assert first.levelno == second.levelno == logging.WARNING
+    assert "hf_paged: compiling the CPU kernels, once on this machine ..." in first.getMessage()
+    assert re.fullmatch(TIMED, second.getMessage())
+    host.caplog.clear()
+    assert load() and not host.caplog.records
 
 
-def test_a_warning_says_that_no_compiler_was_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("HF_PAGED_CPP", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not load()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert (
-        record.getMessage()
-        == "hf_paged runs without its C++ kernels, on the slower portable path: found no C++"
-        " compiler (tried c++, g++, clang++): install one, or set CXX"
-        " [troubleshooting.md#cpp-kernels]"
-    )
+FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n'
 
 
-def test_a_compilers_words_may_be_in_any_encoding(
-    compiler: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first call crashed; the portable path must serve."""
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n'
-    )
-    assert not load()
-    assert (
-        f"slower portable path: {compiler} failed: no \ufffd such file"
-        in caplog.records[-1].getMessage()
-    )
-    assert not list((tmp_path / ".cache" / "hf_paged").iterdir())
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0
-    or not all(folder.stat().st_mode & 1 for folder in (SOURCES, *SOURCES.parents)),
-    reason="only root can become another user, and that one must be able to read the sources",
+@pytest.mark.parametrize(
+    ("variables", "level", "reason"),
+    [
+        ({"HF_PAGED_CPP": "0"}, "INFO", "HF_PAGED_CPP=0"),
+        ({"CXX": "/bin/false"}, "WARNING", "returned non-zero"),
+        # the first call crashed over words in another encoding
+        ({}, "WARNING", "slower portable path: {} failed: no \ufffd such file"),
+        (
+            {"CXX": "", "PATH": "/nowhere"},
+            "WARNING",
+            "hf_paged runs without its C++ kernels, on the slower portable path: found no C++"
+            " compiler (tried c++, g++, clang++): install one, or set CXX"
+            " [troubleshooting.md#cpp-kernels]",
+        ),
+    ],
+    ids=["switched off", "failing", "words", "no compiler"],
 )
-def test_another_user_than_root(compiler: Path, prebuilt: Path) -> None:
-    """A user with a home directory keeps the library there; in root's home, it is made per
-    process."""
-    with tempfile.TemporaryDirectory() as name:
-        base = Path(name)
-        base.chmod(0o755)
-        copy = shutil.copy(prebuilt, base)
-        stub = base / "c++"
-        stub.write_text(
-            compiler.read_text().replace(str(prebuilt), copy).replace(str(compiler), str(stub))
-        )
-        stub.chmod(0o755)
-        Path(f"{stub}.runs").touch()
-        Path(f"{stub}.runs").chmod(0o666)
-        homes = [base / "roots", base / "theirs"]
-        for home in homes:
-            home.mkdir()
-        os.chown(homes[1], OTHER_USER, OTHER_USER)
-
-        def as_other(home: Path) -> bool:
-            os.setgroups([])
-            os.setgid(OTHER_USER)
-            os.setuid(OTHER_USER)
-            os.environ.update(HOME=str(home), CXX=str(stub))
-            return load()
-
-        for home, count in ((homes[0], 1), (homes[1], 2), (homes[1], 2), (homes[0], 3)):
-            assert in_child(functools.partial(as_other, home)) == 0
-            assert len(runs(stub)) == count
-        assert not list(homes[0].iterdir())
-        assert len(kept(homes[1] / ".cache" / "hf_paged")) == 1
-        for path in homes[1].rglob("*"):
-            assert path.stat().st_uid == OTHER_USER
+def test_absent_with_a_reason_in_the_log(
+    host: Host, variables: dict[str, str], level: str, reason: str
+) -> None:
+    folder = host.use("cache")
+    host.compiler.write_text(FAILS)
+    host.set(**variables)
+    with host.caplog.at_level("INFO", logger=cpp.__name__):
+        assert not load()
+    record = host.caplog.records[-1]
+    assert record.levelname == level and not list(folder.iterdir())
+    assert reason.format(host.compiler) in record.getMessage()

@@ -25,14 +25,24 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 ROWS = [("a", 3, 5), ("b", 5, 1), ("a", 3, 17), ("", 0, 30), ("b", 5, 9), ("a", 3, 1)]
 
 
-def call(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: StepMetadata,
-    **features: Any,
-) -> Any:
+def call(query: Any, keys: Any, values: Any, step: StepMetadata, **features: Any) -> Any:
     return AttentionCall(query, KVBlocks((keys, values), keys, values), step, **features)
+
+
+def check(
+    built: Any, plan: Any, tolerance: float = 2e-5, splits: int | None = None, **features: Any
+) -> None:
+    from hf_paged.kernels.triton import attention
+
+    query, *blocks, step = built
+    with torch.no_grad():
+        output = attention.cascade_attention(
+            query, *blocks, plan, scale=SCALE, num_splits=splits, **features
+        )
+    exact = (x.double() for x in (query, *blocks))
+    expected = reference.attend(call(*exact, step, scale=SCALE, **features))
+    assert output.dtype == query.dtype
+    torch.testing.assert_close(output.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
 def build(
@@ -44,6 +54,10 @@ def build(
 ) -> Any:
     """Queries, K and V with NaN in unused slots, and the step."""
     generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, 16, generator=generator).to(dtype)
+
     ids = torch.randperm(num_blocks, generator=generator).tolist()
     both = torch.full((num_blocks, 4, SIZE, 16), torch.nan, dtype=dtype)
     prompts: dict[str, list[int]] = {}
@@ -51,24 +65,17 @@ def build(
     for prompt, shared, own in rows:
         if prompt not in prompts:
             prompts[prompt] = [ids.pop() for _ in range(shared)]
-            both[prompts[prompt]] = torch.randn(shared, 4, SIZE, 16, generator=generator).to(dtype)
+            both[prompts[prompt]] = normal(shared, 4, SIZE)
         mine = [ids.pop() for _ in range(-(-own // SIZE))]
         for token in range(own):
-            both[mine[token // SIZE], :, token % SIZE] = torch.randn(4, 16, generator=generator).to(
-                dtype
-            )
+            both[mine[token // SIZE], :, token % SIZE] = normal(4)
         tables.append([*prompts[prompt], *mine])
         seq_lens.append(shared * SIZE + own)
     width = max(map(len, tables)) + 1
-    padded = torch.tensor(
-        [[*table, *([2**30] * (width - len(table)))] for table in tables], dtype=torch.int32
-    )
-    step = StepMetadata.rectangle(
-        padded.to(DEVICE), seq_lens, SIZE, window=window, block_ids=tables
-    )
-    query = torch.randn(len(rows), heads, 16, generator=generator).to(dtype)
-    keys, values = both.to(DEVICE).chunk(2, dim=1)
-    return query.to(DEVICE), keys, values, step
+    padded = torch.tensor([x + [2**30] * (width - len(x)) for x in tables], dtype=torch.int32)
+    options: dict[str, Any] = {"window": window, "block_ids": tables}
+    step = StepMetadata.rectangle(padded.to(DEVICE), seq_lens, SIZE, **options)
+    return normal(len(rows), heads).to(DEVICE), *both.to(DEVICE).chunk(2, dim=1), step
 
 
 @pytest.mark.slow_cases("*-3", "torch.bfloat16-*-1", "torch.float32-sinks-1")
@@ -78,41 +85,34 @@ def build(
 def test_shared_prefixes_give_what_plain_decode_gives(
     dtype: torch.dtype, sinks: bool, splits: int | None
 ) -> None:
-    from hf_paged.kernels.triton import attention, cascade
+    from hf_paged.kernels.triton import cascade
 
-    query, keys, values, step = build(ROWS, dtype)
-    features: dict[str, Any] = dict(scale=SCALE, softcap=4.0 if sinks else None)
-    features["sinks"] = torch.randn(6).to(dtype).to(DEVICE) if sinks else None
-    plan = cascade.find_cascade(step, FREE)
+    built = build(ROWS, dtype)
+    features: dict[str, Any] = {}
+    if sinks:
+        features = dict(softcap=4.0, sinks=torch.randn(6).to(dtype).to(DEVICE))
+    plan = cascade.find_cascade(built[-1], FREE)
     assert plan is not None
     assert plan.query_index.tolist() == [0, 2, 5, 1, 4] and plan.prefixes.seq_lens == (24, 40)
-    with torch.no_grad():
-        output = attention.cascade_attention(
-            query, keys, values, plan, num_splits=splits, **features
-        )
-    expected = reference.attend(
-        call(query.double(), keys.double(), values.double(), step, **features)
-    )
-    tolerance = TOLERANCE[dtype]
-    assert output.dtype == dtype
-    torch.testing.assert_close(output.double(), expected.double(), atol=tolerance, rtol=tolerance)
+    check(built, plan, TOLERANCE[dtype], splits, **features)
 
 
 @pytest.mark.slow
-def test_rows_whose_window_ends_within_them_share_nothing() -> None:
-    from hf_paged.kernels.triton import attention, cascade
+@pytest.mark.parametrize(
+    ("window", "members"), [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
+)
+def test_rows_whose_window_ends_within_them_share_nothing(
+    window: int, members: list[int] | None
+) -> None:
+    from hf_paged.kernels.triton import cascade
 
-    for window, members in ((60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)):
-        query, keys, values, step = build(ROWS, torch.float32, window)
-        plan = cascade.find_cascade(step, FREE)
-        if members is None:
-            assert plan is None
-            continue
+    built = build(ROWS, torch.float32, window)
+    plan = cascade.find_cascade(built[-1], FREE)
+    if members is None:
+        assert plan is None
+    else:
         assert plan is not None and plan.query_index.tolist() == members
-        with torch.no_grad():
-            output = attention.cascade_attention(query, keys, values, plan, scale=SCALE)
-        expected = reference.attend(call(query, keys, values, step, scale=SCALE))
-        torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+        check(built, plan)
 
 
 def test_short_prefixes_are_not_worth_two_more_launches() -> None:
@@ -123,48 +123,38 @@ def test_short_prefixes_are_not_worth_two_more_launches() -> None:
 
 
 def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
-    from hf_paged.kernels.triton import attention, cascade
+    from hf_paged.kernels.triton import cascade
 
-    query, keys, values, step = build(ROWS, torch.float32)
-    groups = (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
-    plan = cascade.make_cascade(groups, step)
-    with torch.no_grad():
-        output = attention.cascade_attention(query, keys, values, plan, scale=SCALE)
-    expected = reference.attend(call(query, keys, values, step, scale=SCALE))
-    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
+    built, groups = build(ROWS, torch.float32), (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
+    check(built, cascade.make_cascade(groups, built[-1]))
 
 
 @pytest.mark.parametrize("with_tail", [False, True], ids=["parts", "tail"])
 def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: bool) -> None:
     from hf_paged.kernels.triton.merge import merge
 
-    parts, tokens, heads, dim = 3, 4, 5, 24
-    partials, lse = torch.randn(parts, tokens, heads, dim), torch.randn(parts, tokens, heads) * 30
-    tail, tail_lse = torch.randn(6, heads, dim), torch.randn(6, heads)
-    lse[0, 0], lse[1, 1, 2], lse[:, 2, 3] = -torch.inf, -torch.inf, -torch.inf
-    tail_lse[5, 3], tail_lse[1] = -torch.inf, -torch.inf
-    partials[lse == -torch.inf] = torch.nan
-    tail[tail_lse == -torch.inf] = torch.nan
-    index = torch.tensor([3, 1, 5, 0], dtype=torch.int32) if with_tail else None
-    out = tail.clone() if with_tail else torch.full((tokens, heads, dim), torch.nan)
-    out_lse = torch.full((6 if with_tail else tokens, heads), 7.0)
-    device = [
-        x if x is None else x.to(DEVICE) for x in (partials, lse, out, out_lse, index, tail_lse)
-    ]
-    merge(
-        *device[:3],
-        out_lse=device[3],
-        index=device[4],
-        tail_lse=device[5] if with_tail else None,
-    )
-    where = index.long() if index is not None else torch.arange(tokens)
-    all_lse = torch.cat([lse, tail_lse[where][None]]) if with_tail else lse
-    states = torch.cat([partials, tail[where][None]]) if with_tail else partials
+    partials, lse = torch.randn(3, 4, 5, 24), torch.randn(3, 4, 5) * 30
+    out, tail_lse = torch.randn(6, 5, 24), torch.randn(6, 5)
+    lse[0, 0] = lse[1, 1, 2] = lse[:, 2, 3] = tail_lse[5, 3] = tail_lse[1] = -torch.inf
+    where, out_lse = torch.arange(4), torch.full((6, 5), 7.0)
+    states, all_lse = partials, lse
+    if with_tail:
+        where = torch.tensor([3, 1, 5, 0])
+        states = torch.cat([partials, out[where][None]])
+        all_lse = torch.cat([lse, tail_lse[where][None]])
     weights = all_lse.double().softmax(0).nan_to_num(0.0)[..., None]
-    expected = (weights * states.nan_to_num(0.0)).sum(0).float()
-    torch.testing.assert_close(device[2].cpu()[where], expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(device[3].cpu()[where], all_lse.logsumexp(0), atol=1e-5, rtol=1e-5)
+    expected, before = (weights * states).sum(0).float(), out.clone()
+    partials[lse == -torch.inf] = torch.nan
+    out[tail_lse == -torch.inf] = torch.nan
+    if not with_tail:
+        out, out_lse = torch.full_like(out[:4], torch.nan), out_lse[:4]
+    partials, lse, out, out_lse, tail_lse = (
+        x.to(DEVICE) for x in (partials, lse, out, out_lse, tail_lse)
+    )
+    tail = dict(index=where.int().to(DEVICE), tail_lse=tail_lse) if with_tail else {}
+    merge(partials, lse, out, out_lse=out_lse, **tail)
+    found, found_lse = out.cpu()[where], out_lse.cpu()[where]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_lse, all_lse.logsumexp(0), atol=1e-5, rtol=1e-5)
     if with_tail:  # rows in no group are unchanged
-        assert (
-            torch.equal(device[2].cpu()[[2, 4]], tail[[2, 4]]) and (device[3][[2, 4]] == 7.0).all()
-        )
+        assert torch.equal(out.cpu()[[2, 4]], before[[2, 4]]) and (out_lse[[2, 4]] == 7.0).all()

@@ -13,40 +13,6 @@ from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix, plan_cas
 FREE = CascadeCosts(token_bytes=10, state_bytes=0, rows_per_read=1000)
 
 
-def test_samples_of_one_prompt_share_it() -> None:
-    tables = [[7, 3, 4, 10 + row] for row in range(3)]
-    assert plan_cascade(tables, [13, 14, 16], 4, FREE) == (SharedPrefix((0, 1, 2), 3),)
-
-
-def test_a_rows_last_token_is_never_shared() -> None:
-    assert plan_cascade([[7, 3], [7, 3]], [8, 8], 4, FREE) == (SharedPrefix((0, 1), 1),)
-    assert plan_cascade([[7, 3], [7, 3]], [4, 8], 4, FREE) == ()
-    assert plan_cascade([[], [7]], [0, 1], 4, FREE) == ()
-
-
-def test_rows_that_share_nothing_stay_apart() -> None:
-    assert plan_cascade([[1, 2], [3, 2], [4, 5]], [8, 8, 8], 4, FREE) == ()
-    assert plan_cascade([[1, 2, 9], [4, 5, 8], [1, 2, 3], [4, 6]], [9, 9, 9, 5], 4, FREE) == (
-        SharedPrefix((0, 2), 2),
-        SharedPrefix((1, 3), 1),
-    )
-
-
-def test_the_larger_saving_decides_between_a_system_prompt_and_the_prompts_behind_it() -> None:
-    long_prompts = [
-        [1, *prompt, 100 + row]
-        for row, prompt in enumerate([[2, 3, 4], [2, 3, 4], [5, 6, 7], [5, 6, 7]])
-    ]
-    assert plan_cascade(long_prompts, [17] * 4, 4, FREE) == (
-        SharedPrefix((0, 1), 4),
-        SharedPrefix((2, 3), 4),
-    )
-    short_prompts = [
-        [1, 8, 9, *prompt, 100 + row] for row, prompt in enumerate([[2], [2], [5], [5]])
-    ]
-    assert plan_cascade(short_prompts, [17] * 4, 4, FREE) == (SharedPrefix((0, 1, 2, 3), 3),)
-
-
 def test_what_merging_and_starting_cost_is_weighed() -> None:
     tables, seq_lens = [[1, 2], [1, 3]], [8, 8]  # one block of 4 tokens read once less: 40 bytes
     for costs, pays_off in (

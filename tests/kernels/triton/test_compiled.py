@@ -39,54 +39,40 @@ def test_fits_its_chip(compiled: list[Compiled]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_decode_loads_tiles_ahead(compiled: list[Compiled]) -> None:
-    """K/V are copied to shared memory asynchronously (LDGSTS), and half-precision products use the
-    tensor cores."""
-    rows = [
+def test_decodes_are_fast(compiled: list[Compiled]) -> None:
+    """K/V are copied to shared memory asynchronously (LDGSTS), half-precision products use the
+    tensor cores, and the main loop is short."""
+    decodes = [
         row
         for row in compiled
-        if row.kernel == "attention_kernel"
-        and row.case.startswith("decode")
-        and "fp32" not in row.case
-        if row.chip.startswith("sm")
+        if row.kernel == "attention_kernel" and row.case.startswith("decode")
     ]
+    rows = [row for row in decodes if "fp32" not in row.case and row.chip.startswith("sm")]
     assert rows
     for row in rows:
         assert row.instructions.get("LDGSTS.128", 0) > 0, row
         assert {"HMMA", "HGMMA", "UTCHMMA"} & row.instructions.keys(), row
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_loads_and_stores_are_wide(compiled: list[Compiled]) -> None:
-    """Arguments whose address is not specialised must not narrow the loads of queries, keys, values
-    and parts."""
-    for kernel, operations in (
-        ("_store_kernel", ("LDG.128", "STG.128")),
-        ("attention_kernel", ("LDG.128",)),
-        ("merge_kernel", ("LDG.128",)),
-    ):
-        rows = [
-            row
-            for row in compiled
-            if row.kernel == kernel and "d128-bf16" in row.case and row.chip == "sm_90"
-        ]
-        assert rows
-        for row in rows:
-            assert all(row.instructions.get(name) for name in operations), row
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_the_main_loop_of_decodes_is_short(compiled: list[Compiled]) -> None:
-    rows = [
-        row
-        for row in compiled
-        if (row.case, row.kernel) == ("decode-d128-bf16", "attention_kernel")
-    ]
+    rows = [row for row in decodes if row.case == "decode-d128-bf16"]
     assert {row.chip for row in rows} == set(CHIPS)
     for row in rows:
         assert row.tile == 64 and (row.loop <= 490 or not row.chip.startswith("sm")), row
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["_store_kernel", "attention_kernel", "merge_kernel"])
+def test_loads_and_stores_are_wide(kernel: str, compiled: list[Compiled]) -> None:
+    """Arguments whose address is not specialised must not narrow the loads of queries, keys, values
+    and parts."""
+    names = ("LDG.128", "STG.128") if kernel == "_store_kernel" else ("LDG.128",)
+    rows = [
+        row
+        for row in compiled
+        if row.kernel == kernel and "d128-bf16" in row.case and row.chip == "sm_90"
+    ]
+    assert rows
+    for row in rows:
+        assert all(row.instructions.get(name) for name in names), row
 
 
 @pytest.mark.slow
@@ -141,21 +127,23 @@ def test_a_problem_is_seen() -> None:
     assert wide.problems == ["needs 513 columns of tensor memory, a multiprocessor has 512"]
 
 
-def test_residency() -> None:
+@pytest.mark.parametrize(
+    ("chip", "registers", "shared", "warps", "expected"),
+    [
+        ("sm_90", 128, 72192, 4, (3, "shared memory")),
+        ("sm_90", 80, 12928, 4, (6, "registers")),
+        ("sm_90", 24, 0, 4, (16, "warps")),
+        ("gfx942", 128, 32768, 4, (2, "shared memory")),
+        ("sm_86", 16, 0, 1, (16, "blocks")),
+        ("sm_120", 32, 49152, 4, (2, "shared memory")),
+    ],
+)
+def test_residency(
+    chip: str, registers: int, shared: int, warps: int, expected: tuple[int, str]
+) -> None:
     """Resident blocks of a multiprocessor and the limiting resource: figures of the occupancy
     calculators."""
-    assert CHIPS["sm_90"].residency(128, 72192, 4) == (3, "shared memory")
-    assert CHIPS["sm_90"].residency(80, 12928, 4) == (6, "registers")
-    assert CHIPS["sm_90"].residency(32, 0, 4) == (16, "registers")
-    assert CHIPS["sm_90"].residency(24, 0, 4) == (16, "warps")
-    assert CHIPS["gfx942"].residency(128, 32768, 4) == (2, "shared memory")
-    assert CHIPS["sm_86"].residency(32, 0, 4) == (12, "warps")
-    assert CHIPS["sm_120"].residency(32, 49152, 4) == (2, "shared memory")
-    small = [
-        CHIPS[name].residency(16, 0, 1)
-        for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-    ]
-    assert small == [(count, "blocks") for count in (32, 16, 24, 32, 32, 24)]
+    assert CHIPS[chip].residency(registers, shared, warps) == expected
 
 
 def test_the_main_loop_is_found() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,39 +26,22 @@ def test_the_table_of_the_chip_comes_before_the_rule(
 ) -> None:
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
     monkeypatch.setattr(configs, "chip_name", lambda device: "sm90")
-    configs._load_table.cache_clear()
-    arguments = (128, 128, torch.bfloat16, 4, torch.device("cpu"))
-    rule = configs.default_decode_config(*arguments[:4])
-    assert configs.find_config("decode", *arguments) == rule
+    name, path = "decode/128x128/bfloat16/m16", tmp_path / "sm90.json"
     measured = LaunchConfig(tile=128, num_warps=8, num_stages=2, programs_per_sm=3)
-    tune.write(
-        tmp_path / "sm90.json",
-        {"gpu": "NVIDIA H200"},
-        "decode/128x128/bfloat16/m16",
-        measured,
-        {"best_us": 1.0},
-    )
-    configs._load_table.cache_clear()
-    try:
-        assert configs.find_config("decode", *arguments) == measured != rule
-        assert (
-            configs.find_config("decode", 128, 128, torch.float16, 4, torch.device("cpu")) == rule
-        )
-    finally:
+    rule = configs.default_decode_config(128, 128, torch.bfloat16, 4)
+    assert rule != measured
+
+    def find(dtype: torch.dtype = torch.bfloat16) -> LaunchConfig:
         configs._load_table.cache_clear()
-    assert json.loads((tmp_path / "sm90.json").read_text())["measured"][
-        "decode/128x128/bfloat16/m16"
-    ]["gpu"]
+        try:
+            return find_config("decode", 128, 128, dtype, 4, torch.device("cpu"))
+        finally:
+            configs._load_table.cache_clear()
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [8, 64, 100, 256, 576])
-@pytest.mark.parametrize("rows", [1, 7, 128])
-def test_the_rule_gives_powers_of_two(dim: int, rows: int, dtype: torch.dtype) -> None:
-    config = configs.default_decode_config(dim, dim, dtype, rows)
-    for value in (config.tile, config.block_m, config.num_warps):
-        assert value & (value - 1) == 0
-    assert config.tile >= 16 and config.block_m >= 16
+    assert find() == rule
+    tune.write(path, {"gpu": "NVIDIA H200"}, name, measured, {"best_us": 1.0})
+    assert find() == measured and find(torch.float16) == rule
+    assert json.loads(path.read_text())["measured"][name]["gpu"]
 
 
 @pytest.mark.parametrize("name", sorted(CHIPS))
@@ -65,38 +49,34 @@ def test_tiles_fit_the_shared_memory_of_the_chip(name: str) -> None:
     chip, limit = name.replace("sm_", "sm"), CHIPS[name].block_shared
     for kernel, dim, dtype, rows in itertools.product(
         ("decode", "prefill"),
-        (64, 80, 128, 256, 512),
+        (8, 64, 80, 100, 128, 256, 512),
         (torch.bfloat16, torch.float32),
-        (1, 32, 4096),
+        (1, 7, 32, 4096),
     ):
-        default = (
-            configs.default_decode_config if kernel == "decode" else configs.default_prefill_config
-        )
-        config = default(dim, dim, dtype, rows, chip)
-        fitted = configs.fit_config(config, kernel, dim, dim, dtype, chip, limit)
-        assert configs.shared_bytes(fitted, kernel, dim, dim, dtype, chip) <= limit
-        if configs.shared_bytes(config, kernel, dim, dim, dtype, chip) <= limit:
+        config = getattr(configs, f"default_{kernel}_config")(dim, dim, dtype, rows, chip)
+        arguments = kernel, dim, dim, dtype, chip
+        fitted = configs.fit_config(config, *arguments, limit)
+        assert configs.shared_bytes(fitted, *arguments) <= limit
+        if configs.shared_bytes(config, *arguments) <= limit:
             assert fitted == config
-        assert fitted.tile >= 16 and fitted.num_stages >= 1
+        for value in (fitted.tile, fitted.block_m, fitted.num_warps):
+            assert value & (value - 1) == 0
+        assert min(fitted.tile, fitted.block_m) >= 16 and fitted.num_stages >= 1
 
 
 def test_wide_heads_take_smaller_tiles_on_chips_with_less_shared_memory() -> None:
     """148,496 bytes of a decode over heads of 512 fit chips of 8.0, but not 8.6, 8.9 and 12.0."""
-    heads = 512, 512, torch.bfloat16
+    heads, latents = (512, 512, torch.bfloat16), (576, 512, torch.bfloat16)
     config = configs.default_decode_config(*heads, 4, "sm80")
     assert 148_496 <= configs.shared_bytes(config, "decode", *heads, "sm80") <= 150_000
-    assert (
-        configs.fit_config(config, "decode", *heads, "sm80", CHIPS["sm_80"].block_shared) == config
-    )
-    smaller = configs.fit_config(config, "decode", *heads, "sm86", CHIPS["sm_86"].block_shared)
+
+    def fitted(chip: str, sizes: Any, **options: Any) -> LaunchConfig:
+        limit = CHIPS[chip.replace("sm", "sm_")].block_shared
+        return configs.fit_config(config, "decode", *sizes, chip, limit, **options)
+
+    assert fitted("sm80", heads) == fitted("sm86", latents, value_is_key=True) == config
+    smaller = fitted("sm86", heads)
     assert (smaller.tile, smaller.num_stages) == (config.tile // 2, config.num_stages)
-    latents = 576, 512, torch.bfloat16
-    assert (
-        configs.fit_config(
-            config, "decode", *latents, "sm86", CHIPS["sm_86"].block_shared, value_is_key=True
-        )
-        == config
-    )
 
 
 def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
@@ -130,20 +110,15 @@ def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = torch.device("cpu"), []
-    monkeypatch.setattr(
-        configs, "_load_table", lambda chip: {key: LaunchConfig(16, 32) for key in asked}
-    )
-    for dim, (heads, kv_heads, key_dim, value_dim) in tune.SHAPES.items():
-        asked[:] = [task.key for task in tune.prefill_tasks(dim, torch.bfloat16, "none")]
+    device, dtype, found = torch.device("cpu"), torch.bfloat16, LaunchConfig(16, 32)
+    asked: list[str] = []
+    monkeypatch.setattr(configs, "_load_table", lambda chip: dict.fromkeys(asked, found))
+    for dim, (heads, kv_heads, *dims) in tune.SHAPES.items():
+        asked[:] = [task.key for task in tune.prefill_tasks(dim, dtype, "none")]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
-            config = find_config("prefill", key_dim, value_dim, torch.bfloat16, rows, device)
-            is_known = (
-                configs.entry_name("prefill", key_dim, value_dim, torch.bfloat16, min(rows, 128))
-                in asked
-            )
-            assert (config == LaunchConfig(16, 32)) == is_known
+            is_known = configs.entry_name("prefill", *dims, dtype, min(rows, 128)) in asked
+            assert (find_config("prefill", *dims, dtype, rows, device) == found) == is_known
             assert is_known or rows < 4096
 
 

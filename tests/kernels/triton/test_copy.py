@@ -36,6 +36,13 @@ def blocks(
     return found
 
 
+def copied(tensors: list[torch.Tensor], pairs: torch.Tensor) -> None:
+    from hf_paged.kernels.triton import copy
+
+    places = copy.locate_blocks(tensors)
+    copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn], ids=str
 )
@@ -46,17 +53,11 @@ def test_copies_what_the_plain_one_copies(
 ) -> None:
     """Sources in another order than targets, a source with two targets, blocks of NaN as sources
     and as targets."""
-    from hf_paged.kernels.triton import copy
-
     pairs = torch.tensor([(5, 0), (1, 3), (2, 7), (5, 4), (8, 6)])
     expected = blocks(9, shapes, dtype, offset)
-    tensors = [
-        tensor.to(DEVICE) if offset == 0 else _moved(tensor)
-        for tensor in blocks(9, shapes, dtype, offset)
-    ]
+    tensors = [_moved(tensor) for tensor in blocks(9, shapes, dtype, offset)]
     copy_portable([tensor.view(torch.uint8) for tensor in expected], pairs)
-    places = copy.locate_blocks(tensors)
-    copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
+    copied(tensors, pairs)
     for found, wanted in zip(tensors, expected):
         assert torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
@@ -71,41 +72,23 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     "block_bytes", [1, 8, 8184, 8192, 8200, 3 * 8192 + 8, 8191], ids="bytes{}".format
 )
 def test_blocks_around_the_targets_stay(block_bytes: int) -> None:
-    from hf_paged.kernels.triton import copy
-
     tensor = torch.randint(0, 255, (6, block_bytes), dtype=torch.uint8).to(DEVICE)
-    before, places = tensor.clone(), copy.locate_blocks([tensor])
-    copy.copy_blocks(
-        places, torch.tensor(places, device=DEVICE), torch.tensor([[5, 2], [0, 4]], device=DEVICE)
-    )
+    before = tensor.clone()
+    copied([tensor], torch.tensor([[5, 2], [0, 4]]))
     assert torch.equal(tensor, before[[0, 1, 5, 3, 0, 5]])
 
 
 def test_no_pairs_and_empty_blocks() -> None:
-    from hf_paged.kernels.triton import copy
-
-    none = torch.zeros(0, 2, dtype=torch.int64, device=DEVICE)
     tensor, empty = torch.ones(3, 2, device=DEVICE), torch.ones(3, 0, device=DEVICE)
-    for tensors, pairs in (
-        ([tensor], none),
-        ([empty], none + torch.zeros(1, 2, dtype=torch.int64, device=DEVICE)),
-    ):
-        places = copy.locate_blocks(tensors)
-        copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
+    copied([tensor], torch.zeros(0, 2, dtype=torch.int64))
+    copied([empty], torch.zeros(1, 2, dtype=torch.int64))
     assert tensor.sum() == 6
 
 
 @pytest.mark.gpu
 def test_blocks_past_2_to_the_31_bytes() -> None:
-    from hf_paged.kernels.triton import copy
-
     tensor = torch.zeros((1 << 16) + 3, 1 << 16, dtype=torch.uint8, device=DEVICE)
     tensor[-1] = torch.arange(1 << 16, device=DEVICE)
-    places = copy.locate_blocks([tensor])
-    pairs = torch.tensor([[len(tensor) - 1, 1], [len(tensor) - 1, len(tensor) - 2]], device=DEVICE)
-    copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs)
-    assert (
-        torch.equal(tensor[1], tensor[-1])
-        and torch.equal(tensor[-2], tensor[-1])
-        and not tensor[2:-2].any()
-    )
+    copied([tensor], torch.tensor([[len(tensor) - 1, 1], [len(tensor) - 1, len(tensor) - 2]]))
+    assert torch.equal(tensor[1], tensor[-1]) and torch.equal(tensor[-2], tensor[-1])
+    assert not tensor[2:-2].any()

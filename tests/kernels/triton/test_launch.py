@@ -68,6 +68,12 @@ class Launches:
         self.constants: list[dict[str, Any]] = []
         self.warnings: list[str] = []
 
+    def fails(self, kernel: str, error: str = "resources", first: int = 0) -> None:
+        """Makes launches of this kernel fail from the `first` on."""
+        self.fail = lambda name, number: (
+            errors()[error] if name == kernel and number >= first else None
+        )
+
 
 @pytest.fixture
 def launches(
@@ -105,19 +111,15 @@ def launches(
 # Each computes something by kernels, in its public way, and returns that with what is expected.
 
 
-def decode() -> tuple[Any, Any]:
-    call = build(Case(seq_lens=(33, 1, 40), heads=4, key_dim=16, value_dim=16, softcap=2.0))
-    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+def attends(**case: Any) -> Callable[[], tuple[Any, Any]]:
+    def run() -> tuple[Any, Any]:
+        call = build(Case(**case, key_dim=16, value_dim=16))
+        return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+
+    return run
 
 
-def prefill() -> tuple[Any, Any]:
-    call = build(Case(seq_lens=(20, 33), queries=20, heads=4, key_dim=16, value_dim=16, window=9))
-    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
-
-
-def split_decode() -> tuple[Any, Any]:
-    call = build(Case(seq_lens=(258,), heads=1, kv_heads=1, key_dim=16, value_dim=16, block=128))
-    return backends.attend(call.made()).double(), call.expected.flatten(0, 1)
+split_decode = attends(seq_lens=(258,), heads=1, kv_heads=1, block=128)
 
 
 def merge() -> tuple[Any, Any]:
@@ -127,13 +129,8 @@ def merge() -> tuple[Any, Any]:
     lse[1, 0, 1], partials[1, 0, 1] = -torch.inf, torch.nan
     merged = (lse[:2, 0].softmax(0)[..., None] * partials[:2, 0].nan_to_num()).sum(0)
     expected = torch.stack([merged, out[1]])  # a row with one part is not written
-    merge(
-        partials,
-        lse,
-        out,
-        row_items=torch.tensor([[0, 2], [2, 1]], dtype=torch.int32),
-        max_parts=2,
-    )
+    items = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32)
+    merge(partials, lse, out, row_items=items, max_parts=2)
     return out, expected
 
 
@@ -145,11 +142,12 @@ def cascade() -> tuple[Any, Any]:
     return backends.attend(call), backends.reference.attend(call)
 
 
-def store() -> tuple[Any, Any]:
-    states, slots = torch.randn(2, 3, 4, 8), torch.tensor([[0, 9, -1, 3], [4, 5, 6, 23]])
-    pools = [torch.zeros(3, 6, 8, 8) for _ in range(2)]
-    choose_store(states, -states, pools[0][:, :3], pools[0][:, 3:], slots)(states, -states, slots)
-    store_portable(states, -states, pools[1][:, :3], pools[1][:, 3:], slots)
+def store(heads: int = 3) -> tuple[Any, Any]:
+    states, slots = torch.randn(2, heads, 4, 8), torch.tensor([[0, 9, -1, 3], [4, 5, 6, 23]])
+    pools = [torch.zeros(3, 2 * heads, 8, 8) for _ in range(2)]
+    ours, its = ((states, -states, *pool.chunk(2, dim=1), slots) for pool in pools)
+    choose_store(*ours)(states, -states, slots)
+    store_portable(*its)
     return pools[0], pools[1]
 
 
@@ -162,9 +160,8 @@ def copy() -> tuple[Any, Any]:
 
 def hashes() -> tuple[Any, Any]:
     tensors = [torch.randn(7), torch.arange(3000)]
-    return hashing._hash_on_device(tensors), torch.stack(
-        [hashing.hash_portable(x) for x in tensors]
-    )
+    expected = torch.stack([hashing.hash_portable(x) for x in tensors])
+    return hashing._hash_on_device(tensors), expected
 
 
 def adapters() -> tuple[Any, Any]:
@@ -178,8 +175,11 @@ def adapters() -> tuple[Any, Any]:
 
 # and the kernel whose launch fails
 OPERATIONS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
-    "decode": (decode, "attention_kernel"),
-    "prefill": (prefill, "attention_kernel"),
+    "decode": (attends(seq_lens=(33, 1, 40), heads=4, softcap=2.0), "attention_kernel"),
+    "prefill": (
+        attends(seq_lens=(20, 33), queries=20, heads=4, window=9),
+        "attention_kernel",
+    ),
     "split decode": (split_decode, "attention_kernel"),
     "merge": (merge, "merge_kernel"),
     "cascade": (cascade, "attention_kernel"),
@@ -212,7 +212,7 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(
     operation: str, error: str, launches: Launches
 ) -> None:
     function, kernel = OPERATIONS[operation]
-    launches.fail = lambda name, number: errors()[error] if name == kernel else None
+    launches.fails(kernel, error)
     for _ in range(2):
         torch.manual_seed(0)
         with torch.no_grad():
@@ -222,31 +222,24 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(
 
 
 def test_other_kernels_and_shapes_are_still_launched(launches: Launches) -> None:
-    launches.fail = lambda name, number: (
-        errors()["resources"] if name == "_store_kernel" and not number else None
-    )
+    launches.fails("_store_kernel")
     store()
     copy()
     assert launches.counts == {"_store_kernel": 1, "_copy_kernel": 1}
-    pool, states = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16)
-    slots = torch.tensor([[3]])
-    choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
-    assert launches.counts["_store_kernel"] == 2 and (pool[0, :, 3] == 1).all()
+    launches.fail = lambda name, number: None
+    found, expected = store(heads=2)
+    assert torch.equal(found, expected) and launches.counts["_store_kernel"] == 2
 
 
-def test_a_kernel_with_several_errors_is_logged_once(launches: Launches) -> None:
-    """Such as one error for each shape that it is compiled for."""
-    launches.fail = lambda name, number: RuntimeError(
-        f"Triton Error [CUDA]: out of memory, {number} bytes are free"
+@pytest.mark.parametrize(("text", "last"), [("", 1), (", {} bytes are free", 9)])
+def test_a_kernel_without_memory_is_tried_again_and_logged_once(
+    text: str, last: int, launches: Launches
+) -> None:
+    """Such as with one error for each shape that it is compiled for."""
+    message = f"Triton Error [CUDA]: out of memory{text}"
+    launches.fail = lambda name, number: (
+        RuntimeError(message.format(number)) if number <= last else None
     )
-    for _ in range(3):
-        store()
-    assert launches.counts["_store_kernel"] == 3 and launches.warnings == ["_store_kernel"]
-
-
-def test_a_kernel_without_memory_is_tried_again(launches: Launches) -> None:
-    error = RuntimeError("Triton Error [CUDA]: out of memory")
-    launches.fail = lambda name, number: error if number < 2 else None
     for _ in range(3):
         found, expected = store()
         assert torch.equal(found, expected)
@@ -254,7 +247,7 @@ def test_a_kernel_without_memory_is_tried_again(launches: Launches) -> None:
 
 
 def test_recorded_adapters_have_nothing_in_place_of_their_kernels(launches: Launches) -> None:
-    launches.fail = lambda name, number: errors()["driver"] if name == "_expand_kernel" else None
+    launches.fails("_expand_kernel", "driver")
     weights = [each for *_, each in test_lora.parts([(0, 2, 4)], torch.float32)]
     deltas = lora.RecordedDeltas(torch.tensor([[0, 2]]), 2, list(enumerate(weights)))
     with pytest.raises(NotCapturable, match="a LoRA kernel could not be launched"):
@@ -332,15 +325,11 @@ def test_an_engine_gives_plain_tokens_when_kernels_of_adapters_fail_midway(
         errors()["driver"] if number >= first + (name == "_expand_kernel") else None
     )
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        for adapter in ADAPTERS:
-            engine.add_request(
-                prompt, request_id=adapter, adapter=adapter, generation_config=options
-            )
+        for name in ADAPTERS:
+            engine.add_request(prompt, options, request_id=name, adapter=name)
         found = run_all(engine)
-    for adapter in ADAPTERS:
-        assert_same_as_lone(
-            lone_with(model, adapter, prompt, options), found[adapter], options, adapter
-        )
+    for name in ADAPTERS:
+        assert_same_as_lone(lone_with(model, name, prompt, options), found[name], options, name)
     assert "_shrink_kernel" in launches.warnings
 
 
@@ -358,3 +347,29 @@ def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
     assert all(
         found["BLOCK_SIZE"] == 32 and found["CODE_DTYPE"] == 1 for found in launches.constants
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["attention_kernel", "_store_kernel"])
+def test_a_recording_that_fails_leaves_the_step_to_the_engine(
+    kernel: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.graph_helpers import assert_as_lone, job, results, use_fake_graphs
+
+    backend, model = use_fake_graphs(monkeypatch), models.build("llama", num_hidden_layers=1)
+    capture, jobs = backend.capture, [job(5, 6)]
+
+    def observed(*args: Any) -> Any:
+        launches.fails(kernel)
+        try:
+            return capture(*args)
+        finally:
+            launches.fails("")
+
+    monkeypatch.setattr(backend, "capture", observed)
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        found = results(engine, jobs)
+        assert not engine.stats().num_captured_steps and not backend.graphs
+    monkeypatch.undo()
+    assert_as_lone(model, jobs, found)
+    assert launches.warnings == [kernel]

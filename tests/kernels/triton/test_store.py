@@ -32,7 +32,12 @@ def _states(
 )
 @pytest.mark.parametrize(
     ("heads", "key_dim", "value_dim", "block", "transposed"),
-    [(2, 16, 16, 8, True), (3, 40, 9, 16, False), (1, 64, 128, 2048, True), (33, 80, 80, 8, False)],
+    [
+        (2, 16, 16, 8, True),
+        (3, 40, 9, 16, False),
+        (1, 64, 128, 2048, True),
+        (33, 80, 80, 8, False),
+    ],
     ids=["h2-d16", "h3-d40_9-strided", "h1-d64_128-large", "h33-d80-strided"],
 )
 def test_stores_what_the_plain_one_stores(
@@ -47,18 +52,15 @@ def test_stores_what_the_plain_one_stores(
 ) -> None:
     from hf_paged.kernels.triton import store as kernel
 
-    batch, tokens, num_blocks = 3, 5, 7
-    keys = _states(batch, heads, tokens, key_dim, source, transposed)
-    values = _states(batch, heads, tokens, value_dim, source, transposed)
-    slots = torch.randperm(num_blocks * block)[: batch * tokens].view(batch, tokens).to(slot_dtype)
+    dims = key_dim, value_dim
+    states = [_states(3, heads, 5, dim, source, transposed) for dim in dims]
+    slots = torch.randperm(7 * block)[:15].view(3, 5).to(slot_dtype)
     slots[1, :2] = -1
-    pool = torch.randn(num_blocks, heads, block, key_dim + value_dim).to(target)
-    expected = pool.clone()
-    store_portable(keys, values, expected[..., :key_dim], expected[..., key_dim:], slots.long())
-    found, slots = pool.to(DEVICE), slots.to(DEVICE)
-    blocks = found[..., :key_dim], found[..., key_dim:]
-    keys, values = keys.to(DEVICE), values.to(DEVICE)
-    kernel.store(keys, values, *blocks, slots)
+    pool = torch.randn(7, heads, block, sum(dims)).to(target)
+    expected, found = pool.clone(), pool.to(DEVICE)
+    store_portable(*states, *expected.split(dims, dim=3), slots.long())
+    moved = [x.to(DEVICE) for x in states]
+    kernel.store(*moved, *found.split(dims, dim=3), slots.to(DEVICE))
     # the interpreter truncates float32 to bfloat16, where a GPU rounds
     is_cut = DEVICE.type == "cpu" and target == torch.bfloat16 != source
     torch.testing.assert_close(found.cpu(), expected, atol=0, rtol=2**-7 if is_cut else 0)
@@ -70,42 +72,30 @@ def test_slots_outside_the_pool_are_not_written() -> None:
     memory = torch.zeros(6, 4, 8, 16, device=DEVICE)
     pool = memory[1:5]  # guard blocks before and after, to detect out-of-bounds writes
     states = torch.ones(1, 2, 4, 16, device=DEVICE)
-    store(
-        states, states, pool[:, :2], pool[:, 2:], torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE)
-    )
+    slots = torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE)
+    store(states, states, *pool.chunk(2, dim=1), slots)
     assert memory.count_nonzero() == 4 * 16 and (pool[3, :, 7] == 1).all()
-
-
-def test_slots_may_be_a_column_of_something() -> None:
-    from hf_paged.kernels.triton.store import store
-
-    pool = torch.zeros(4, 4, 8, 16, device=DEVICE)
-    states = torch.ones(2, 2, 1, 16, device=DEVICE)
-    slots = torch.tensor([[3, 0, 0], [17, 0, 0]], device=DEVICE).t()[:1].t()
-    store(states, states, pool[:, :2], pool[:, 2:], slots)
-    assert (
-        (pool[0, :, 3] == 1).all()
-        and (pool[2, :, 1] == 1).all()
-        and pool.count_nonzero() == 2 * 4 * 16
-    )
+    # slots may be a column of something
+    states, slots = states.view(2, 2, 2, 16)[:, :, :1], slots.new_tensor([[3, 17], [0, 0]])
+    memory.zero_()
+    store(states, states, *pool.chunk(2, dim=1), slots[:1].t())
+    assert memory.count_nonzero() == 2 * 4 * 16
+    assert (pool[0, :, 3] == 1).all() and (pool[2, :, 1] == 1).all()
 
 
 def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.kernels.triton import store as kernel
 
-    def is_taken(keys: torch.Tensor, values: torch.Tensor, value_blocks: torch.Tensor) -> bool:
-        taken.clear()
-        choose_store(keys, values, key_blocks, value_blocks, slots)(keys, values, slots)
-        return bool(taken)
-
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
     monkeypatch.setattr(store, "uses_triton", lambda tensor: True)
-    key_blocks, value_blocks = (torch.zeros(4, 2, 8, 16, device=DEVICE) for _ in range(2))
-    states, slots = (
-        torch.zeros(1, 2, 1, 16, device=DEVICE),
-        torch.zeros(1, 1, dtype=torch.int64, device=DEVICE),
-    )
-    assert is_taken(states, states, value_blocks)
-    assert not is_taken(states.double(), states.double(), value_blocks)
-    assert not is_taken(states, states[:, :1], value_blocks[:, :1])
+    blocks, states = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.zeros(1, 2, 1, 16).to(DEVICE)
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    for inputs, is_taken in (
+        ((states, states, blocks, blocks), True),
+        ((states.double(), states.double(), blocks, blocks), False),
+        ((states, states[:, :1], blocks, blocks[:, :1]), False),
+    ):
+        taken.clear()
+        choose_store(*inputs, slots)(*inputs[:2], slots)
+        assert bool(taken) == is_taken

@@ -77,71 +77,57 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
 
 
-def test_store_reads_heads_that_are_far_apart(far: Far) -> None:
+def stored(heads: torch.Tensor) -> torch.Tensor:
     from hf_paged.kernels.triton.store import store
 
-    content = random(3, 16)
-    keys = far.rows(content)[None, :, None]  # [1, 3 heads, 1 token, 16]
     blocks = torch.zeros(2, 6, 8, 16, dtype=torch.bfloat16, device=DEVICE)
+    keys = heads[None, :, None]  # [1, 3 heads, 1 token, 16]
     store(keys, keys, blocks[:, :3], blocks[:, 3:], torch.tensor([[9]], device=DEVICE))
-    assert torch.equal(blocks[1, :, 1], torch.cat([content, content]))
+    return blocks
 
 
-def test_store_writes_heads_that_are_far_apart(far: Far) -> None:
+def written(heads: torch.Tensor) -> torch.Tensor:
     from hf_paged.kernels.triton.store import store
 
-    content = random(3, 16)
-    blocks = far.rows(torch.zeros(3, 16))[None, :, None]  # [1, 3 heads, 1 slot, 16]
-    store(
-        *[content[None, :, None]] * 2,
-        blocks,
-        blocks,
-        torch.zeros(1, 1, dtype=torch.int64, device=DEVICE),
-    )
-    assert torch.equal(blocks[0, :, 0], content)
+    states, slots = -random(3, 16)[None, :, None], torch.zeros(1, 1, dtype=torch.int64)
+    store(states, states, *[heads[None, :, None]] * 2, slots.to(DEVICE))
+    return heads
 
 
-def test_prefill_reads_heads_that_are_far_apart(far: Far) -> None:
-    from hf_paged.kernels.triton.attention import prefill_attention
+def attended(query: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """By the kernel of decodes if there is a bias."""
+    from hf_paged.kernels.triton import attention
 
-    content, blocks = random(3, 16), random(1, 2, 8, 16)
-
-    def attend(query: torch.Tensor) -> torch.Tensor:
-        step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8)
-        out: torch.Tensor = prefill_attention(
-            query[None], blocks[:, :1], blocks[:, 1:], step, scale=0.3
-        )
-        return out
-
-    expected = attend(content)
-    assert torch.equal(attend(far.rows(content)), expected) and expected.isfinite().all()
+    blocks, query_len = random(1, 2, 8, 16), 1 if bias is None else 3
+    table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    step = StepMetadata.rectangle(table, (3,), 8, query_len=query_len)
+    given = (query[None] if bias is None else query[:, None], blocks[:, :1], blocks[:, 1:], step)
+    if bias is None:
+        return attention.prefill_attention(*given, scale=0.3)
+    return attention.decode_attention(*given, scale=0.3, bias=bias)
 
 
-def test_decode_reads_queries_and_biases_that_are_far_apart(far: Far) -> None:
-    from hf_paged.kernels.triton.attention import decode_attention
-
-    content, blocks = random(3, 16), random(1, 2, 8, 16)
-    step = StepMetadata.rectangle(
-        torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), (3,), 8, query_len=3
-    )
-
-    def attend(query: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = decode_attention(
-            query[:, None], blocks[:, :1], blocks[:, 1:], step, scale=0.3, bias=bias
-        )
-        return out
-
-    by_query, by_key = far.rows(random(3, 16)), far.rows(random(3, 16))
-    for bias in (by_query[:, :3], by_key[:, :3].t()):
-        expected = attend(content, bias.contiguous())
-        assert torch.equal(attend(far.rows(content), bias), expected) and expected.isfinite().all()
-
-
-def test_merge_reads_parts_that_are_far_apart(far: Far) -> None:
+def merged(weights: torch.Tensor) -> torch.Tensor:
     from hf_paged.kernels.triton.merge import merge
 
-    values, weights = random(3, 16).float(), random(3, 16)
-    found, expected = (torch.zeros(1, 1, 16, device=DEVICE) for _ in range(2))
-    merge(values[:, None, None], weights[:, :1, None], expected)
-    merge(values[:, None, None], far.rows(weights)[:, :1, None], found)
+    found = torch.zeros(1, 1, 16, device=DEVICE)
+    merge(random(3, 16).float()[:, None, None], weights[:, :1, None], found)
+    return found
+
+
+FUNCTIONS: dict[str, Any] = {
+    "store reads": stored,
+    "store writes": written,
+    "prefill reads queries": attended,
+    "decode reads queries": lambda x: attended(x, random(3, 16)[:, :3]),
+    "decode reads a bias of queries": lambda x: attended(random(3, 16), x[:, :3]),
+    "decode reads a bias of keys": lambda x: attended(random(3, 16), x[:, :3].t()),
+    "merge reads": merged,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_may_be_far_apart(name: str, far: Far) -> None:
+    content = random(3, 16)
+    found, expected = (FUNCTIONS[name](x) for x in (far.rows(content), content.clone()))
     assert torch.equal(found, expected) and expected.isfinite().all()

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
@@ -39,10 +38,9 @@ def run_apart(module: str, *arguments: object) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compile_cases(only: str = "", chips: Iterable[str] = ()) -> list[Compiled]:
-    """`measure` for every case whose name contains `only`."""
-    named = [argument for chip in chips for argument in ("--chip", chip)]
-    rows = run_apart(".kernels.aot", "--json", "--only", only, *named)
+def compile_cases() -> list[Compiled]:
+    """`measure` for every case."""
+    rows = run_apart(".kernels.aot", "--json")
     return [Compiled(**{**row, "missing": tuple(row["missing"])}) for row in rows]
 
 
@@ -62,11 +60,9 @@ def line(row: Compiled | None) -> str:
 
 def main() -> None:
     """Prints the table of all cases, or JSON."""
-    parser = tools.parser(__doc__, jobs=2)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--chip", action="append", choices=list(CHIPS), help="repeat for several")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    only = "", "cases whose name contains this"
+    chip = dict(action="append", choices=list(CHIPS), help="repeat for several")
+    options = tools.parser(__doc__, jobs=2, only=only, chip=chip, json=(False, "")).parse_args()
     require_compiler()
     jobs = [
         (index, chip)

@@ -27,7 +27,7 @@ from hf_paged.cache.store import store_portable
 from hf_paged.kernels import VARIABLE, triton
 from hf_paged.kernels.triton import store
 from tests.support import models, tools
-from tests.support.kernels.variants import variants
+from tests.support.kernels.variants import CHIP, variants
 
 PROMPTS = (3, 121, 33, 17)
 """Tokens of the prompts of `generate`; odd, so that slices of metadata begin at any address."""
@@ -93,9 +93,7 @@ def count(chip: str) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Prints the counts as JSON."""
-    parser = tools.parser(__doc__)
-    parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
-    print(json.dumps(count(parser.parse_args().chip)))
+    print(json.dumps(count(tools.parser(__doc__, chip=CHIP).parse_args().chip)))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tests.support import tools
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 32, 8, 128, 16, 64
 STEPS = 200
+CHIP = dict(choices=list(CHIPS), default="sm_90")  # an option
 KERNELS = (
     attention_kernel.attention_kernel,
     merge.merge_kernel,
@@ -45,10 +46,10 @@ def _ints(
     return torch.empty(size, dtype=dtype, device=device)[offset:].view(shape)
 
 
-def mixed_steps(seed: int = 0, device: str = "cpu") -> Iterator[StepMetadata]:
+def mixed_steps(device: str = "cpu") -> Iterator[StepMetadata]:
     """Decodes of any row count, as in recorded steps, rows of 2 to 16 queries, and packed steps of
     decodes and chunks; tables that grow; metadata at every offset of four bytes."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     ints = functools.partial(_ints, device=device)
     for index in range(STEPS):
         width, offset = 4 + index // 2, index % 4
@@ -128,9 +129,7 @@ def specialize_on_all() -> None:
 
 def main() -> None:
     """Prints the counts as JSON."""
-    parser = tools.parser(__doc__)
-    parser.add_argument("--chip", choices=list(CHIPS), default="sm_90")
-    parser.add_argument("--specialize", action="store_true", help="on all arguments")
+    parser = tools.parser(__doc__, chip=CHIP, specialize=(False, "on all arguments"))
     options = parser.parse_args()
     if options.specialize:
         specialize_on_all()

@@ -17,8 +17,8 @@ class WaitingPrompts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # by request, the hashes of its prefixes of one block, of two, ...: stored, since the
-        # request may change before it is discarded
+        # by request, the hashes of its prefixes of one block, of two, ...; stored, since the
+        # request may change before `discard`
         self._prefixes: dict[Request, list[int]] = {}
         self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
         # hashes of the prefixes at whose ends the prefills of running requests will stop; the
@@ -29,7 +29,7 @@ class WaitingPrompts:
         return len(self._prefixes)
 
     def add(self, request: Request) -> None:
-        """Adds a request whose prompt has token ids only."""
+        """Adds a request whose prompt consists of token ids only."""
         prefixes = [prefix for _, prefix in self._hash_prefixes(request)]
         self._prefixes[request] = prefixes
         self._counts.update(prefixes)

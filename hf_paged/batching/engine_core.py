@@ -45,7 +45,7 @@ class EngineCore(EngineLoop):
     them fits the model's current state."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        # guards the attributes; a method, or its caller, acquires it through `lock`
+        # guards changes of the attributes; a method, or its caller, acquires it through `lock`
         self.inner_lock = forks.rlock()
         super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock

@@ -114,8 +114,8 @@ class StepLoop:
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
         """Returns the generations to end when a repeated step raises `error`: `first_waiting` if no
-        request runs or blocks are short, otherwise the generations of running requests. If there
-        are none of these, returns all."""
+        request runs or `error` is an `OutOfBlocksError`, otherwise the generations of running
+        requests. If there are none of these, returns all."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -214,7 +214,7 @@ class StepLoop:
         """Schedules and computes once. Called within `executor.attention`. Returns the generations
         whose open rows all have logits now. A generation that fails alone in a forward ends, and is
         added to `unreported`. If several generations fail together, the next steps compute them in
-        halves, until the failing ones are alone. Raises the errors of `step`."""
+        halves, until each failing one is alone. Raises the errors of `step`."""
         ready = Ready()
         self._finish_recovery()
         self._is_mid_update = True
@@ -311,7 +311,7 @@ class StepLoop:
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_progress()
-            # a prefix cache hit may have taken a fingerprint, which shows a change of the model
+            # to verify cached prefixes, the model may have been fingerprinted and found changed
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:

@@ -32,11 +32,11 @@ class Scheduler:
     does not fit."""
 
     preemption: Preemption
-    max_num_batched_tokens: int  # per step
+    max_num_batched_tokens: int  # per step (whole prompts may exceed it)
     # maximum number of running sequences; exceeded only by a request that runs alone, and by
     # `_admit_past_row_limit`
     max_num_seqs: int
-    # maximum number of prefill tokens in a step with decodes; `None`: as many as fit into the step
+    # prefill tokens per step with decodes (whole prompts may exceed it); `None`: as many as fit
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
@@ -93,8 +93,8 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the plan, whose K and V are now in their blocks. Skips rows that
-        were ended since `schedule`, which have no blocks."""
+        """Advances the rows of the plan, since their K and V are now in blocks. Skips rows that
+        have ended since `schedule`, which have no blocks."""
         self._is_committed = True
         self.blocks.index.end_step()
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
@@ -172,7 +172,7 @@ class Scheduler:
             max_chunk_tokens = max_tokens
         budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
-        for request in self.queue.running:  # safe: removes only later requests, or returns
+        for request in self.queue.running:  # safe: the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
@@ -303,9 +303,9 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later request runs. Then, if none runs
-        and no other model holds memory, releases unused memory, or raises `OutOfBlocksError` if the
-        last such preemption came at the same length."""
+        """Preempts `request`, which needs blocks while no later request runs. Then, if no request
+        runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
+        if the last such preemption came at the same total length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -488,7 +488,7 @@ class Scheduler:
         """Ends a running or waiting request, of which no forward in progress computes a row."""
         if request.status is Status.FINISHED:
             return
-        # first: releasing the adapter may evict cached blocks, and this request's are not cached
+        # first: releasing the adapter may evict cached blocks, and this request's are not yet cached
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.record_end(request)

@@ -43,7 +43,7 @@ class WaitingPrompts:
 
     def divergences(self, request: Request) -> list[int]:
         """Returns the numbers of tokens, multiples of the block size, after which other waiting
-        prompts diverge from this request's; none if the request was not added."""
+        prompts diverge from the request's prompt; none if the request was not added."""
         counts = [self._counts[prefix] for prefix in self._prefixes.get(request, ())]
         divergences = []
         for num_blocks, (count, next_count) in enumerate(pairwise([*counts, 1]), 1):

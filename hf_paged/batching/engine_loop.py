@@ -67,7 +67,7 @@ class EngineLoop:
         self._parts = parts
         self.leader = leader
         self._outer_lock = outer_lock
-        self.loop: StepLoop | None = None  # `None` while no memory is allocated
+        self.loop: StepLoop | None = None  # `None` before the first request, and after `retire`
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards

@@ -221,7 +221,8 @@ class RequestState(Generation):
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # of grammars only
+            # only the processors of grammars have this method
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
@@ -256,7 +257,7 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.output_queue = options.request_id, output_queue
-        self.reports_tokens = reports_tokens  # if False, only the result is reported
+        self.reports_tokens = reports_tokens  # if false, only the result is reported
         callers_criteria = options.stopping_criteria or ()
         self.request.clocks = [
             criterion

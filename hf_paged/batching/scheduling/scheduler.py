@@ -488,7 +488,7 @@ class Scheduler:
         """Ends a running or waiting request, of which no forward in progress computes a row."""
         if request.status is Status.FINISHED:
             return
-        # first: releasing the adapter may evict cached blocks, and this request's are not yet cached
+        # first: releasing the adapter may evict cached blocks; this request's are cached only later
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.record_end(request)

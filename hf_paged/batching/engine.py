@@ -162,8 +162,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         assistant_tokenizer: Any = None,
         **unknown: Any,
     ) -> str:
-        """Queues a request, which later steps compute, and returns its id. This call itself runs
-        only the checks of a model that is new or has changed, and the encoders of some `inputs`.
+        """Queues a request, which later steps compute, and returns its id. In this call, the model
+        runs only for checks (if it is new or has changed), and to encode some `inputs`.
 
         Args:
             input_ids (`list[int]`, `torch.Tensor`, `str`, `list[dict]`, or a mapping): The prompt,

@@ -35,7 +35,7 @@ from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence, Status
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode
 
-_MAX_PRIORITY = 2**31 - 1  # keeps `Request.key` exact as a float
+_MAX_PRIORITY = 2**31 - 1  # keeps `Request.sort_key` exact as a float
 
 Output = tuple[dict[int, int], str | None]
 """The new tokens of one position, by row, and the text that the first row's token adds."""
@@ -259,7 +259,7 @@ class RequestState(Generation):
         self.request_id, self.output_queue = options.request_id, output_queue
         self.reports_tokens = reports_tokens  # if false, only the result is reported
         callers_criteria = options.stopping_criteria or ()
-        self.request.clocks = [
+        self.request.time_criteria = [
             criterion
             for criterion in decoding.stopping_criteria
             if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..plan import StepPlan
 from ..topics import Topic, TopicError
 
-MAX_IDLE_STEPS = 8  # steps in a row that computed nothing, and after which nothing was sampled
+MAX_IDLE_STEPS = 8  # steps in a row that computed nothing and advanced or ended no generation
 MAX_STALLED_STEPS = 10_000  # steps in a row that preempted requests and produced no token
 
 

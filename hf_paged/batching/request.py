@@ -174,8 +174,8 @@ class Request:
     num_content: int = 0
     num_text: int = 0
     status: Status = Status.WAITING
-    # the scheduler's sort key: (arrival number plus weighted priority, arrival number)
-    key: tuple[float, int] = (0, 0)
+    # in the scheduler: (arrival number plus weighted priority, arrival number)
+    sort_key: tuple[float, int] = (0, 0)
     # when its first step began, in seconds of `perf_counter`; `None` before that step's forward
     # ends
     admitted_at: float | None = None
@@ -191,8 +191,8 @@ class Request:
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
     max_positions: int = sys.maxsize  # most tokens of a sequence that a forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    # `max_time` criteria, whose clocks start with the first step that runs the request
-    clocks: Collection[Any] = ()
+    # its own `max_time` criteria, whose clocks start with the first step that runs it
+    time_criteria: Collection[Any] = ()
     prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ class Request:
 
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
-        for criterion in self.clocks:
+        for criterion in self.time_criteria:
             criterion.initial_timestamp = now
 
     @property

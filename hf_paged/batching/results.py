@@ -57,8 +57,9 @@ class RequestResult:
     its first sequence.
 
     Args:
-        request_id (`str`): The id passed to, or returned by, `add_request`.
-        prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any.
+        request_id (`str`): The request's id.
+        prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any, and for
+            text in a request that could not be added.
         sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first;
             empty for a request that could not be added, or whose tokens could not be read.
         error (`Exception`, *optional*): The error that ended the request early, or that the

@@ -45,7 +45,8 @@ class Caller:
     ready: Ready = field(default_factory=list)  # logits that its thread has not taken yet
     sampling: Ready = field(default_factory=list)  # logits that its thread took last
     error: Exception | None = None  # the error that ended its generation
-    # when its logits were ready, in seconds of `time.perf_counter`; `None` while it waits for them
+    # when its logits were ready or, later, taken (`time.perf_counter`); `None` while it waits for
+    # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
 

@@ -20,7 +20,7 @@ from ...seams import Adapters
 from ..request import Request, Status
 from .preemption import Preemption
 
-_by_key = attrgetter("key")
+_by_key = attrgetter("sort_key")
 
 
 class NeverFitsError(OutOfBlocksError):
@@ -68,7 +68,7 @@ class Suspects(deque[set[Request]]):
 @dataclass(eq=False)
 class RequestQueue:
     """The unfinished requests: each is either in `running` or in `waiting`, both sorted by
-    `Request.key`. `preemption` allocates and frees their blocks."""
+    `Request.sort_key`. `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
     arrivals_per_priority: float  # earlier arrivals that a priority lower by 1 overtakes
@@ -101,7 +101,7 @@ class RequestQueue:
         if request.adapter_bytes:
             self.adapters()  # makes the loop's `Adapters`; each step then calls its `prefetch`
         arrival = self._num_arrivals
-        request.key = (arrival + request.priority * self.arrivals_per_priority, arrival)
+        request.sort_key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
         self.enqueue(request)
 

@@ -232,7 +232,7 @@ class Scheduler:
         if num_scheduled or budget.num_reserved:
             limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
         first = self.queue.first_waiting
-        if first is not None and first.key < request.key:
+        if first is not None and first.sort_key < request.sort_key:
             # leaves half of the tokens to a waiting request that sorts before this one
             limit -= limit // 2
         return limit

@@ -41,8 +41,8 @@ from .results import RequestOutput, RequestTotals, trim_pending
 
 
 class EngineCore(EngineLoop):
-    """An engine's requests, and the methods that add, step and end them. The step loop that runs
-    them fits the model's current state."""
+    """An engine's requests, and the methods that add, step and end them in the step loop of
+    `EngineLoop`."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         # guards changes of the attributes; a method, or its caller, acquires it through `lock`

@@ -1,6 +1,6 @@
-"""`EngineLoop` makes the step loop and the memory of an engine, and replaces both when the model or
-the block sizes change. It also checks and prepares requests before they enter the loop.
-`engine_core.py` keeps the list of requests."""
+"""`EngineLoop` makes the step loop and the memory of an engine. While no request is unfinished, it
+replaces both if the model has changed or other block sizes are better. It also checks and prepares
+requests before they enter the loop. `engine_core.py` keeps the list of requests."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ LOOP_COUNTERS = (
 
 
 class EngineLoop:
-    """Makes an engine's step loop, and replaces the loop when the model has changed. `leader`
-    drives the processes that hold other shards, if any. Callers hold `outer_lock`, the engine's
-    lock."""
+    """Makes and replaces an engine's step loop and memory (`renew`). `leader` drives the processes
+    that hold other shards, if any. Callers hold `outer_lock`, the engine's lock."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class Request:
     max_num_tokens: int  # maximum length of a sequence, including the prompt
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
-    # the adapter and the cache salt: prefixes are shared only between requests of one namespace
+    # the adapter, the cache salt, ...: only requests of one namespace share prefixes
     namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # bytes that the adapter's weights take of the pool while it runs

@@ -452,8 +452,9 @@ class RequestState(Generation):
             ids = decoding.select_returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
-        for i, (length, finish_reason) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
-            token_ids = ids[i, self._prompt_length : length].tolist()
+        ends = zip(decoding.lengths, decoding.finish_reasons)
+        for index, (length, finish_reason) in enumerate(ends):
+            token_ids = ids[index, self._prompt_length : length].tolist()
             text = None
             if self._tokenizer is not None and failure is None:
                 try:
@@ -462,10 +463,10 @@ class RequestState(Generation):
                     failure = self._result_error(error)
             logprobs, top_logprobs = None, None
             if decoding.record_logprobs:
-                logprobs = [pair for pair, _ in decoding.records[i]]
+                logprobs = [pair for pair, _ in decoding.records[index]]
                 if decoding.num_alternatives:
-                    top_logprobs = [alternatives for _, alternatives in decoding.records[i]]
-            score = None if scores is None else scores[i]
+                    top_logprobs = [alternatives for _, alternatives in decoding.records[index]]
+            score = None if scores is None else scores[index]
             finish_reason = finish_reason or reason or "cancelled"
             results.append(
                 SequenceResult(token_ids, finish_reason, text, logprobs, score, top_logprobs)

@@ -170,9 +170,9 @@ class Ledger:
         for request in generation.requests:
             if request.is_finished:
                 continue
-            first = self.rows[request][0][1]
-            rows = range(first, first + len(self.rows[request]))
-            parents = [sampled.parents[row] - first for row in rows]
+            first_row = self.rows[request][0][1]
+            rows = range(first_row, first_row + len(self.rows[request]))
+            parents = [sampled.parents[row] - first_row for row in rows]
             tokens = [sampled.tokens[row] for row in rows]
             request.permute(self.block_manager, parents, tokens)
             self.num_generated_tokens += len(rows)

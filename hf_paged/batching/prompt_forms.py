@@ -76,16 +76,16 @@ def is_chat(prompt: Prompt) -> bool:
     are messages with a role."""
     if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
         return False
-    roles = [
+    have_roles = [
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
     ]
-    if any(roles) and not all(roles):
-        index = roles.index(False)
+    if any(have_roles) and not all(have_roles):
+        index = have_roles.index(False)
         raise ValueError(
             f"message {index} of the chat is {shown(prompt[index])}: pass a dict whose `role` is"
             " text"
         )
-    return any(roles)
+    return any(have_roles)
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> Any:

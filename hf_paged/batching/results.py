@@ -186,16 +186,16 @@ class RequestTotals:
         """Adds the result of a request that has ended."""
         self.counts["num_finished"] += 1
         self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
-        first = result.timings.first_token
-        last = result.timings.total
-        if first is None or last is None:
+        first_seconds = result.timings.first_token
+        total_seconds = result.timings.total
+        if first_seconds is None or total_seconds is None:
             return
         lengths = [len(sequence.token_ids) for sequence in result.sequences]
         num_later_tokens = max(lengths, default=0) - 1
-        self.first_token_seconds = self.first_token_seconds.with_value(first)
+        self.first_token_seconds = self.first_token_seconds.with_value(first_seconds)
         if num_later_tokens > 0:
             self.output_token_seconds = self.output_token_seconds.with_value(
-                (last - first) / num_later_tokens
+                (total_seconds - first_seconds) / num_later_tokens
             )
 
 

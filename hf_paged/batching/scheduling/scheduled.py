@@ -61,10 +61,10 @@ class Scheduled:
         num_logits = counts
         if self.has_partial:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
-        counted = [*self.drafted, *self.chunks]
-        if counted:
-            sequences = sequences + [sequence for sequence, _ in counted]
-            counts = counts + [count for _, count in counted]
+        other_rows = [*self.drafted, *self.chunks]
+        if other_rows:
+            sequences = sequences + [sequence for sequence, _ in other_rows]
+            counts = counts + [count for _, count in other_rows]
             num_logits = num_logits + [count for _, count in self.drafted]
             for sequence, count in self.chunks:
                 num_logits.append(int(count == sequence.num_to_compute))

@@ -225,8 +225,8 @@ class Scheduler:
         scheduled = self._scheduled
         num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
         if budget.num_reserved < 0:
-            unfinished = (row for running in self.queue.running for row in running.open_sequences)
-            budget.num_reserved = sum(row.num_to_compute == 1 for row in unfinished)
+            open_rows = (row for running in self.queue.running for row in running.open_sequences)
+            budget.num_reserved = sum(row.num_to_compute == 1 for row in open_rows)
             budget.num_reserved -= num_scheduled
         limit = budget.num_tokens
         if num_scheduled or budget.num_reserved:

@@ -92,7 +92,7 @@ def make_loop(
         can_chunk=is_packed,
         replays_all_prompts=layout.depends_on_splits,
         encoder_blocks=runner.encoder_blocks,
-        cost=CostModel() if config.preemption == "auto" else None,
+        cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED

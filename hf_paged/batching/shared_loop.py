@@ -198,8 +198,8 @@ class SharedLoop:
             for caller in self._callers.values()
             if caller.sampling_since and not caller.is_late
         ]
-        step_time = max(self._retry_at, max(start_times, default=0.0) + self._patience)
-        return step_time - time.perf_counter()
+        due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
+        return due_at - time.perf_counter()
 
     def _should_await_blocks(self) -> bool:
         """Whether to wait for blocks, because calls of other threads may free some, or because

@@ -92,7 +92,7 @@ class Preemption:
     blocks stay shared."""
 
     blocks: BlockManager
-    mode: str = "recompute"  # or "swap", or "auto", in which `cost` chooses
+    mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
     # returns whether blocks cached before this period are still valid, and drops them if not;
     # called before a request uses some of them (`Epochs.needs_verification`), or blocks of the tier
@@ -103,7 +103,7 @@ class Preemption:
     replays_all_prompts: bool = False
     # for a model with an encoder: allocates blocks for the encoder's output
     encoder_blocks: BlockManager | None = None
-    cost: CostModel | None = None  # for mode "auto"; learns from the times of prefills and swaps
+    cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out so far
@@ -414,7 +414,7 @@ class Preemption:
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
                 # a recompute would use the changed model
                 mode = "swap"
-            elif self.cost is not None:
+            elif self.cost_model is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
                 # blocks shared with other requests stay in the pool, where a recompute would find
@@ -423,16 +423,16 @@ class Preemption:
                 is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
                 choice = "recompute"
                 if not is_shared:
-                    choice = self.cost.choose(num_tokens, num_bytes)
+                    choice = self.cost_model.choose(num_tokens, num_bytes)
                 index = self.agree(PREEMPTION.index(choice))
                 mode = PREEMPTION[index]
             if mode == "swap":
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
-                    if self.cost is not None and num_bytes:
+                    if self.cost_model is not None and num_bytes:
                         seconds = time.perf_counter() - start
-                        self.cost.observe_swap(num_bytes, seconds)
+                        self.cost_model.observe_swap(num_bytes, seconds)
                     for sequence in rows:
                         # keeps the first decode after the swap-in off the scheduler's fast path
                         sequence.blocks.capacity = 0

@@ -176,8 +176,8 @@ def check_weights(model: Any) -> None:
 
 
 def check_path(name_or_path: Any) -> None:
-    """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` if
-    it starts like a path and does not exist."""
+    """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` for
+    a path that does not exist: a name on the Hub starts with no `/`, `.` or `~`."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -249,7 +249,7 @@ def checked_options(options: RequestOptions, default_salt: str | None) -> Reques
 
 def check_logprobs(options: RequestOptions) -> int:
     """Checks the options for log-probabilities, and returns `top_logprobs` as an int. Raises
-    `ValueError` if one is invalid, or if alternatives are requested without log-probabilities."""
+    `ValueError` for invalid values, and for alternatives without log-probabilities."""
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))

@@ -288,9 +288,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
         paused it. Raises the error of a step that cannot be completed, such as `OutOfBlocksError`
         while other calls or models hold the blocks, or `EngineStalledError`; the next call repeats
-        that step. If it fails again, the call raises nothing: the requests that the step would
-        compute (the running ones; if none runs or blocks are too few, the first waiting one) end
-        with the error, and the others continue.
+        that step. If the step fails again, the call raises nothing: the requests that the step
+        would compute (the running ones; if none runs or blocks are too few, the first waiting one)
+        end with the error, and the others continue.
         """
         return self._core.take_step()
 

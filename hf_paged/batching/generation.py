@@ -381,7 +381,7 @@ class RequestState(Generation):
         if isinstance(error, Exception) and not is_interrupt(error):
             return error
         self.interrupt = error
-        return RuntimeError(f"interrupted by {error!r} while its tokens were decoded")
+        return RuntimeError(f"interrupted by {error!r} while the request's tokens were decoded")
 
     def result(self, reason: str | None) -> RequestResult:
         """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
-_INTERRUPTED = "interrupted by {!r} while its token was chosen"
+_INTERRUPTED = "interrupted by {!r} while the request's next token was chosen"
 
 
 @dataclass(eq=False, repr=False)
@@ -123,8 +123,8 @@ class StepLoop:
         return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
-        """Ends a generation and frees its blocks. If an exception stops this, recovers, repeats it
-        and raises the exception."""
+        """Ends a generation and frees its blocks. If an exception stops this, recovers, ends the
+        generation again, and raises the exception."""
         try:
             self._finish_recovery()
             self._drop(generation)

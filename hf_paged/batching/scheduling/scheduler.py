@@ -70,7 +70,7 @@ class Scheduler:
         return bool(self.queue.running or self.queue.waiting)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests. Raises `OutOfBlocksError`, and queues none, if one can never fit."""
+        """Queues requests. If any of them can never fit, only raises `OutOfBlocksError`."""
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:

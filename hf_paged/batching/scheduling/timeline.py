@@ -17,8 +17,8 @@ MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """The state of a request during some steps. In the last three it holds no blocks of the
-    pool."""
+    """The state of a request during some steps. In the last three states, the request holds no
+    blocks of the pool."""
 
     PREFILL = "prefill"
     RECOMPUTE = "recompute"  # a prefill after a preemption

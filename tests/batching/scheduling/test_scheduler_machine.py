@@ -238,7 +238,7 @@ class Engine(RuleBasedStateMachine):
                 self.manager,
                 preempt,
                 self.swapper,
-                cost=AnyCost(self.random) if preempt == "auto" else None,
+                cost_model=AnyCost(self.random) if preempt == "auto" else None,
             ),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,

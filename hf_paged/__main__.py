@@ -34,7 +34,7 @@ except ValueError as error:  # an invalid default that the environment sets
     sys.exit(2)
 
 STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
-# by option of the command: the option of `install`
+# by option of the command `run`: the option of `install` that it sets
 INSTALL_OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
 # An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
@@ -156,7 +156,7 @@ def command_of_file(path: str) -> list[str]:
     if suffix.startswith(".py") or re.search(r"\bpython[\d.]*( |$)", program):
         return [sys.executable, path]
     content = Path(path).read_bytes()
-    if os.access(path, os.X_OK) and (program or b"\0" in content):  # a binary
+    if os.access(path, os.X_OK) and (program or b"\0" in content):  # a binary has NUL bytes
         return [path]
     with contextlib.suppress(SyntaxError, ValueError):
         if not program:
@@ -230,10 +230,12 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--engine",
         action="store_true",
-        help="transformers' continuous batching runs on hf_paged's engine",
+        help="run transformers' continuous batching on hf_paged's engine",
     )
     run.add_argument(
-        "--paged", action="store_true", help="also page calls of `generate` that name no cache"
+        "--paged",
+        action="store_true",
+        help="use paged memory also in calls of `generate` that name no cache",
     )
     run.add_argument(
         "--set",

@@ -51,7 +51,7 @@ class Topic(enum.Enum):
 
 
 class TopicError(Exception):
-    """The base of hf_paged's errors whose messages end with a pointer to their topic."""
+    """The base of hf_paged's errors whose messages contain a pointer to a topic."""
 
     topic: Topic
 

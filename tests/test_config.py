@@ -199,7 +199,8 @@ def test_a_list_in_the_environment_is_refused_by_name(
 ) -> None:
     monkeypatch.setenv(config.VARIABLE, json.dumps({name: [1]}))
     with pytest.raises(
-        ValueError, match=rf"{config.VARIABLE} sets wrong defaults: `{name}` is \[1\]: it must be "
+        ValueError,
+        match=rf"{config.VARIABLE} sets invalid defaults: `{name}` is \[1\]: it must be ",
     ):
         runpy.run_path(config.__file__)
 

@@ -149,7 +149,7 @@ def test_a_version_whose_forwards_cannot_be_read_warns_on_import(
     runpy.run_module("hf_paged.compat")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "has none of the arguments by which hf_paged knows a cache" in record.getMessage()
+    assert "has none of the arguments by which hf_paged recognizes a cache" in record.getMessage()
 
 
 def test_calls_that_did_not_ask_are_silent(messages: Any) -> None:

@@ -72,7 +72,7 @@ if not _is_command():
     from .config import PrefixTiers as PrefixTiers
     from .config import VirtualStorage as VirtualStorage
     from .generation.install import install as install
-    from .generation.install import install_of_environment as _install_of_environment
+    from .generation.install import install_from_environment as _install_from_environment
     from .generation.install import uninstall as uninstall
     from .model.registry import Route as Route
     from .model.registry import check_integrity as check_integrity
@@ -82,7 +82,7 @@ if not _is_command():
     from .model.sharding import RankLostError as RankLostError
     from .model.sharding import serve_rank as serve_rank
 
-    _install_of_environment()
+    _install_from_environment()
 
 # A star import takes every public name of this module. Submodules among these names would replace a
 # user's `config`, `model` or `cache`. An `__all__` instead would make `help(hf_paged)` print every

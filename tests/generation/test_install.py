@@ -120,7 +120,9 @@ def test_a_cache_that_cannot_be_seen_warns(messages: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(compat, "CACHE_NAMES", ("renamed",))
     assert torch.equal(generate(model, cache_implementation="paged"), generate(models.get("llama")))
     (message,) = messages()
-    assert "made no cache that hf_paged recognizes. Install a version of transformers that" in message
+    assert (
+        "made no cache that hf_paged recognizes. Install a version of transformers that" in message
+    )
 
 
 @pytest.mark.parametrize("name", ["XLNetLMHeadModel", "RwkvForCausalLM"])

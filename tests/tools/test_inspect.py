@@ -203,12 +203,12 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lama", r"'lama' is no path here.*Similar names: .*llama.*model type"),
-        ("nobody/nothing", "is no path here.*Nothing is downloaded"),
+        ("lama", r"'lama' is not a path here.*Similar names: .*llama.*model type"),
+        ("nobody/nothing", "is not a path here.*Nothing is downloaded"),
         ("LlamaModel", "does not generate: use LlamaForCausalLM"),
-        ("bert_japanese", "no path here"),
+        ("bert_japanese", "not a path here"),
         ("ViTConfig", "no class for ViTConfig that generates"),
-        ("", "is no path here"),
+        ("", "is not a path here"),
         ("DeepseekV2Config", "its forward fails"),  # a number is missing in its default config
     ],
 )
@@ -225,10 +225,10 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"without a config\.json"):
         examine(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
-    with pytest.raises(ValueError, match="no configuration that this transformers can read"):
+    with pytest.raises(ValueError, match="cannot read the configuration"):
         examine(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="no configuration that this transformers can read"):
+    with pytest.raises(ValueError, match="cannot read the configuration"):
         examine(str(tmp_path / "config.json"))
 
 

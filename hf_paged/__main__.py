@@ -173,7 +173,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     `PagedConfig` and these options of `install`."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
-    outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
+    outer = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = INSTALL_OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
@@ -181,7 +181,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
         **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        config.VARIABLE: json.dumps({**outer, **settings}),
+        config.CONFIG_VARIABLE: json.dumps({**outer, **settings}),
         config.INSTALL_VARIABLE: ",".join(dict.fromkeys(all_options)),
     }
 

@@ -393,7 +393,7 @@ def layer_configs(config: Any) -> Sequence[Any]:
     return config.per_layer_config
 
 
-def split_heads(model: Any) -> tuple[int, int] | None:
+def sharded_heads(model: Any) -> tuple[int, int] | None:
     """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
     of processes over which they are sharded; `None` if the heads are not sharded, or if their
     number is unknown."""

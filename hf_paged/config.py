@@ -27,7 +27,7 @@ _REMOVED_OPTIONS = {
     " `blocks_ahead` maps ahead without a thread",
 }
 # environment variable with JSON that overrides the defaults in this process
-VARIABLE = "HF_PAGED_CONFIG"
+CONFIG_VARIABLE = "HF_PAGED_CONFIG"
 # environment variable with the options that the import passes to `install`
 INSTALL_VARIABLE = "HF_PAGED_INSTALL"
 
@@ -114,20 +114,21 @@ def _naming_variable() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{VARIABLE} sets invalid defaults: {error}") from None
+        raise ValueError(f"{CONFIG_VARIABLE} sets invalid defaults: {error}") from None
 
 
 def _with_environment_defaults(cls: type) -> type:
-    text = os.environ.get(VARIABLE) or "{}"
+    text = os.environ.get(CONFIG_VARIABLE) or "{}"
     try:
         defaults = json.loads(text)
     except ValueError:
         defaults = None
     if not isinstance(defaults, dict):
         raise ValueError(
-            f'{VARIABLE} is {text!r}: it must be a JSON object, such as {{"num_blocks": 4096}}'
+            f"{CONFIG_VARIABLE} is {text!r}: it must be a JSON object, such as"
+            ' {"num_blocks": 4096}'
         )
-    _check_names(VARIABLE, defaults, cls.__annotations__)
+    _check_names(CONFIG_VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
             if isinstance(value, (list, dict)) and name not in _NESTED_TYPES:

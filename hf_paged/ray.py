@@ -38,7 +38,7 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
+_BODY_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
 
 
 class _Worker:
@@ -234,11 +234,11 @@ class LLMServer(_Worker):
             is_stream = body.pop("stream", False)
             if not isinstance(is_stream, bool):
                 raise ValueError(f"`stream` is {is_stream!r}: it must be true or false")
-            unknown = body.keys() - _FIELDS
+            unknown = body.keys() - _BODY_FIELDS
             if unknown:
                 raise ValueError(
                     f"the body has unknown fields {sorted(unknown)}: the known ones are"
-                    f" {sorted(_FIELDS)} and stream"
+                    f" {sorted(_BODY_FIELDS)} and stream"
                 )
             if "prompt" not in body:
                 raise ValueError("the body has no `prompt`: pass a text, token ids or messages")

@@ -261,7 +261,7 @@ nothing can be recorded."""
 
 
 class Storage(Protocol):
-    """The memory of the blocks of one layer group, whose ids a pool allocates. `KVBlocks` and
+    """The memory of one layer group's blocks. A pool allocates the ids of blocks. `KVBlocks` and
     `kernels/quantized.py` define the format of their content."""
 
     pool: BlockPool  # allocates the ids; its `BlockSelector` may be the storage's

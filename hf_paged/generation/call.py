@@ -75,8 +75,8 @@ class Call:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        # holds the claim on blocks until the caches are dropped
-        self.claim = contextlib.ExitStack()
+        # closed after the caches are dropped: holds the claim on blocks
+        self.claim_stack = contextlib.ExitStack()
         self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
@@ -91,7 +91,7 @@ class Call:
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
         self.own_code_reason: str | None = None  # why the model's own code reads keys and values
-        self.slowed_by: set[str] = set()  # reasons that the kernels report
+        self.slowed_by: set[str] = set()  # reasons why the call was slower than possible
         # in a call on the engine, by kind of cache: (rows, positions per row)
         self.cache_sizes: dict[str, tuple[int, int]] = {}
         # other fields for `route_of`
@@ -150,7 +150,7 @@ class Call:
             # dropped before the claim ends, since they may hold blocks
             self.built_caches = []
             self.caches = []
-            self.claim.close()
+            self.claim_stack.close()
             if self.memory is not None:
                 self.memory.end_call(self, plain_bytes)
                 end_use(self.memory)
@@ -228,7 +228,7 @@ class Call:
             num_needed += num_rows * sum(num_blocks)
         manager = self.built_caches[0].rows.manager
         claim = claimed(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
-        self.claim.enter_context(claim)
+        self.claim_stack.enter_context(claim)
 
     def note_inputs(
         self,

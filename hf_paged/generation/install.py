@@ -47,7 +47,7 @@ from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method, method_of, wrapper_of
 from .prefill import share_prefill
 
-REQUESTED = ("paged", NAME)
+PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
 _OLD_CACHE_NAME = "past_key_values"  # before newer versions of transformers renamed the argument
 
@@ -62,7 +62,7 @@ def _generate(generate: Invocation) -> Any:
     model = generate.model
     kwargs = generate.kwargs
     requested = generate.option("cache_implementation")
-    is_requested = requested in REQUESTED
+    is_requested = requested in PAGED_IMPLEMENTATIONS
     if is_requested:
         _check_arguments(generate)
         cache_config = PagedConfig.coerce(generate.option("cache_config"))
@@ -75,7 +75,7 @@ def _generate(generate: Invocation) -> Any:
         if isinstance(streamer, (list, tuple)):
             kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
     elif isinstance(requested, str):
-        close_matches = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
+        close_matches = difflib.get_close_matches(requested.lower(), PAGED_IMPLEMENTATIONS, n=1)
         if close_matches:
             raise ValueError(
                 f"`cache_implementation` is {requested!r}: did you mean {close_matches[0]!r}?"
@@ -193,7 +193,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
     )
     implementation = generation_config.cache_implementation
     config = None
-    if implementation in REQUESTED or (implementation is None and uses_default):
+    if implementation in PAGED_IMPLEMENTATIONS or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
         # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
         # there

@@ -99,8 +99,8 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: the model has no active dropout, no experts with a
-    capacity for the batch, and no foreign hooks, replaced forwards or states in modules."""
+    """Whether rows do not affect one another: no reason of `row_dependencies` applies, such as
+    dropout or a foreign hook, and no module has a replaced forward or holds a cache of its own."""
     modules = list(model.modules())
     if next(row_dependencies(model, modules), None) is not None:
         return False

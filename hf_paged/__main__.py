@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--version",
         action="store_true",
-        help="print the versions of hf_paged and of what it runs on",
+        help="print the versions of hf_paged and of its dependencies",
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     run = commands.add_parser(

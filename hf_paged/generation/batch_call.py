@@ -57,7 +57,8 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
         adapters = adapters_for(call.model)
         names = None
         if adapters is not None:
-            # hidden from PEFT, which would apply them to a forward's rows, not to the call's rows
+            # hides the names from PEFT, which would apply them to the rows of each forward instead
+            # of the call's rows
             names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
@@ -101,8 +102,8 @@ class BatchCall(Candidate):
     """A decoding loop of a `generate` call that the engine serves."""
 
     def run(self) -> Any:
-        """Runs the loop on the engine. Returns the result of transformers' `_sample` or
-        `_beam_search`, or raises their error."""
+        """Runs the loop on the engine. Returns the result that transformers' `_sample` or
+        `_beam_search` would return, or raises the error that they would raise."""
         call = self.call
         memory = self.cache.memory
         decoding: Decoding

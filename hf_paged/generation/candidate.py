@@ -124,7 +124,7 @@ class Candidate:
                 Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
                     config.return_dict_in_generate and returns_internals
                 ),
-                # without it, transformers' loop passes all tokens in every step
+                # without a cache, transformers' loop passes all tokens in every step
                 Topic.OPTIONS(f"`use_cache` is {model_kwargs.get('use_cache')!r}"): (
                     not model_kwargs.get("use_cache", True)
                 ),

@@ -46,8 +46,9 @@ __version__ = "0.2.0"
 
 
 def _is_command() -> bool:
-    """Whether Python imports the package to run `python -m hf_paged`. Most of its commands need
-    neither torch nor transformers, so this import skips them. Any other import calls `install`."""
+    """Whether Python imports the package to run `python -m hf_paged`. Of its commands, only
+    `inspect` needs torch and transformers, so this import skips them. Any other import calls
+    `install`."""
     # while Python looks for the module, `sys.argv` begins with "-m" instead of the module's path;
     # in `sys.orig_argv`, the module's name precedes the remaining arguments
     return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (

@@ -196,7 +196,8 @@ class _OneToken:
 
 
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
-    """Returns the text of a token, in the form of `stop_texts`."""
+    """Returns the text of a token, whose name in the vocabulary is `name`, in the form of
+    `stop_texts`."""
     one_token = _OneToken(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
         one_token, stop_string_matching_mode=_stop_mode(tokenizer)

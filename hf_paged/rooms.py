@@ -70,7 +70,7 @@ def require(name: str, option: str) -> None:
         )
 
 
-def optional(name: str) -> Any | None:
+def room_if_installed(name: str) -> Any | None:
     """Returns the module of the room with this name; `None` if the room is not installed."""
     return room(name, "") if is_installed(name) else None
 
@@ -107,7 +107,7 @@ class TapeRoom(Protocol):
 
     def batch_invariant_operations(self) -> AbstractContextManager[None]:
         """A context, within `in_fixed_order`, in which all operations of this thread are
-        batch-invariant. An operation without such a kernel raises `NotPackable`."""
+        batch-invariant. An operation without a batch-invariant kernel raises `NotPackable`."""
 
 
 class ResolvedAdapter(NamedTuple):

@@ -58,7 +58,7 @@ LONG_BODY_BYTES = 1 << 20
 
 # Options of the app's generation config that a request does not override: the app passes the first
 # two separately; the others are for transformers' cache.
-NOT_OVERRIDES = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
+SKIPPED_OPTIONS = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 
 
@@ -157,7 +157,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             name: value
             for name, value in vars(gen_config).items()
             if name[0] != "_"
-            and name not in NOT_OVERRIDES
+            and name not in SKIPPED_OPTIONS
             and value not in (None, getattr(defaults, name, None))
         }
         request.generation_options = {

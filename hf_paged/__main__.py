@@ -170,7 +170,7 @@ def command_of_file(path: str) -> list[str]:
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     """Returns the environment for a program that imports hf_paged with these defaults of
-    `PagedConfig` and these options of `install`."""
+    `PagedConfig` and these options of `install`, besides those in this process's environment."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
     outer = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")

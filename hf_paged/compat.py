@@ -366,8 +366,8 @@ def is_pipeline(model: Any) -> bool:
 
 def shard_ranks(model: Any) -> list[int] | None:
     """Returns the global ranks, in order, of the processes among which `from_pretrained` has split
-    the model by tensor or pipeline parallelism, without data-parallel replicas; `None` if there is
-    only one."""
+    the model by tensor or pipeline parallelism, without data-parallel replicas; `None` if one
+    process holds the whole model."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None

@@ -323,10 +323,11 @@ class PagedConfig:
             also steps with up to 512 prompt tokens, and consecutive small operations are fused
             where that gives the forward's logits. On the CPU they become lists of C++ calls, with
             hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
-            PyTorch has none for the dtype, otherwise 64). A model whose forward synchronizes with
-            the device or draws random numbers runs uncaptured, and the log says so. Side effects of
-            a forward other than on tensors (a counter, a log) happen only while recording.
-            Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()` frees both.
+            PyTorch has no kernel for the dtype, otherwise 64). A model whose forward synchronizes
+            with the device or draws random numbers runs uncaptured, and the log says so. A
+            forward's side effects other than on tensors (a counter, a log) happen only while
+            recording. Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()`
+            frees both.
         batch_invariant (`bool`, defaults to `False`):
             Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
             in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the

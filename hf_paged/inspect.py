@@ -54,10 +54,10 @@ class Group:
     layers: dict[str, int]  # number of layers, by shape of their K/V
     is_latent: bool
     block_size: int  # tokens
-    reason: str | None  # of the block size, if "auto" chose it
+    reason: str | None  # why "auto" chose the block size; `None` if it is given
     block_bytes: int  # over all layers of the group
     token_bytes: int
-    kernels: dict[str, str]  # by step, attention backends; empty if attention is not in place
+    kernels: dict[str, str]  # attention backend by step; empty if attention gathers blocks
 
     def num_blocks(self, length: int) -> int:
         """Returns the maximum number of blocks that a sequence holds at once while it grows to

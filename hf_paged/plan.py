@@ -24,7 +24,8 @@ class StepPlan:
     counts: Items[int]
     # per row: 0 if tokens remain after this step, otherwise 1 and one for each draft token
     num_logits: Items[int]
-    num_decodes: int  # leading rows that compute one token, or their last token and a draft
+    # number of leading rows that compute one token, or their last token and a draft
+    num_decodes: int
     has_drafts: bool = False
     has_inputs: bool = False  # rows may have inputs besides token ids
     has_chunks: bool = False  # there are rows after the decodes

@@ -126,8 +126,8 @@ class AdaptersRoom(Protocol):
         compute. `levels`: the wrappers of a model, outermost first, then the model."""
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
-        """Raises `ValueError` if the model, with its layers switched to the adapter, would compute
-        other results than PEFT does; `None`: with the adapters that are active now."""
+        """Raises `ValueError` if the model, with its layers switched to the adapter (`None`: with
+        the adapters that are active now), would compute other results than PEFT does."""
 
     def has_activated_lora(self, model: nn.Module) -> bool:
         """Whether the model has an activated LoRA (aLoRA). Then `check_served` depends on which
@@ -172,8 +172,8 @@ class TiersRoom(Protocol):
         namespace."""
 
     def load(self, core: EngineCore, path: Any) -> int:
-        """Loads the blocks in a file that `save` wrote into the prefix cache, and returns the
-        number of tokens in them."""
+        """Loads into the prefix cache the blocks in a file that `save` wrote. Returns the number of
+        tokens in them."""
 
 
 class VirtualRoom(Protocol):

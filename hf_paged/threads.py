@@ -70,7 +70,7 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if it does not begin, as `begin` says."""
+    """Makes and starts a thread; returns `None` if `begin` returns an error."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 

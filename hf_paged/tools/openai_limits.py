@@ -13,7 +13,8 @@ from .openai_fields import MAX_CHOICES, RefusedError
 
 # at a lower temperature, or with a higher bias, logits may overflow
 MIN_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
-# maximum number of biased or banned sequences of several tokens: transformers searches for each
+# maximum number of biased or banned sequences of several tokens, each of which transformers
+# searches for in every step
 MAX_SEQUENCES = 256
 MAX_BEAM_TOKENS = 1 << 24  # tokens of all candidates of all beams together
 MAX_VALUES = {

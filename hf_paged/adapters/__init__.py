@@ -4,12 +4,12 @@ and the weights of adapters in folders are charged to the block pool. Implements
 
 from .files import resolve_adapter
 from .loop_adapters import LoopAdapters as make_adapters
-from .peft_models import check_served, check_wrapped, has_activated, row_adapters, use_adapter
+from .peft_models import check_served, check_wrapped, has_activated_lora, row_adapters, use_adapter
 
 __all__ = [
     "check_served",
     "check_wrapped",
-    "has_activated",
+    "has_activated_lora",
     "make_adapters",
     "resolve_adapter",
     "row_adapters",

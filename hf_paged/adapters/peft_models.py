@@ -115,7 +115,7 @@ def _is_activated(config: Any) -> bool:
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
-def has_activated(model: nn.Module) -> bool:
+def has_activated_lora(model: nn.Module) -> bool:
     """Whether the model has an activated LoRA (`_is_activated`)."""
     return any(map(_is_activated, _configs(model).values()))
 

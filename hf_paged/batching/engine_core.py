@@ -332,7 +332,7 @@ class EngineCore(EngineLoop):
         """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
         adapters, but the caller may have activated one since."""
         adapters = adapters_for(self.model)
-        if adapters is None or not adapters.has_activated(self.model):
+        if adapters is None or not adapters.has_activated_lora(self.model):
             return
         for state in list(self.requests.values()):
             try:

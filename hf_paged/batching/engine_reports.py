@@ -116,7 +116,7 @@ class EngineReports:
         return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.engine_html(self)
 
     def __repr__(self) -> str:

@@ -79,11 +79,11 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return f"MemoryStats({vars(self)})" if tools is None else tools.stats_text(self)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.stats_html(self)
 
 

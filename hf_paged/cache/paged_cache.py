@@ -405,7 +405,7 @@ class PagedCache(DynamicCache):
         return tools.plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.cache_html(self)
 
     def check_integrity(self) -> None:

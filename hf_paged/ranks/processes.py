@@ -180,7 +180,7 @@ _ranks: dict[tuple[int, ...], Ranks] = {}
 def _check_heads(model: nn.Module) -> None:
     """Raises `ValueError` if the K/V heads cannot be divided evenly among the processes that split
     the attention."""
-    num_heads, num_processes = compat.split_heads(model) or (0, 1)
+    num_heads, num_processes = compat.sharded_heads(model) or (0, 1)
     if num_heads % num_processes == 0:
         return
     divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)

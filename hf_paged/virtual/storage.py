@@ -305,7 +305,7 @@ class MappedStorage(BlockStorage):
         self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
-        forks.around_forks(self)
+        forks.notify_around_forks(self)
 
     @property
     def _regions(self) -> list[Region]:

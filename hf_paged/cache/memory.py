@@ -461,7 +461,7 @@ class PagedMemory:
         block, -1 for a cached one."""
         with self.lock:
             groups = self.groups.items()
-            return {spec.label: group.pool.states() for spec, group in groups}
+            return {spec.label: group.pool.holder_counts() for spec, group in groups}
 
     def layers(self) -> tuple[LayerKV, ...]:
         """Returns the formats in which the allocated layers store tokens."""

@@ -13,7 +13,7 @@ from ..topics import Topic, TopicError
 BlockSelector: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
 """Selects free ids, removes them from the dict of free ids, and returns them. Arguments: the free
 ids, the pool's size in blocks, the number of ids to select, and the ids already in the table that
-gets the selected ones, preferably those that follow its last id."""
+gets the selected ones: ids that follow the last of these are preferred."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):

@@ -8,7 +8,8 @@ from .sequence_blocks import SequenceBlocks
 
 class Epochs:
     """Counts epochs. A new one begins when user code may have changed the model, and when the whole
-    cache is dropped. A sequence belongs to the epoch of its oldest block, cached ones included."""
+    cache is dropped. A sequence belongs to the epoch of its oldest block, which may be a cached
+    one."""
 
     def __init__(self) -> None:
         self.current = 0

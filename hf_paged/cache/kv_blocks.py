@@ -19,7 +19,8 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each allocation of this size or more
+# Smallest host tensor that gets a mapping of its own; glibc, too, maps allocations of this size.
+MIN_RESERVED_BYTES = 32 << 20
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
@@ -47,7 +48,7 @@ class KVBlocks:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
         # dtype of the codes, if blocks are quantized
         self.quantized_dtype = self.keys.dtype if is_quantized else None
-        # whether keys and values are quantized side by side with one common scale
+        # whether keys and values are quantized side by side, with one scale for both
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
         # `store_signature` of the last stored K/V: such K/V fit these blocks
         self.store_signature: StoreSignature | None = None
@@ -111,20 +112,21 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self.store_signature = None  # the new function never gets the old signature
+            # in this order, so that an interrupt cannot leave the old signature beside a new function
+            self.store_signature = None
             self._store = store
             self.store_signature = signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device, `dtypes`."""
+        """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device and
+        `dtypes`."""
         if self.dtypes != (keys.dtype, values.dtype):
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
     def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns keys and values `(0, heads, 0, dim)`, with the heads, dims and dtypes of the
-        stored ones."""
+        """Returns empty keys and values `(0, heads, 0, dim)` of these blocks' `formats`."""
         return _empty_states(self.formats, device)
 
     def select(self, block_ids: list[int]) -> KVBlocks:
@@ -132,8 +134,8 @@ class KVBlocks:
         return self.like([tensor[block_ids] for tensor in self.data])
 
     def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
-        """Writes all of `blocks` to `block_ids`. They have the same heads, dims and quantization,
-        and may be on any device."""
+        """Writes `blocks`, of the same heads, dims and quantization and on any device, to the
+        blocks `block_ids`, in order."""
         if self.rows is not None:
             self.rows.preserve_views()
         if self.quantized_dtype is not None:
@@ -262,7 +264,7 @@ class LayerKV(NamedTuple):
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
+        """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
         return _empty_states((self.keys, self.values), torch.device("meta"))
 
 
@@ -282,7 +284,7 @@ def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> t
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # not in inference mode, outside of which later calls could not write to the tensor
+    # a tensor made in inference mode could not be written to outside of that mode
     with torch.inference_mode(False):
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"

@@ -16,9 +16,8 @@ from ..step import numbers_on
 class BlockCopier:
     """Copies blocks in all tensors of a storage. With Triton, this takes one transfer of the block
     ids and one launch per device, over a table of the tensors' addresses, which is rebuilt when
-    tensors move. PyTorch copies if Triton is not used, if a launch fails, or if a target is also a
-    source. `can_launch`: `False` for tensors that are not contiguous, which only PyTorch can
-    copy."""
+    tensors move. PyTorch copies without Triton, after a failed launch, or if a target is also a
+    source. `can_launch`: `False` for tensors that are not contiguous."""
 
     def __init__(self, can_launch: bool = True) -> None:
         self._can_launch = can_launch

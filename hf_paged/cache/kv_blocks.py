@@ -112,7 +112,7 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            # in this order, so that an interrupt cannot leave the old signature beside a new function
+            # first, so that an interrupt cannot leave the old signature beside a new function
             self.store_signature = None
             self._store = store
             self.store_signature = signature

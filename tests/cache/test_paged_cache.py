@@ -304,7 +304,7 @@ def test_a_model_of_another_shape_is_refused() -> None:
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
     with pytest.raises(
         ValueError,
-        match=r"holds states of \(heads, dim, device\) \(2, 4, .*\), but the new ones have \(1, 4",
+        match=r"stores \(heads, dim, device\) \(2, 4, .*\), but the new keys or values have \(1, 4",
     ):
         cache.update(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), 0)
     assert torch.equal(cache.layers[0].keys + 0, torch.ones(1, 2, 3, 4))

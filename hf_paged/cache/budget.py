@@ -101,7 +101,7 @@ def num_uncharged_bytes() -> int | None:
 
 
 def release_idle(memory: Any) -> None:
-    """Under a budget, frees all other idle pools before this one allocates its full size."""
+    """Under a budget, frees all idle pools but this one, which will allocate its full size."""
     with _lock:
         if _limit is None:
             return
@@ -116,7 +116,7 @@ def enforce() -> None:
 
 
 def _others(memory: Any) -> list[Any]:
-    """Returns all live pools except `memory`, which may be a weak proxy."""
+    """Returns all live pools except `memory` (which may be a weak proxy, or `None`)."""
     lock = None if memory is None else memory.lock
     pools = (ref() for ref in _pools)
     return [pool for pool in pools if pool is not None and pool.lock is not lock]

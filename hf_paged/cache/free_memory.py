@@ -27,7 +27,7 @@ NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap lacks
 
 
 def commits_when_touched(device: torch.device) -> bool:
-    """Whether allocated memory is committed only when first written to."""
+    """Whether memory allocated on this device is committed only when it is first written to."""
     return device.type == "cpu"
 
 
@@ -143,14 +143,17 @@ def reserve_addresses(size: int, protection: int) -> mmap.mmap:
 def mapping_error(size: int, error_number: int | None) -> MemoryError:
     reason = os.strerror(error_number or 0)
     return MemoryError(
-        f"{size:,} bytes of addresses cannot be mapped: {reason} (ulimit -v, vm.max_map_count)"
+        f"{size:,} bytes of addresses cannot be mapped: {reason}. Raise"
+        " `ulimit -v` or `vm.max_map_count`"
+
     )
 
 
 def reserved_tensor(size: int) -> torch.Tensor:
     """Returns a `(size,)` uint8 tensor in host memory on Linux, committed when written to. Such
-    tensors never make `fork` fail: Linux charges ordinary allocations to the child, too, and
-    refuses more than the machine has. Raises `MemoryError` if the addresses cannot be mapped."""
+    tensors never make `fork` fail under Linux's default policy, which charges ordinary allocations
+    to the child, too, and refuses more than the machine has. Raises `MemoryError` if the addresses
+    cannot be mapped."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -52,7 +52,7 @@ def end_use(memory: PagedMemory) -> None:
 
 
 def _schedule(memory: PagedMemory, seconds: float) -> None:
-    """Schedules the release of a pool in `seconds`; starts the thread unless that is running."""
+    """Schedules the release of a pool in `seconds`; starts the thread unless it is running."""
     global _is_running
     with _lock:
         earliest = min(_deadlines.values(), default=float("inf"))
@@ -72,7 +72,7 @@ def _schedule(memory: PagedMemory, seconds: float) -> None:
 
 
 def _free_due_pools() -> None:
-    """Frees pools at their deadlines; returns once there are none. Runs in the thread."""
+    """Frees pools at their deadlines, until no deadlines are left. Runs in the thread."""
     global _is_running
     while True:
         with _lock:

@@ -31,7 +31,8 @@ class Holder(Protocol):
 class Shortage:
     """Decides whether a call that ran out of blocks tries again: while calls of other threads
     progress, since they will free their blocks, and for `GRACE` seconds after the last progress or
-    the start. With `is_alone` (the caller itself holds all used blocks), not after the start."""
+    the start. With `is_alone` (the caller itself holds all used blocks), the start does not
+    count."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
@@ -135,8 +136,8 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits until these fit beside the claims of earlier such calls, or no call of another thread
-    progresses."""
+    waits until these fit beside the claims of earlier such calls, or until no call of another
+    thread progresses."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

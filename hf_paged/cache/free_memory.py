@@ -145,7 +145,6 @@ def mapping_error(size: int, error_number: int | None) -> MemoryError:
     return MemoryError(
         f"{size:,} bytes of addresses cannot be mapped: {reason}. Raise"
         " `ulimit -v` or `vm.max_map_count`"
-
     )
 
 

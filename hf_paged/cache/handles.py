@@ -25,7 +25,7 @@ READ_ONLY = (
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
-NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can"
+NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can read"
 
 
 class LazyTensor(Tensor):
@@ -128,7 +128,7 @@ class ReadOnlyTensor(LazyTensor):
             read = operator.methodcaller("read")
             args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
-            if func in _ARRAYS:
+            if func in _RETURN_ARRAYS:
                 result.setflags(write=False)
             return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -227,7 +227,7 @@ class PagedTensor(ReadOnlyTensor):
             if self.step.columns is None:
                 raise NotPackable(
                     "the model's code reads packed keys or values, which only the attention"
-                    " interface can"
+                    " interface can read"
                 )
             if self.fresh is not None:
                 self._dense = self.fresh
@@ -240,7 +240,8 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy before the blocks change, unless `dense` has a tensor. Takes no lock."""
+        """Gathers a copy before the blocks change, unless `dense` needs no blocks. Takes no
+        lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
             # not in this thread's mode: garbage collection may have called this from any code
@@ -296,9 +297,9 @@ class PagedTensor(ReadOnlyTensor):
 
 
 class Handles:
-    """Weak references to the live handles of a cache. The memory also holds this object: if it
-    were part of a garbage cycle with its cache, Python would clear the references that it contains
-    before it calls the cache's finalizer."""
+    """Weak references to the live handles of a cache. The memory also holds this object: if only a
+    garbage cycle with the cache held it, Python would clear the references before calling the
+    cache's finalizer."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
@@ -448,7 +449,7 @@ _MEMORY_READERS = {
     Tensor.untyped_storage,
 }
 
-_ARRAYS = {Tensor.__array__, Tensor.numpy}
+_RETURN_ARRAYS = {Tensor.__array__, Tensor.numpy}
 
 _GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
@@ -489,7 +490,7 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Calls `refuse_write` of the lazy tensors that a function writes to."""
+    """Calls `refuse_write` of the lazy tensors that an operation writes to."""
     if func in _CHANGE_NO_VALUES:
         return
     for tensor in written_tensors(func, args, kwargs):

@@ -112,8 +112,7 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            # first, so that an interrupt cannot leave the old signature beside a new function
-            self.store_signature = None
+            self.store_signature = None  # an interrupt may come between these lines
             self._store = store
             self.store_signature = signature
         self._store(keys, values, slots)

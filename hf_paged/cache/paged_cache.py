@@ -166,9 +166,9 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """Copies everything except blocks from `other`, a cache with the same layers, into this
-        empty cache. The two caches then share tensors, which must not be written to in place
-        before an operation on rows replaces them."""
+        """Copies what the layers of `other` hold, except blocks, into the same layers of this empty
+        cache. The two caches then share tensors, which must not be written to in place before an
+        operation on rows replaces them."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._make_next_layer())
         for layer, other_layer in zip(self.layers, other.layers):
@@ -235,7 +235,7 @@ class PagedCache(DynamicCache):
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory at once, instead of step by step: in each layer, for the tokens of
+        """Makes each layer allocate its memory at once instead of step by step: for the tokens of
         `num_blocks` blocks of the largest size, with at most `num_sequences` sequences running at a
         time."""
         config = self.memory.config
@@ -261,8 +261,8 @@ class PagedCache(DynamicCache):
         paddings: tuple[int, ...],
         length: int | None,
     ) -> None:
-        """Takes over these rows and frees the former ones, or only borrows them for a step.
-        `paddings`: leading positions of each row that are not in its tables. `length`: logical
+        """Takes over these rows and frees the former ones, or only borrows them, without freeing
+        any. `paddings`: leading positions of each row that are not in its tables. `length`: logical
         positions of every row, including padding; `None` keeps the lengths of layers and groups."""
         with self.memory.lock:
             if not self.rows.is_borrowed:

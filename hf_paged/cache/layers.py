@@ -333,7 +333,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
                 f"layer {self.index} missed an operation on rows or lengths that other layers of"
-                " the cache have run: call such operations on the whole cache, and `reset` the cache"
+                " the cache have run: call operations on the whole cache, and `reset` the cache"
             )
         if self.graph_states is not None:
             self.graph_states.check()

@@ -31,7 +31,7 @@ from ..topics import Topic
 logger = logging.getLogger(__name__)
 
 FORMAT = "hf_paged prefix 1"
-FOLDER, SUFFIX = "hf_paged-", ".safetensors"
+FOLDER_PREFIX, SUFFIX = "hf_paged-", ".safetensors"
 _TIER_FILE = re.compile(
     r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
 )
@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: by layer, any blocks of the same form; and the
-number of blocks in each layer."""
+"""What a file must contain, by group: blocks of the same form for each layer, and the number of
+blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
@@ -229,7 +229,7 @@ def _is_regular(path: Path) -> bool:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Returns numbers that differ if the file at the path is written anew. Raises `OSError`."""
+    """Returns numbers that change when the file at the path is written again. Raises `OSError`."""
     status = os.stat(path, follow_symlinks=False)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -272,7 +272,8 @@ class DiskFolder:
     """A folder of files of at most `max_bytes` in all. Other processes may use the same folder, so
     this class scans it instead of keeping an index. Deletes the least recently used files first.
     Logs each kind of error once, and treats files that cannot be read as missing. If the folder
-    itself fails, turns off (`is_off`): from then on looks up, reads and writes no file."""
+    itself fails, it is turned off (`is_off`): from then on, no file is looked up, read or
+    written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
@@ -280,7 +281,7 @@ class DiskFolder:
         self.is_off = False
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
-        # files that can be neither read nor deleted, with their `_version` as they were read
+        # files that could not be read, with their `_version` at that time (`None`: unknown)
         self._unreadable: dict[Path, tuple[int, ...] | None] = {}
         # by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
@@ -296,7 +297,7 @@ class DiskFolder:
                 return _is_regular(path) and not self._is_unreadable(path)
             # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
-            folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
+            folders = [self.path / entry for entry in entries if entry.startswith(FOLDER_PREFIX)]
             paths = (folder / f"{name}{SUFFIX}" for folder in folders)
             return any(os.path.isfile(path) and not self._is_unreadable(path) for path in paths)
         except (FileNotFoundError, NotADirectoryError, MemoryError):
@@ -364,7 +365,7 @@ class DiskFolder:
                 self._warn(
                     "small",
                     f"a block of {len(content):,} bytes does not fit in `disk_bytes`"
-                    f" ({self.max_bytes:,})",
+                    f" ({self.max_bytes:,}): raise it",
                 )
                 return
             # often enough to notice what other processes write
@@ -374,7 +375,7 @@ class DiskFolder:
                 self._trim(len(content))
             if self.num_bytes + len(content) > self.max_bytes:
                 raise OSError(
-                    f"`disk_bytes` ({self.max_bytes:,}) is used, and no file can be deleted"
+                    f"`disk_bytes` ({self.max_bytes:,}) is used up, and no file can be deleted"
                 )
             write_private(path, content)
             self._unreadable.pop(path, None)
@@ -394,7 +395,7 @@ class DiskFolder:
             )
 
     def _is_unreadable(self, path: Path) -> bool:
-        """Whether reading this file failed, and nobody has written it anew since."""
+        """Whether this file could not be read, and has not been written again since."""
         if path not in self._unreadable:
             return False
         try:
@@ -403,14 +404,14 @@ class DiskFolder:
             return True
 
     def _file(self, weights: str, name: str) -> Path:
-        return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
+        return self.path / f"{FOLDER_PREFIX}{weights}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
         """Counts the bytes of all files, and deletes partial files of killed processes. Returns
         `(last use, bytes, path)` of each file, least recently used first; the last use is in
         seconds since the epoch."""
         files = []
-        for path in self.path.glob(f"{FOLDER}*/*"):
+        for path in self.path.glob(f"{FOLDER_PREFIX}*/*"):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 is_regular = stat.S_ISREG(status.st_mode)

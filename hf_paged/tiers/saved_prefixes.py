@@ -28,7 +28,8 @@ from .store import PrefixStore, reason_against_saving
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     """A context between two steps: verifies the cached blocks against a fingerprint of the current
     weights, then yields the engine's loop and a store that names and copies the loop's blocks.
-    Raises `ValueError` if the model's blocks cannot be saved, or its weights cannot be tracked."""
+    Raises `ValueError` if the model's blocks cannot be saved, or if changes of its weights cannot
+    be detected."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
@@ -63,7 +64,8 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 
 def _writable_path(path: Any) -> Path:
-    """Returns `path` as a `Path`. Raises `OSError` if its folder is missing, or it is a folder."""
+    """Returns `path` as a `Path`. Raises `OSError` if the path's folder is missing, or if the path
+    is that of a folder."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
@@ -127,8 +129,9 @@ def save(
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is no saved prefix of the
-    current model, `OutOfBlocksError`, `OSError` from opening it, and the errors of copying."""
+    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is not a saved prefix of
+    the current model, or if the pool would be freed at once; `OutOfBlocksError`; `OSError` if the
+    file cannot be read; and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
@@ -141,7 +144,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         raise ValueError(f"{path} is a block of a tier's folder, not a saved prefix")
     with parsing():
         token_ids = json.loads(file.metadata["token_ids"])
-        namespace = _tuples(json.loads(file.metadata["namespace"]))
+        namespace = _to_tuples(json.loads(file.metadata["namespace"]))
         weights, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
             raise CorruptFileError("its tokens are not whole numbers")
@@ -155,9 +158,9 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         if weights != store.weights:
             raise ValueError(
                 f"{path} was computed by another model than this {type(core.model).__name__} is"
-                ' now: other weights, code, dtype, adapters, `block_size` ("auto" may choose'
-                " another one now), `kv_dtype` or `batch_invariant`, or with hidden states of"
-                " `use_mtp` on one side only"
+                ' now: its weights, code, dtype, adapters, `block_size` ("auto" may choose'
+                " another one now), `kv_dtype` or `batch_invariant` differ, or only one of the two"
+                " stores hidden states for `use_mtp`"
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.node_size
@@ -182,19 +185,19 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         with core.memory.changing():
             try:
                 restore_path(store, manager, links, namespace, read)
-            except TierError as error:  # raised after `changing`: blocks need no recovery
+            except TierError as error:  # raised below: inside, `changing` would recover
                 failure = error
         if failure is not None:
             raise failure.cause from failure
     return len(token_ids)
 
 
-def _tuples(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """Converts nested lists from JSON back to tuples. Raises `CorruptFileError` for types that no
     namespace contains."""
     if not isinstance(value, (list, str, int, type(None))):
         raise CorruptFileError(f"its namespace contains {value!r}")
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _select_block(layers: Layers, row: int) -> Layers:

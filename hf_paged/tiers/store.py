@@ -39,7 +39,7 @@ from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# bytes of blocks that may wait to be written or confirmed, beside a quarter of the free memory
+# bytes of blocks that may wait to be written or confirmed, besides a quarter of the free memory
 QUEUE_BYTES = 256 << 20
 # bytes of unconfirmed blocks above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; hash of tokens, and the group
+_Key = tuple[str, str]  # hash of weights and options; hash of tokens with the group (`_name`)
 
 
 class PrefixStore:
@@ -71,7 +71,7 @@ class PrefixStore:
         # on several devices, only the first forward shows which device has a layer's blocks
         device = compute_device(model) if len(devices) < 2 else None
         self.config = config
-        self.expected = layout.layers
+        self.expected_layers = layout.layers
         self._device = device
         # weak: the writing thread must not keep the memory or its groups alive
         self.memory: PagedMemory = weakref.proxy(memory)
@@ -84,11 +84,11 @@ class PrefixStore:
         options = (block_sizes, memory_config.kv_dtype, memory_config.batch_invariant)
         specs = [repr(group.spec) for group in groups]
         self._format_key = FORMAT, options, specs
-        expected = self.expected if device is not None else ()
+        expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
                 layer.layer_index: group.storage.outline(*layer.states)
-                for layer in expected
+                for layer in expected_layers
                 if layer.spec == group.spec
             }
             for group in groups
@@ -100,7 +100,7 @@ class PrefixStore:
         if device is not None and device.type == "cpu":
             self._host_bytes = 0
         self._lock = forks.rlock()
-        self._pending: dict[str, _Entry] = {}  # blocks of unconfirmed weights
+        self._pending: dict[str, _Entry] = {}  # unconfirmed blocks, by `_name`
         # blocks in host memory, in LRU order, most recent last
         self._host_entries: OrderedDict[_Key, _Entry] = OrderedDict()
         # keys of `_host_entries` that are not yet written to disk
@@ -137,7 +137,7 @@ class PrefixStore:
 
     @property
     def weights(self) -> str:
-        """As `_weights`, if the memory is known to have a fingerprint."""
+        """As `_weights`; the memory must have a fingerprint."""
         weights = self._weights
         assert weights is not None
         return weights
@@ -254,8 +254,8 @@ class PrefixStore:
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even then,
-        `read` may return `None`."""
+        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even if
+        so, `read` may return `None`."""
         name = _name(group, digest)
         weights = self._weights
         if not self.layers(group):
@@ -401,7 +401,7 @@ def make_tier(
         return None, reason
     tier = blocks.tier
     if isinstance(tier, PrefixStore):
-        if tier.config == requested and tier.expected == layout.layers:
+        if tier.config == requested and tier.expected_layers == layout.layers:
             tier.warned_errors.clear()
             return tier, None
     return PrefixStore(model, memory, blocks, requested, layout), None

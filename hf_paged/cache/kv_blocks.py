@@ -90,8 +90,8 @@ class KVBlocks:
     @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as tensors `(num_blocks, heads, block_size, dim)`, of codes if quantized."""
-        *_, codes = self.form
-        return _tiles(self.data, codes)
+        *_, code_format = self.form
+        return _tiles(self.data, code_format)
 
     def store(
         self,
@@ -188,7 +188,7 @@ class KVBlocks:
             sizes = [(heads, key_dim + value_dim)]
         else:
             sizes = [(heads, key_dim), (value_heads, value_dim)]
-        codes = None
+        code_format = None
         shapes: list[tuple[int, ...]] = []
         for num_heads, dim in sizes:
             if kv_dtype is None:
@@ -197,11 +197,11 @@ class KVBlocks:
                 quantized.check_alignment(block_size, dim)
                 shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
         if kv_dtype is not None:
-            codes = (block_size, key_dtype)
+            code_format = (block_size, key_dtype)
             stored_dtypes = [torch.uint8] * 2
         tensors = zip(shapes, stored_dtypes)
         data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes, codes)
+        return cls.view(data, heads, key_dim, dtypes, code_format)
 
     @classmethod
     def view(
@@ -210,11 +210,11 @@ class KVBlocks:
         heads: int,
         key_dim: int,
         dtypes: tuple[torch.dtype, torch.dtype],
-        codes: tuple[int, torch.dtype] | None = None,
+        code_format: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
         """Returns blocks whose keys (with `heads` and `key_dim`) and values are views of `data`.
-        `codes`: for quantized blocks, the block size and the dtype of the codes."""
-        tiles = _tiles(data, codes)
+        `code_format`: for quantized blocks, the block size and the dtype of the codes."""
+        tiles = _tiles(data, code_format)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
         (joined,) = tiles
@@ -234,10 +234,10 @@ class KVBlocks:
     def form(self) -> tuple[Any, ...]:
         """The arguments of `view` after the tensors."""
         _, heads, block_size, dim = self.keys.shape
-        codes = None
+        code_format = None
         if self.quantized_dtype is not None:
-            codes = (block_size, self.quantized_dtype)
-        return heads, dim, self.dtypes, codes
+            code_format = (block_size, self.quantized_dtype)
+        return heads, dim, self.dtypes, code_format
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KVBlocks.view, (self.data, *self.form)
@@ -276,10 +276,12 @@ def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dty
     return keys, values
 
 
-def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
-    if codes is None:
+def _tiles(
+    data: tuple[Tensor, ...], code_format: tuple[int, torch.dtype] | None
+) -> tuple[Tensor, ...]:
+    if code_format is None:
         return data
-    return tuple(quantized.codes(tensor, *codes) for tensor in data)
+    return tuple(quantized.codes(tensor, *code_format) for tensor in data)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -105,9 +105,9 @@ class BlockSwapper:
 
     def num_blocks(self, request: Any) -> int:
         """Returns how many blocks `swap_in` allocates, over all counted groups."""
-        rows = self._rows(_swapped(request))
-        groups = zip(self.block_manager.groups, rows)
-        return sum(len(ids) for group, ids in groups if group.spec.is_counted)
+        rows_by_group = self._needed_rows(_swapped(request))
+        groups = zip(self.block_manager.groups, rows_by_group)
+        return sum(len(rows) for group, rows in groups if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
         """Returns the bytes of the distinct blocks of the request's unfinished sequences, over all
@@ -129,7 +129,7 @@ class BlockSwapper:
             numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
                 groups = zip(self.block_manager.groups, numbers)
-                host = [copy_out(group, list(ids)) for group, ids in groups]
+                host = [copy_out(group, list(block_numbers)) for group, block_numbers in groups]
             except (MemoryError, RuntimeError, KeyError) as error:  # torch raises `RuntimeError`
                 if is_interrupt(error):
                     raise
@@ -147,14 +147,16 @@ class BlockSwapper:
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
         swapped = _swapped(request)
-        rows = self._rows(swapped)
+        rows_by_group = self._needed_rows(swapped)
         host = swapped[0][1].host
         with self.block_manager.memory.lock:
-            allocated_ids = self.block_manager.take(list(map(len, rows)))
+            allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
                 return False
             try:
-                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, allocated_ids)]
+                targets = [
+                    dict(zip(rows, new_ids)) for rows, new_ids in zip(rows_by_group, allocated_ids)
+                ]
                 for group, copies, block_ids in zip(self.block_manager.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
@@ -167,7 +169,7 @@ class BlockSwapper:
                     group.pool.release(reversed(new_ids))
         return True
 
-    def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
+    def _needed_rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
         """Returns, per group, the rows of the host copies that these sequences need."""
         rows_by_group = zip(*(state.rows for _, state in swapped))
         return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]

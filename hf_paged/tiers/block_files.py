@@ -62,13 +62,13 @@ def num_bytes(layers: Layers) -> int:
     return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
-def to_bytes(parts: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
-    """Serializes the blocks of some groups, `parts`, as a safetensors file: one tensor
+def to_bytes(layers_by_group: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
+    """Serializes the blocks of some groups, `layers_by_group`, as a safetensors file: one tensor
     `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and
     metadata with a hash of all tensors and the other metadata."""
     tensors = {}
     forms = {}
-    for group, layers in parts.items():
+    for group, layers in layers_by_group.items():
         for index, blocks in layers.items():
             forms[f"{group}.{index}"] = form_of(blocks)
             for part, tensor in enumerate(blocks.data):
@@ -156,14 +156,14 @@ class BlockFile:
             }
             if file_tensors != expected_tensors or json.loads(metadata["layers"]) != forms:
                 raise CorruptFileError("its blocks are not those of this model's layers")
-        parts: dict[int, Layers] = {}
+        layers_by_group: dict[int, Layers] = {}
         for group, (layers, _) in expected.items():
-            parts[group] = {}
+            layers_by_group[group] = {}
             for index, blocks in layers.items():
                 part_indices = range(len(blocks.data))
                 data = [tensors[f"{group}.{index}.{part}"] for part in part_indices]
-                parts[group][index] = blocks.like(data)
-        return parts
+                layers_by_group[group][index] = blocks.like(data)
+        return layers_by_group
 
     def close(self) -> None:
         self._file.close()
@@ -209,12 +209,12 @@ def _make_private(folder: Path) -> None:
 
 def form_of(blocks: KVBlocks) -> list[Any]:
     """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
-    heads, key_dim, dtypes, codes = blocks.form
-    codes_form = None
-    if codes is not None:
-        block_size, codes_dtype = codes
-        codes_form = [block_size, _dtype_name(codes_dtype)]
-    return [heads, key_dim, list(map(_dtype_name, dtypes)), codes_form]
+    heads, key_dim, dtypes, code_format = blocks.form
+    code_values = None
+    if code_format is not None:
+        block_size, codes_dtype = code_format
+        code_values = [block_size, _dtype_name(codes_dtype)]
+    return [heads, key_dim, list(map(_dtype_name, dtypes)), code_values]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -328,7 +328,7 @@ class DiskFolder:
                 written_name = file.metadata["name"]
                 if written_name != f"{weights}/{name}":
                     raise CorruptFileError(f"it is a renamed copy of {shown(written_name)}")
-                parts = file.read({0: (layers, 1)})
+                layers_by_group = file.read({0: (layers, 1)})
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
@@ -350,7 +350,7 @@ class DiskFolder:
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
-        return parts[0]
+        return layers_by_group[0]
 
     def write(self, weights: str, name: str, layers: Layers) -> None:
         """Writes a block to its file, deleting others to make space. Logs errors instead of raising

@@ -114,16 +114,16 @@ def save(
                     f"only {len(nodes) * manager.node_size:,} of the prompt's {num_tokens:,} tokens"
                     f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
                 )
-            parts: dict[int, Layers] = {}
+            layers_by_group: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
                 needed = manager.index.needed_nodes(group, num_nodes)
                 block_ids = (nodes[index].block_ids[group] for index in needed)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
-                    parts[group] = store.copy_out(group, cached_ids)
+                    layers_by_group[group] = store.copy_out(group, cached_ids)
             name = f"{store.weights}/{manager.index.digest(nodes[-1]).hex()}"
     token_ids = json.dumps(ids[:num_tokens])
-    content = to_bytes(parts, name, token_ids=token_ids, namespace=json.dumps(namespace))
+    content = to_bytes(layers_by_group, name, token_ids=token_ids, namespace=json.dumps(namespace))
     write_private(target, content)
     return num_tokens
 
@@ -172,14 +172,14 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             node_indices.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))
-        parts = file.read(expected)
+        layers_by_group = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
             raise CorruptFileError("its tokens do not match its name")
 
         def read(group: int, node_index: int) -> Layers:
             row = node_indices[group].index(node_index)
-            return _select_block(parts[group], row)
+            return _select_block(layers_by_group[group], row)
 
         failure = None
         with core.memory.changing():

@@ -62,11 +62,11 @@ class PrefixStore:
         self,
         model: PreTrainedModel,
         memory: PagedMemory,
-        blocks: BlockManager,
+        block_manager: BlockManager,
         config: PrefixTiers,
         layout: Layout,
     ) -> None:
-        groups = blocks.groups
+        groups = block_manager.groups
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
         # on several devices, only the first forward shows which device has a layer's blocks
         device = compute_device(model) if len(devices) < 2 else None
@@ -383,38 +383,38 @@ class PrefixStore:
 def make_tier(
     model: PreTrainedModel,
     memory: PagedMemory,
-    blocks: BlockManager,
+    block_manager: BlockManager,
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
     """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`, which must
-    be set): the tier of `blocks` if that has the same config and layers, otherwise a new one. If
-    there can be none, returns `None` and the reason."""
+    be set): the tier of `block_manager` if that has the same config and layers, otherwise a new
+    one. If there can be none, returns `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
-    reason = reason_against_saving(memory, blocks)
+    reason = reason_against_saving(memory, block_manager)
     if requested.disk_path is None and compute_device(model).type == "cpu":
         reason = Topic.PREFIX_TIERS(
             "the pool is already in host memory, so only a disk tier helps: set `disk_path`"
         )
     if reason is not None:
         return None, reason
-    tier = blocks.tier
+    tier = block_manager.tier
     if isinstance(tier, PrefixStore):
         if tier.config == requested and tier.expected_layers == layout.layers:
             tier.warned_errors.clear()
             return tier, None
-    return PrefixStore(model, memory, blocks, requested, layout), None
+    return PrefixStore(model, memory, block_manager, requested, layout), None
 
 
-def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
+def reason_against_saving(memory: PagedMemory, block_manager: BlockManager) -> str | None:
     """Returns the reason why cached prefixes cannot be copied out of the pool; `None` if they
     can."""
-    if not blocks.prefix_caching:
+    if not block_manager.prefix_caching:
         return Topic.PREFIX_TIERS("prompts of this model are not cached")
     if memory.processes is not None:
         return Topic.PREFIX_TIERS("keys and values are split over several processes")
-    if blocks.keeps_states:
+    if block_manager.keeps_states:
         return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
     return None
 

@@ -279,11 +279,11 @@ def test_pools_that_are_gone_do_not_count() -> None:
     model = models.build("llama")
     model.generate(torch.tensor(prompts(100)), **GREEDY, **paged())
     memory = registry._memories[model][1]
-    before = sum(pool.charged_bytes for pool in budgets._others(None))
+    before = sum(pool.charged_bytes for pool in budgets._other_pools(None))
     assert memory.charged_bytes == memory.occupied_bytes > 0
     del memory
     hf_paged.free(model)
-    assert sum(pool.charged_bytes for pool in budgets._others(None)) < before
+    assert sum(pool.charged_bytes for pool in budgets._other_pools(None)) < before
 
 
 @pytest.mark.slow

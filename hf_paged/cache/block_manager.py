@@ -29,7 +29,7 @@ class BlockManager:
         """`memory` may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        # records lengths; not read from `memory`, which may be collected before the sequences end
+        # records lengths; stored, since `memory` may be collected before the sequences end
         self._length_recorder = memory.sizes
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
@@ -51,7 +51,7 @@ class BlockManager:
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
-        # index of the first group whose states are not empty
+        # index of the first group whose states are not empty; `None` if there is none
         self._state_group = next(
             (index for index, spec in states.items() if not spec.is_empty), None
         )
@@ -77,7 +77,7 @@ class BlockManager:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a cached prefix needs a snapshot of the states at its end."""
+        """Whether prefixes are cached and need a snapshot of the states at their end."""
         return self.prefix_caching and self._state_group is not None
 
     @property

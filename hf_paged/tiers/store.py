@@ -435,7 +435,8 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
 def _write_all() -> None:
-    """At exit, writes all cached blocks to their disk tiers; skips pools that stay locked."""
+    """At exit, evicts all cached blocks of pools with a disk tier, except pools that stay locked,
+    and writes the confirmed ones to disk."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:

@@ -18,7 +18,7 @@ gets the selected ones: ids that follow the last of these are preferred."""
 
 class OutOfBlocksError(TopicError, RuntimeError):
     """More blocks are needed than the limits of the pool, or free memory, allow. The operation that
-    raised it left no block allocated, unless its docstring says otherwise."""
+    raises this error leaves no block allocated, unless its docstring says otherwise."""
 
     topic = Topic.OUT_OF_BLOCKS
 
@@ -33,7 +33,7 @@ class BlockPool:
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # `on_evict` by kept block; it is cached, or `release` will cache it
+        # `on_evict` of each kept block, which is cached, or will be when it is released
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # most blocks in use after an `allocate` since the last `shrink`
@@ -169,7 +169,8 @@ class BlockPool:
         }
 
     def drop(self, block_id: int) -> None:
-        """Stops keeping a block's content, without calling `on_evict`."""
+        """Stops keeping a block's content, without calling `on_evict`. A cached block becomes
+        free."""
         del self._kept[block_id]
         if block_id in self._cached:
             del self._cached[block_id]
@@ -182,8 +183,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
-        released first; more if `on_evict` drops others. Returns how many it freed."""
+        """Frees cached blocks, least recently released first: `num_blocks`, or all if there are
+        fewer, and those that `on_evict` drops. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -407,8 +408,8 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Gives the blocks that contain its tokens to a table that has only token counts, and adds
-        a holder to each block."""
+        """Gives a table that has only token counts the blocks that contain its tokens, and adds a
+        holder to each block."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 

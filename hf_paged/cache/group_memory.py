@@ -258,7 +258,7 @@ class GroupMemory:
 
     def _out_of_memory_error(self, needed: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
-            f"needs {needed} of {self.block_size} tokens, but memory ran out: free some, or"
+            f"needs {needed} of {self.block_size} tokens, but memory ran out: free memory, or"
             f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
             f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
             f" engine's `PagedConfig` ({error})"

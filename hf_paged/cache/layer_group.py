@@ -196,7 +196,7 @@ class LayerGroup:
             return
         if context_len == 0 and any(self.paddings):
             raise ValueError(
-                f"a layer starts with {length} tokens where another of its kind holds"
+                f"a layer starts with {length} tokens while another one of its group holds"
                 f" {self.length}, of which the first {self.paddings} of each row were padding"
                 " and are not stored: pass rows without padding"
             )

@@ -69,7 +69,7 @@ class PrefixIndex:
     ) -> None:
         self.node_size = node_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        # nodes between positions at which blocks of all groups end
+        # nodes from one position at which blocks of all groups end to the next
         self.stride = max(self._ratios, default=1)
         self._pools = list(pools)
         self._windows = list(windows)
@@ -174,9 +174,9 @@ class PrefixIndex:
         block_ids: Sequence[int | None],
         epoch: int = 0,
     ) -> Node:
-        """Returns the node of `tokens` after `parent`, created if missing. Registers the given
-        blocks, filled by a sequence of this epoch, unless they belong to another node, in groups
-        where the node has no block yet."""
+        """Returns the node of `tokens` after `parent`, created if missing. In groups where the node
+        has no block yet, registers the given blocks, which a sequence of this epoch filled, unless
+        they already belong to a node."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
@@ -225,7 +225,7 @@ class PrefixIndex:
             pool.drop_all(on_evict)
 
     def remove_before(self, epoch: int) -> None:
-        """Removes every node of an earlier epoch, with its subtree."""
+        """Removes every node of an epoch before this one, with its subtree."""
         pending = list(self._roots.values())
         while pending:
             parent = pending.pop()
@@ -266,7 +266,7 @@ class PrefixIndex:
                 pending.extend(removed.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
-        """Removes a block that the pool no longer keeps from its node, and nodes that need the
+        """Removes from the index a block that the pool no longer keeps, and the nodes that need the
         block or become empty."""
         node = self._registered[group].pop(block_id)
         node.block_ids[group] = None

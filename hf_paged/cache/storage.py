@@ -158,7 +158,8 @@ class BlockStorage:
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Allocates layer `index` for K/V like these, and returns it: all blocks of the pool, and
-        as many reserved ones as memory allows. Raises `MemoryError`, or torch's `RuntimeError`."""
+        as many reserved ones as memory allows. If memory runs out, raises `MemoryError`, or torch's
+        `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks

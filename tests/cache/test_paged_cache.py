@@ -513,7 +513,7 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded() -> Non
     cache.update(keys[5], keys[5], 0)
     with pytest.raises(
         ValueError,
-        match=r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)",
+        match=r"starts with 9 tokens while another one of its group holds 5, .* first \(0, 2\)",
     ):
         cache.update(keys[9], keys[9], 1)
     cache.check_integrity()

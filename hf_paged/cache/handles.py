@@ -124,7 +124,8 @@ class ReadOnlyTensor(LazyTensor):
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
         if func in _MEMORY_READERS or not are_lazy:
-            # other subclasses (quantized weights), and functions on memory, get ordinary tensors
+            # other subclasses (quantized weights) and functions that access memory get ordinary
+            # tensors
             read = operator.methodcaller("read")
             args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
@@ -222,7 +223,7 @@ class PagedTensor(ReadOnlyTensor):
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
-        [`NotPackable`] for packed rows, `KeysReadError` if only the device has the lengths."""
+        [`NotPackable`] for packed rows, `KeysReadError` if only the device knows the lengths."""
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable(
@@ -233,7 +234,7 @@ class PagedTensor(ReadOnlyTensor):
                 self._dense = self.fresh
             elif self.step.lengths is not None:
                 raise KeysReadError(
-                    "its code reads keys or values, whose lengths only the device has"
+                    "its code reads keys or values, whose lengths only the device knows"
                 )
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)

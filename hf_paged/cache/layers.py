@@ -282,7 +282,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         return property(
             get,
             refuse,
-            doc="Visible tokens, `(batch, heads, length, dim)`; `None` while the layer is empty.",
+            doc="Visible K or V, `(batch, heads, length, dim)`; `None` while the layer is empty.",
         )
 
     keys = _visible_states(False)

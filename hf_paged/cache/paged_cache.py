@@ -224,7 +224,7 @@ class PagedCache(DynamicCache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the cache holds no tokens."""
+        """Whether no layer group of the cache holds tokens."""
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
@@ -261,9 +261,10 @@ class PagedCache(DynamicCache):
         paddings: tuple[int, ...],
         length: int | None,
     ) -> None:
-        """Takes over these rows and frees the former ones, or only borrows them, without freeing
-        any. `paddings`: leading positions of each row that are not in its tables. `length`: logical
-        positions of every row, including padding; `None` keeps the lengths of layers and groups."""
+        """Takes over these rows and frees the former ones; if the cache borrows rows
+        (`from_empty`), borrows these and frees none. `paddings`: leading positions of each row that
+        are not in its tables. `length`: logical positions of every row, including padding; `None`
+        keeps the lengths of layers and groups."""
         with self.memory.lock:
             if not self.rows.is_borrowed:
                 self.rows.free()
@@ -321,7 +322,7 @@ class PagedCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In
         a packed forward with a `key_len`, returns the offsets `(sum(query_len),)`."""
-        if self._positions is None:  # a model may override `get_seq_length`
+        if self._positions is None:  # by `get_seq_length`, which a model may override
             return super().get_query_offset(layer_idx)
         has_row_keys = any(
             group.packed is not None and group.packed.key_len for group in self.groups.values()

@@ -144,7 +144,8 @@ def _shrink(needed: int, memory: Any) -> bool:
 
 def _release(memory: Any) -> bool:
     """Frees a pool unless it is in use or locked; returns whether it did."""
-    # with timeouts, since two threads that each hold the lock of a pool may free the other's
+    # with timeouts, since two threads that each hold a pool's lock may each try to free the other's
+    # pool
     with attempt(memory.outer_lock or memory.lock, WAIT_SECONDS) as is_outer_held:
         if not is_outer_held:
             return False

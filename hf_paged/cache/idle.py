@@ -18,7 +18,7 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # seconds at least between attempts to free a pool that a cache still uses
+MIN_WAIT = 1.0  # minimum seconds between attempts to free a pool that a cache still uses
 _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system supports
 
 # Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
@@ -126,7 +126,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
 
 
 def _stop() -> None:
-    """Stops the thread before the interpreter shuts down, when freeing memory is unsafe."""
+    """Stops the thread before the interpreter shuts down: during that, freeing memory is unsafe."""
     with _lock:
         _deadlines.clear()
         _condition.notify_all()

@@ -91,7 +91,7 @@ class PagedMemory:
         self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
-        # most blocks in use at once since `begin_call`, in total and by group
+        # most blocks in use at once since `begin_call`: in total, and by group at that moment
         self._call_blocks = 0
         self._call_used = dict[GroupSpec, int]()
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
@@ -159,7 +159,7 @@ class PagedMemory:
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
         """Frees the rows of a garbage-collected cache without waiting: now or, if a thread holds
-        the lock, when blocks are next allocated or counted."""
+        the lock, when a pool next counts its blocks or lacks free ones."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
         self._abandoned.append((manager, rows, handles))

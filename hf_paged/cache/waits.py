@@ -71,7 +71,7 @@ class Shortage:
 
 
 class Claim:
-    """The most blocks that a call will hold if it cannot be preempted."""
+    """The claim of a call that cannot be preempted: the most blocks that it will hold."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -119,8 +119,8 @@ def claims_on(memory: Any) -> list[Claim]:
 
 @restoring
 def claims_waiting(memory: Any) -> Iterator[None]:
-    """Marks the claims of this thread as waiting: while its calls wait for blocks, or while a loop
-    determines whether other calls progress."""
+    """A context in which the claims of this thread count as waiting: while its calls wait for
+    blocks, or while a loop determines whether other calls progress."""
     thread = threading.get_ident()
     claims = claims_on(memory)
     claims = [claim for claim in claims if claim.thread == thread and not claim.is_waiting]

@@ -336,7 +336,7 @@ class BlockManager:
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
-        """Frees every block of the sequence and removes it from the manager."""
+        """Frees every block of the sequence, and removes the sequence from the manager."""
         for copies, table in zip(self._copies, blocks.tables):
             if copies:
                 for block_id in table.block_ids:

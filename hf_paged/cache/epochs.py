@@ -38,7 +38,8 @@ class Epochs:
         return blocks.num_registered > 0 and blocks.epoch < self._period_start
 
     def is_outdated(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence began before the model changed or the whole cache was dropped."""
+        """Whether the sequence has blocks from before the model changed or the whole cache was
+        dropped."""
         return blocks.epoch < self.first_valid
 
     def drop_before_period(self) -> int:

@@ -14,7 +14,7 @@ class GroupSpec:
     """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a
     subclass, with other storage or other tokens to keep, forms a separate group."""
 
-    kind: str = "self"  # name of its cache, if a model has several; "cross": cross attention
+    kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
 

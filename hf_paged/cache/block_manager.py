@@ -145,25 +145,26 @@ class BlockManager:
         self,
         blocks: SequenceBlocks,
         num_tokens: int,
-        skips: bool = False,
+        can_skip: bool = False,
         num_committed: int | None = None,
     ) -> bool:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
         with the sequence not extended, if too few blocks are free. First frees window blocks, as
         `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
-        `skips`, an empty sequence gets blocks only for those new tokens that later queries see."""
+        `can_skip`, an empty sequence gets blocks only for those new tokens that later queries
+        see."""
         tables = blocks.tables
-        if skips and not any(table.block_ids for table in tables):
+        if can_skip and not any(table.block_ids for table in tables):
             length = 0
             for table in tables:
                 table.free()  # an earlier call may have skipped blocks before it ran out of blocks
         else:
             length = tables[0].num_tokens
-            skips = False
+            can_skip = False
         if not length:
             blocks.epoch = self.epochs.current
         end = length + num_tokens
-        if skips:
+        if can_skip:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)

@@ -256,9 +256,9 @@ class GroupMemory:
         total = num_available + self.pool.num_used
         return over_limit_error(needed, self.memory.block_size, num_available, total, option)
 
-    def _out_of_memory_error(self, needed: str, error: Exception) -> OutOfBlocksError:
+    def _out_of_memory_error(self, needed_text: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
-            f"needs {needed} of {self.block_size} tokens, but memory ran out: free memory, or"
+            f"needs {needed_text} of {self.block_size} tokens, but memory ran out: free memory, or"
             f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
             f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
             f" engine's `PagedConfig` ({error})"

@@ -99,7 +99,7 @@ class ReadOnlyTensor(LazyTensor):
             # the mode in which `base` was made, since torch makes the result a view of `base`
             return tree_map_only(
                 Tensor,
-                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, dense) else x,
+                lambda leaf: ViewTensor(leaf) if torch._C._is_alias_of(leaf, dense) else leaf,
                 result,
             )
 

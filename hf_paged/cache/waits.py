@@ -13,7 +13,7 @@ from .. import forks
 from ..interrupts import ends_with_calls, restoring
 from . import budget
 
-_POLL = 0.01  # seconds between attempts
+_POLL_SECONDS = 0.01  # between attempts
 GRACE = 0.5  # seconds that callers get to drop the caches that finished calls returned
 # If no call on the memory makes a step for this many seconds, a waiting call assumes that the calls
 # that hold blocks wait for it in turn, as user code may arrange.
@@ -38,8 +38,8 @@ class Shortage:
         self._memory = memory
         self._progress_count = -1
         self._last_step_at = 0.0
-        self.since = time.monotonic()
-        self._last_progress_at = -math.inf if is_alone else self.since
+        self.started_at = time.monotonic()
+        self._last_progress_at = -math.inf if is_alone else self.started_at
 
     def should_retry(self) -> bool:
         """Whether to try again after a failed attempt."""
@@ -57,7 +57,7 @@ class Shortage:
     @property
     def should_await_other_models(self) -> bool:
         """Whether to try again, for up to `PATIENCE`, because other models hold the memory."""
-        is_patient = time.monotonic() - self.since < budget.PATIENCE
+        is_patient = time.monotonic() - self.started_at < budget.PATIENCE
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
@@ -66,7 +66,7 @@ class Shortage:
         with claims_waiting(self._memory):
             will_retry = self.should_retry()
             if will_retry:
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
             return will_retry
 
 

@@ -54,7 +54,7 @@ blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
-    """A file's content is not what was written to it."""
+    """A file is not a block file, is damaged, or does not contain the expected blocks."""
 
 
 def num_bytes(layers: Layers) -> int:
@@ -272,8 +272,7 @@ class DiskFolder:
     """A folder of files of at most `max_bytes` in all. Other processes may use the same folder, so
     this class scans it instead of keeping an index. Deletes the least recently used files first.
     Logs each kind of error once, and treats files that cannot be read as missing. If the folder
-    itself fails, it is turned off (`is_off`): from then on, no file is looked up, read or
-    written."""
+    itself fails, sets `is_off`: from then on, no file is looked up, read or written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
@@ -293,7 +292,7 @@ class DiskFolder:
             return False
         try:
             if weights is not None:
-                path = self._file(weights, name)
+                path = self._file_path(weights, name)
                 return _is_regular(path) and not self._is_unreadable(path)
             # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
@@ -318,7 +317,7 @@ class DiskFolder:
         other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
         if self.is_off:
             return None
-        path = self._file(weights, name)
+        path = self._file_path(weights, name)
         version: tuple[int, ...] | None = None
         try:
             version = _version(path)
@@ -357,7 +356,7 @@ class DiskFolder:
         them; after one, writes nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
-        path = self._file(weights, name)
+        path = self._file_path(weights, name)
         try:
             _make_private(path.parent)
             content = to_bytes({0: layers}, f"{weights}/{name}")
@@ -403,7 +402,7 @@ class DiskFolder:
         except OSError:
             return True
 
-    def _file(self, weights: str, name: str) -> Path:
+    def _file_path(self, weights: str, name: str) -> Path:
         return self.path / f"{FOLDER_PREFIX}{weights}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:

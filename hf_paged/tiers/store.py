@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; hash of tokens with the group (`_name`)
+_Key = tuple[str, str]  # hash of weights and options; `_block_name`
 
 
 class PrefixStore:
@@ -100,14 +100,15 @@ class PrefixStore:
         if device is not None and device.type == "cpu":
             self._host_bytes = 0
         self._lock = forks.rlock()
-        self._pending: dict[str, _Entry] = {}  # unconfirmed blocks, by `_name`
+        self._pending: dict[str, _Entry] = {}  # unconfirmed blocks, by `_block_name`
         # blocks in host memory, in LRU order, most recent last
         self._host_entries: OrderedDict[_Key, _Entry] = OrderedDict()
         # keys of `_host_entries` that are not yet written to disk
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
         self._num_bytes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
-        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks: copied, put back, lost
+        # blocks copied out of the pool, copied back, and evicted without a copy
+        self.num_kept = self.num_restored = self.num_skipped = 0
         self._weights_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.notify_in_child(self)
@@ -156,7 +157,7 @@ class PrefixStore:
         return self._num_bytes["pending"] > PENDING_BYTES
 
     def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
-        name = _name(group, digest)
+        name = _block_name(group, digest)
         weights = self._weights
         if weights is None or self._groups[group].is_incomplete:
             return
@@ -256,7 +257,7 @@ class PrefixStore:
     def has(self, group: int, digest: bytes) -> bool:
         """Whether the store has the group's block with this digest, perhaps unconfirmed. Even if
         so, `read` may return `None`."""
-        name = _name(group, digest)
+        name = _block_name(group, digest)
         weights = self._weights
         if not self.layers(group):
             return False
@@ -269,7 +270,7 @@ class PrefixStore:
     def read(self, group: int, digest: bytes) -> Layers | None:
         """Returns the content of a block that the current weights computed; `None` if the block is
         missing, unreadable or unconfirmed. An unconfirmed block is then dropped."""
-        name = _name(group, digest)
+        name = _block_name(group, digest)
         key = (self.weights, name)
         with self._lock:
             entry = self._host_entries.get(key)
@@ -427,7 +428,7 @@ def check(config: PagedConfig) -> None:
         check_folder(os.fspath(tiers.disk_path))
 
 
-def _name(group: int, digest: bytes) -> str:
+def _block_name(group: int, digest: bytes) -> str:
     return f"{digest.hex()}-{group}"
 
 

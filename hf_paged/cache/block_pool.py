@@ -259,7 +259,7 @@ class BlockPool:
 class BlockTable:
     """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token
     `t` is stored in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared
-    blocks are never written to: `append` first replaces a shared tail block and returns the
+    or kept blocks are never written to: `append` first replaces such a tail block and returns the
     required copy (copy-on-write)."""
 
     pool: BlockPool

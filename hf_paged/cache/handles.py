@@ -116,7 +116,7 @@ class ReadOnlyTensor(LazyTensor):
             return cls.functions[func](*args, **kwargs)
         if func in _WRITERS and isinstance(args[0], ReadOnlyTensor):
             args[0].refuse_write()
-        requires_grad = func in _GRADIENT_FLAGS and (*args[1:], *kwargs.values(), True)[0]
+        requires_grad = func in _GRADIENT_SETTERS and (*args[1:], *kwargs.values(), True)[0]
         if requires_grad:
             raise RuntimeError(
                 "keys and values read from a paged cache are not leaves of its graph: store clones"
@@ -452,7 +452,7 @@ _MEMORY_READERS = {
 
 _RETURN_ARRAYS = {Tensor.__array__, Tensor.numpy}
 
-_GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+_GRADIENT_SETTERS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
 # Functions that write, but that torch does not dispatch, or dispatches as several operations.
 _WRITERS = {

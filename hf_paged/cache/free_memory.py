@@ -62,9 +62,9 @@ class Reservation:
                 self.set_limit(free_bytes(device))
             except ValueError:  # free memory is unknown: reserve nothing
                 self.set_limit(0)
-            num_uncharged = budget.num_uncharged_bytes()
-            if num_uncharged is not None and not commits_when_touched(device):
-                self._max_bytes = min(self._max_bytes, num_uncharged)
+            uncharged_bytes = budget.num_uncharged_bytes()
+            if uncharged_bytes is not None and not commits_when_touched(device):
+                self._max_bytes = min(self._max_bytes, uncharged_bytes)
         max_blocks = self.num_blocks
         if not commits_when_touched(device):
             live_counts = self.num_live_blocks.items()

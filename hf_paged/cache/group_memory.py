@@ -221,10 +221,10 @@ class GroupMemory:
             # another thread has since used that part of the budget
             raise self._over_limit_error(num_blocks, pool.num_available)
         try:
-            num_uncharged = budget.num_uncharged_bytes()
+            uncharged_bytes = budget.num_uncharged_bytes()
             max_added = growth_limit
-            if num_uncharged is not None:
-                num_affordable = num_uncharged // max(1, self.block_bytes)
+            if uncharged_bytes is not None:
+                num_affordable = uncharged_bytes // max(1, self.block_bytes)
                 max_added = min(growth_limit, num_added + num_affordable)
             storage.grow(pool.num_blocks + num_added, most=pool.num_blocks + max_added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter

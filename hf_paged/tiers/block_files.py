@@ -286,13 +286,13 @@ class DiskFolder:
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
-    def has(self, weights: str | None, name: str) -> bool:
-        """Whether a file not known to be unreadable exists for `weights` (`None`: for any)."""
+    def has(self, weights_hash: str | None, name: str) -> bool:
+        """Whether a file not known to be unreadable exists for `weights_hash` (`None`: for any)."""
         if self.is_off:
             return False
         try:
-            if weights is not None:
-                path = self._file_path(weights, name)
+            if weights_hash is not None:
+                path = self._file_path(weights_hash, name)
                 return _is_regular(path) and not self._is_unreadable(path)
             # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
@@ -309,7 +309,7 @@ class DiskFolder:
 
     def read(
         self,
-        weights: str,
+        weights_hash: str,
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
@@ -317,7 +317,7 @@ class DiskFolder:
         other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
         if self.is_off:
             return None
-        path = self._file_path(weights, name)
+        path = self._file_path(weights_hash, name)
         version: tuple[int, ...] | None = None
         try:
             version = _version(path)
@@ -325,7 +325,7 @@ class DiskFolder:
                 raise CorruptFileError("it is not a regular file")
             with contextlib.closing(BlockFile(path)) as file:
                 written_name = file.metadata["name"]
-                if written_name != f"{weights}/{name}":
+                if written_name != f"{weights_hash}/{name}":
                     raise CorruptFileError(f"it is a renamed copy of {shown(written_name)}")
                 layers_by_group = file.read({0: (layers, 1)})
         except (OSError, MemoryError) as error:
@@ -351,15 +351,15 @@ class DiskFolder:
             os.utime(path)  # for LRU order
         return layers_by_group[0]
 
-    def write(self, weights: str, name: str, layers: Layers) -> None:
+    def write(self, weights_hash: str, name: str, layers: Layers) -> None:
         """Writes a block to its file, deleting others to make space. Logs errors instead of raising
         them; after one, writes nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
-        path = self._file_path(weights, name)
+        path = self._file_path(weights_hash, name)
         try:
             _make_private(path.parent)
-            content = to_bytes({0: layers}, f"{weights}/{name}")
+            content = to_bytes({0: layers}, f"{weights_hash}/{name}")
             if len(content) > self.max_bytes:  # deleting other files does not help
                 self._warn(
                     "small",
@@ -402,8 +402,8 @@ class DiskFolder:
         except OSError:
             return True
 
-    def _file_path(self, weights: str, name: str) -> Path:
-        return self.path / f"{FOLDER_PREFIX}{weights}" / f"{name}{SUFFIX}"
+    def _file_path(self, weights_hash: str, name: str) -> Path:
+        return self.path / f"{FOLDER_PREFIX}{weights_hash}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
         """Counts the bytes of all files, and deletes partial files of killed processes. Returns

@@ -121,7 +121,7 @@ def save(
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
                     layers_by_group[group] = store.copy_out(group, cached_ids)
-            name = f"{store.weights}/{manager.index.digest(nodes[-1]).hex()}"
+            name = f"{store.weights_hash}/{manager.index.digest(nodes[-1]).hex()}"
     token_ids = json.dumps(ids[:num_tokens])
     content = to_bytes(layers_by_group, name, token_ids=token_ids, namespace=json.dumps(namespace))
     write_private(target, content)
@@ -145,7 +145,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
     with parsing():
         token_ids = json.loads(file.metadata["token_ids"])
         namespace = _to_tuples(json.loads(file.metadata["namespace"]))
-        weights, digest = file.metadata["name"].split("/")
+        weights_hash, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
             raise CorruptFileError("its tokens are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
@@ -155,7 +155,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 " freed at once: raise it, load while a request is unfinished, or give"
                 " `prefix_tiers` a folder"
             )
-        if weights != store.weights:
+        if weights_hash != store.weights_hash:
             raise ValueError(
                 f"{path} was computed by another model than this {type(core.model).__name__} is"
                 ' now: its weights, code, dtype, adapters, `block_size` ("auto" may choose'

@@ -109,7 +109,7 @@ class PrefixStore:
         self._thread: threading.Thread | None = None
         # blocks copied out of the pool, copied back, and evicted without a copy
         self.num_kept = self.num_restored = self.num_skipped = 0
-        self._weights_cache: tuple[Any, str] = (None, "")
+        self._weights_hash_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.notify_in_child(self)
         _stores.add(self)
@@ -122,7 +122,7 @@ class PrefixStore:
         return self._folder
 
     @property
-    def _weights(self) -> str | None:
+    def _weights_hash(self) -> str | None:
         """A hash of everything besides tokens that determines the content of blocks, the same in
         every process; `None` if the memory has no fingerprint of the weights."""
         fingerprint = self.memory.fingerprint
@@ -131,17 +131,17 @@ class PrefixStore:
         groups = range(len(self._groups))
         layers = [sorted(self.layers(group)) for group in groups]
         content = (fingerprint, self._format_key, layers)
-        if self._weights_cache[0] != content:
+        if self._weights_hash_cache[0] != content:
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
-            self._weights_cache = (content, digest.hexdigest())
-        return self._weights_cache[1]
+            self._weights_hash_cache = (content, digest.hexdigest())
+        return self._weights_hash_cache[1]
 
     @property
-    def weights(self) -> str:
-        """As `_weights`; the memory must have a fingerprint."""
-        weights = self._weights
-        assert weights is not None
-        return weights
+    def weights_hash(self) -> str:
+        """As `_weights_hash`; the memory must have a fingerprint."""
+        weights_hash = self._weights_hash
+        assert weights_hash is not None
+        return weights_hash
 
     def counts(self) -> TierCounts:
         disk = self._disk
@@ -158,10 +158,10 @@ class PrefixStore:
 
     def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
         name = _block_name(group, digest)
-        weights = self._weights
-        if weights is None or self._groups[group].is_incomplete:
+        weights_hash = self._weights_hash
+        if weights_hash is None or self._groups[group].is_incomplete:
             return
-        key = (weights, name)
+        key = (weights_hash, name)
         with self._lock:
             if self.has(group, digest):
                 return
@@ -204,7 +204,7 @@ class PrefixStore:
     def confirm(self) -> None:
         with self._lock:
             for name, entry in self._pending.items():
-                self._add_to_host((self.weights, name), entry)
+                self._add_to_host((self.weights_hash, name), entry)
             self.discard()
         self._start_writer()
 
@@ -258,20 +258,20 @@ class PrefixStore:
         """Whether the store has the group's block with this digest, perhaps unconfirmed. Even if
         so, `read` may return `None`."""
         name = _block_name(group, digest)
-        weights = self._weights
+        weights_hash = self._weights_hash
         if not self.layers(group):
             return False
         with self._lock:
-            if name in self._pending or (weights, name) in self._host_entries:
+            if name in self._pending or (weights_hash, name) in self._host_entries:
                 return True
             disk = self._disk
-            return disk is not None and disk.has(weights, name)
+            return disk is not None and disk.has(weights_hash, name)
 
     def read(self, group: int, digest: bytes) -> Layers | None:
         """Returns the content of a block that the current weights computed; `None` if the block is
         missing, unreadable or unconfirmed. An unconfirmed block is then dropped."""
         name = _block_name(group, digest)
-        key = (self.weights, name)
+        key = (self.weights_hash, name)
         with self._lock:
             entry = self._host_entries.get(key)
             if entry is not None:

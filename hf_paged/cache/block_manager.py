@@ -34,7 +34,7 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at its multiples: there, blocks of all groups end, since sizes are
+        # cached prefixes end at multiples of it: blocks of all groups end there, since sizes are
         # powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index

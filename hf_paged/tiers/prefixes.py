@@ -46,8 +46,8 @@ def restore_path(
     read: Callable[[int, int], Any | None],
 ) -> bool:
     """Allocates new blocks for those blocks of a path that the pool lacks, fills and registers
-    them, and leaves them cached. `read(group, index)` returns the content of a group's block at
-    that node of the path. Returns `False` if `read` returns `None` for a block. Raises
+    them, and leaves them cached. `read(group, index)` returns the content of the group's block at
+    node `index` of the path. Returns `False` if `read` returns `None` for a block. Raises
     `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
     not fit the layers. In all these cases no new block stays allocated or registered; cached blocks
     may have been evicted."""

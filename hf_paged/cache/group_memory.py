@@ -107,7 +107,7 @@ class GroupMemory:
         return self._is_adding_layer or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """Sets the expected bytes of a block over all layers to `block_bytes`, if these are more.
+        """Sets the expected bytes of a block over all layers to `block_bytes`, if that is more.
         Raises `OutOfBlocksError` if the pool then exceeds the budget."""
         expected_bytes = max(block_bytes, self._expected_bytes)
         self._expected_bytes, self._is_short = expected_bytes, False

@@ -126,7 +126,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
 
 
 def _stop() -> None:
-    """Stops the thread before the interpreter shuts down: during that, freeing memory is unsafe."""
+    """Stops the thread before the interpreter shuts down; afterwards, freeing memory is unsafe."""
     with _lock:
         _deadlines.clear()
         _condition.notify_all()

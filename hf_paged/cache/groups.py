@@ -11,8 +11,9 @@ UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a
-    subclass, with other storage or other tokens to keep, forms a separate group."""
+    """Attention over all tokens or a sliding window. Layers with equal specs share block tables.
+    Specs of a subclass, for layers that store something else or keep other tokens, form separate
+    groups."""
 
     kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed

@@ -128,7 +128,7 @@ class BlockFile:
 
     def read(self, expected: ExpectedBlocks) -> dict[int, Layers]:
         """Returns the blocks, on the CPU, by group. Raises [`CorruptFileError`] unless they match
-        `expected` and the file's hash."""
+        `expected` and the file's hash, and `OSError` if the file cannot be read."""
         expected_bytes = self._header_bytes
         forms = {}
         expected_tensors = {}

@@ -83,7 +83,7 @@ class EngineReports:
         with core.lock, self.memory.lock:
             groups = [] if core.loop is None else core.loop.blocks.groups
             self_groups = [group for group in groups if group.spec.kind == "self"]
-            return {group.spec.window: group.pool.states() for group in self_groups}
+            return {group.spec.window: group.pool.holder_counts() for group in self_groups}
 
     @guarded
     def check_integrity(self) -> None:

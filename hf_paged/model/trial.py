@@ -267,8 +267,8 @@ class TrialRunner:
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:
         """Returns the logits of a step that computes `count` more tokens of each `(row, count)`."""
         for row, count in rows:
-            skips = not self._is_packed or row.inputs is not None
-            self.manager.append(row.blocks, count, skips=skips)
+            can_skip = not self._is_packed or row.inputs is not None
+            self.manager.append(row.blocks, count, can_skip=can_skip)
             end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
             row.token_ids = row.tokens[:end]
         self.manager.flush_copies()

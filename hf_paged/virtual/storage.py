@@ -429,7 +429,7 @@ class MappedStorage(BlockStorage):
             return
         for rows in list(self._layer_rows):
             rows.preserve_views()
-        states = enumerate(self.pool.states())
+        states = enumerate(self.pool.holder_counts())
         ids = [block_id for block_id, state in states if state]
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:

@@ -314,7 +314,7 @@ def test_block_sizes_that_are_left_to_us(
             models.WINDOW: 4,
         }
         assert all(
-            f"sequences of {length} tokens (1 of them); made up" in str(group.reason)
+            f"1 sequences of {length} tokens on average; made up" in str(group.reason)
             for group in report.groups
         )
     assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}

@@ -289,7 +289,7 @@ class Scheduler:
         few blocks are free. `is_unchunked`: the tokens must be computed in one step, and blocks
         that no later token attends to are skipped. `may_preempt` as in `_schedule_tokens`."""
         can_shrink = self.blocks.has_windows and not is_unchunked
-        while not self.blocks.append(sequence.blocks, count, skips=is_unchunked):
+        while not self.blocks.append(sequence.blocks, count, can_skip=is_unchunked):
             if self.reclaim():
                 continue
             if may_preempt and self.queue.running[-1] is not request:

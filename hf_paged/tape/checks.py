@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
 from ..cache.states import StateRows
-from ..model.trial import excess_of
+from ..model.trial import significant_difference
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ class Checks:
         assert self.pending is not None
         kind, widths, lengths = self.pending
         self.begin_step(kind)
-        excess = None
+        difference = None
         for expected, replayed in results:
             pair = expected.flatten(1), replayed.flatten(1)
-            excess = excess or excess_of(*pair, (expected.dtype, dtype))
-        if excess is not None:
+            difference = difference or significant_difference(*pair, (expected.dtype, dtype))
+        if difference is not None:
             self._refused.add(kind)
-            logger.info("one kind of steps is not replayed: its results differ by %s", excess)
+            logger.info("one kind of steps is not replayed: its results differ by %s", difference)
         min_lengths = self._min_lengths.setdefault((kind, widths), lengths)
         min_lengths[:] = map(min, min_lengths, lengths)

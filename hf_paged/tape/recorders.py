@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.backends import cpp
 from ..interrupts import restoring
 from ..kernels import forced, uses_triton
-from ..model.trial import excess_of, first_line
+from ..model.trial import first_line, significant_difference
 from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING
@@ -109,9 +109,13 @@ def check_replay(
     replay()
     names = itertools.chain(["logits"], itertools.repeat("states"))
     for name, before, after in zip(names, expected, results):
-        excess = excess_of(before.flatten(1), after.flatten(1), (after.dtype, *dtypes))
-        if excess is not None:
-            raise NotCapturable(f"the {name} of a replay are {excess} from those of its forward")
+        difference = significant_difference(
+            before.flatten(1), after.flatten(1), (after.dtype, *dtypes)
+        )
+        if difference is not None:
+            raise NotCapturable(
+                f"the {name} of a replay are {difference} from those of its forward"
+            )
 
 
 def reason_of(error: BaseException) -> str:

@@ -472,7 +472,7 @@ def judge_writes(trial: Trial) -> None:
             write = last_writes[key]
             altered[key] = write._replace(after=alter_value(write.after))
         if all(values_are_equal(altered[key].after, last_writes[key].after) for key in keys):
-            continue  # there is no other value of this type
+            continue  # `alter_value` has nothing to alter
         logits, overwritten = _logits_after(trial, altered)
         is_read = logits is None or not torch.equal(logits, expected)
         for key in overwritten.intersection(keys):
